@@ -1,0 +1,123 @@
+"""Rollouts for a training loop, sampled with the module the optimizer steps.
+
+A public name is imported when it is first used. The vocabulary (requests, records, sampling parameters, states, errors)
+costs no torch, so a process that only talks about requests never loads it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.batch import PackedRollouts as PackedRollouts
+    from rollout.batch import RolloutBatch as RolloutBatch
+    from rollout.block_hash import HASH_BASE as HASH_BASE
+    from rollout.block_hash import HASH_PRIME as HASH_PRIME
+    from rollout.block_hash import chain_block_hashes as chain_block_hashes
+    from rollout.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
+    from rollout.config import InferenceConfig as InferenceConfig
+    from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from rollout.errors import ConfigError as ConfigError
+    from rollout.errors import DeadlineError as DeadlineError
+    from rollout.errors import EngineDeadError as EngineDeadError
+    from rollout.errors import EngineStateError as EngineStateError
+    from rollout.errors import InvalidRequestError as InvalidRequestError
+    from rollout.errors import RequestAbortedError as RequestAbortedError
+    from rollout.errors import RequestError as RequestError
+    from rollout.errors import RequestFailedError as RequestFailedError
+    from rollout.errors import RolloutError as RolloutError
+    from rollout.errors import RolloutFailedError as RolloutFailedError
+    from rollout.errors import SerializationError as SerializationError
+    from rollout.errors import StaleRequestError as StaleRequestError
+    from rollout.errors import UnsupportedModelError as UnsupportedModelError
+    from rollout.events import DynamicInferenceEvent as DynamicInferenceEvent
+    from rollout.events import DynamicInferenceEventType as DynamicInferenceEventType
+    from rollout.manager import RolloutManager as RolloutManager
+    from rollout.record import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
+    from rollout.request import DynamicInferenceRequest as DynamicInferenceRequest
+    from rollout.request import InferenceRequest as InferenceRequest
+    from rollout.request import VLMInferenceRequest as VLMInferenceRequest
+    from rollout.request import deserialize_tensor as deserialize_tensor
+    from rollout.request import serialize_tensor as serialize_tensor
+    from rollout.sampling_params import SamplingParams as SamplingParams
+    from rollout.spans import VersionSpans as VersionSpans
+    from rollout.state import ControlSignal as ControlSignal
+    from rollout.state import CoordinatorState as CoordinatorState
+    from rollout.state import EngineState as EngineState
+    from rollout.state import FinishReason as FinishReason
+    from rollout.state import KVCacheManagementMode as KVCacheManagementMode
+    from rollout.state import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
+    from rollout.state import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
+    from rollout.state import StalenessPolicy as StalenessPolicy
+    from rollout.state import Status as Status
+
+_HOMES = {
+    "rollout.batch": (
+        "PackedRollouts",
+        "RolloutBatch",
+    ),
+    "rollout.block_hash": (
+        "HASH_BASE",
+        "HASH_PRIME",
+        "chain_block_hashes",
+        "compute_block_hashes_batched",
+    ),
+    "rollout.config": ("InferenceConfig",),
+    "rollout.engine.engine": ("DynamicInferenceEngine",),
+    "rollout.errors": (
+        "ConfigError",
+        "DeadlineError",
+        "EngineDeadError",
+        "EngineStateError",
+        "InvalidRequestError",
+        "RequestAbortedError",
+        "RequestError",
+        "RequestFailedError",
+        "RolloutError",
+        "RolloutFailedError",
+        "SerializationError",
+        "StaleRequestError",
+        "UnsupportedModelError",
+    ),
+    "rollout.events": (
+        "DynamicInferenceEvent",
+        "DynamicInferenceEventType",
+    ),
+    "rollout.manager": ("RolloutManager",),
+    "rollout.record": ("DynamicInferenceRequestRecord",),
+    "rollout.request": (
+        "DynamicInferenceRequest",
+        "InferenceRequest",
+        "VLMInferenceRequest",
+        "deserialize_tensor",
+        "serialize_tensor",
+    ),
+    "rollout.sampling_params": ("SamplingParams",),
+    "rollout.spans": ("VersionSpans",),
+    "rollout.state": (
+        "ControlSignal",
+        "CoordinatorState",
+        "EngineState",
+        "FinishReason",
+        "KVCacheManagementMode",
+        "PrefixCachingCoordinatorPolicy",
+        "PrefixCachingEvictionPolicy",
+        "StalenessPolicy",
+        "Status",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rollout' has no attribute {name!r}; rollout.__all__ lists the public names")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

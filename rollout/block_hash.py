@@ -1,0 +1,113 @@
+"""Block hashes of a prompt: one number per complete block that stands for the block and everything before it.
+
+    token hash of block i    t_i = mix(Σ_j mix(token_j) · HASH_BASE^j  mod 2^64) mod HASH_PRIME
+    hash of block i          h_i = (h_{i-1} · HASH_BASE + t_i) mod HASH_PRIME + 1,   h_{-1} = 0
+
+`mix` is the finaliser of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014)
+after adding its golden-ratio constant. It is applied to every token first, because a plain polynomial of the tokens is
+easily made to collide (31k more at j, k less at j+1). The chain is linear modulo a prime, hence injective in the
+parent: once two chains differ, equal later blocks keep them apart. A hash is a hint all the same; a cache hit counts
+only after the tokens themselves compare equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import ConfigError
+
+HASH_PRIME = 2305843009213693951
+"""2^61 - 1."""
+
+HASH_BASE = 31
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def compute_block_hashes_batched(prompt_tokens: Sequence[int] | NDArray[Any], block_size: int) -> list[int]:
+    """Hashes of the complete blocks of a prompt, each in 1 … `HASH_PRIME`.
+
+    Args:
+        prompt_tokens: token ids (a list, a numpy array or a torch tensor of one dimension). A partly filled last block
+            gets no hash.
+        block_size: tokens per block.
+
+    Raises:
+        ConfigError: `block_size` is below 1, or the tokens are not integers of one dimension.
+    """
+    if block_size < 1:
+        raise ConfigError(f"block_size={block_size!r}: must be at least 1")
+    tokens = integer_array("prompt_tokens", prompt_tokens)
+    count = len(tokens) // block_size
+    hashes = []
+    parent = 0
+    for token_hash in _token_hashes(tokens[: count * block_size].reshape(count, block_size)).tolist():
+        parent = (parent * HASH_BASE + token_hash) % HASH_PRIME + 1
+        hashes.append(parent)
+    return hashes
+
+
+def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One more link for B chains at once, equal to what `compute_block_hashes_batched` gives for the longer prompts.
+
+    Args:
+        parents: int64 [B], the hash of the block before; 0 starts a chain.
+        blocks: int64 [B, block_size], token ids.
+
+    Returns:
+        int64 [B], each in 1 … `HASH_PRIME`.
+
+    Raises:
+        ConfigError: the shapes do not fit, or an array does not hold integers.
+    """
+    before = integer_array("parents", parents)
+    tokens = integer_array("blocks", blocks, dimensions=2)
+    if len(before) != len(tokens):
+        raise ConfigError(f"parents {before.shape} and blocks {tokens.shape}: must have as many rows")
+    links = (_times_base(before.view(np.uint64)) + _token_hashes(tokens)) % np.uint64(HASH_PRIME) + np.uint64(1)
+    return links.view(np.int64)
+
+
+def _token_hashes(blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """int64 [B, block_size] → uint64 [B], below `HASH_PRIME`. Wraps modulo 2^64 where the formula says so."""
+    powers = np.cumprod(np.array([1] + [HASH_BASE] * (blocks.shape[1] - 1), dtype=np.uint64)[: blocks.shape[1]])
+    sums: NDArray[np.uint64] = (_mix(blocks.view(np.uint64)) * powers).sum(axis=1, dtype=np.uint64)
+    return _mix(sums) % np.uint64(HASH_PRIME)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))
+
+
+def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """values · HASH_BASE, congruent modulo 2^61 - 1 and below 2^62, without leaving 64 bits: 2^61 counts as 1."""
+    high = (values >> np.uint64(31)) * np.uint64(HASH_BASE)
+    low = (values & np.uint64(2**31 - 1)) * np.uint64(HASH_BASE)
+    product: NDArray[np.uint64] = (high >> np.uint64(30)) + ((high & np.uint64(2**30 - 1)) << np.uint64(31)) + low
+    return product
+
+
+def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int64]:
+    """`values` (nested sequences, a numpy array or a torch tensor) as a contiguous int64 array.
+
+    Raises:
+        ConfigError: they are not integers (bools are none) of so many dimensions.
+    """
+    try:
+        array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    except (ValueError, OverflowError) as exc:
+        raise ConfigError(f"{name}: must be integers of {dimensions} dimension(s): {exc}") from exc
+    if array.ndim != dimensions or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{name} of dtype {array.dtype} and shape {array.shape}: must be integers of {dimensions} dimension(s)"
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)

@@ -1,0 +1,86 @@
+"""Every exception this package raises on purpose. Each names the value, the rule and the cure.
+
+    RolloutError
+    ├── ConfigError            (ValueError)    an option is unknown or out of range
+    ├── UnsupportedModelError  (ValueError)    the model does something the engine cannot honour
+    ├── RequestError                           one request ended without a result; carries `request_id`
+    │   ├── InvalidRequestError (ValueError)   refused at admission: it can never be served
+    │   ├── RequestAbortedError                somebody aborted it
+    │   ├── RequestFailedError                 the step that computed it raised; the cause is `__cause__`
+    │   └── StaleRequestError                  older than `max_staleness` allows
+    ├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
+    ├── EngineStateError       (RuntimeError)  this call is not allowed in the engine's present state
+    ├── EngineDeadError        (RuntimeError)  the engine has stopped for good
+    ├── DeadlineError          (TimeoutError)  a wait passed its deadline
+    └── SerializationError     (ValueError)    a received payload does not have the shape it must have
+"""
+
+from __future__ import annotations
+
+
+class RolloutError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(RolloutError, ValueError):
+    """A configuration or sampling field is unknown or out of range."""
+
+
+class UnsupportedModelError(RolloutError, ValueError):
+    """The model has a layer or passes an attention argument that the engine cannot honour."""
+
+
+class RequestError(RolloutError):
+    """One request ended without a result.
+
+    Attributes:
+        request_id: the request (None before one was given out).
+    """
+
+    def __init__(self, message: str, request_id: int | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """Refused at admission: this request can never be served as asked."""
+
+
+class RequestAbortedError(RequestError):
+    """Somebody aborted the request."""
+
+
+class RequestFailedError(RequestError):
+    """The step that computed this request raised; the original exception is `__cause__`."""
+
+
+class StaleRequestError(RequestError):
+    """The request holds tokens older than `max_staleness` allows."""
+
+
+class RolloutFailedError(RolloutError):
+    """Some samples of a batch failed. Nothing is lost: `batch` holds every row, failed rows masked out.
+
+    Attributes:
+        batch: the `RolloutBatch`, whose `errors` name what failed.
+    """
+
+    def __init__(self, message: str, batch: object) -> None:
+        super().__init__(message)
+        self.batch = batch
+
+
+class EngineStateError(RolloutError, RuntimeError):
+    """The call is not allowed in the engine's present state."""
+
+
+class EngineDeadError(RolloutError, RuntimeError):
+    """The engine has stopped for good; build another."""
+
+
+class DeadlineError(RolloutError, TimeoutError):
+    """A wait passed its deadline."""
+
+
+class SerializationError(RolloutError, ValueError):
+    """A received payload does not have the shape it must have."""

@@ -1,0 +1,146 @@
+"""Run-length spans: which policy version owns which positions of a sequence.
+
+Always true: positions 0 … len-1 are covered once each, in order; neighbouring runs differ in version; no run is empty.
+A weight update therefore costs one run per request, whatever the request's length. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import SerializationError
+
+
+class VersionSpans:
+    """Consecutive runs of (version, count) from position 0 on.
+
+    `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions). Versions need not rise: a run may be
+    older than the one before it.
+
+    Args:
+        runs: (version, count) pairs, in order of position.
+
+    Raises:
+        ValueError: a count is negative.
+    """
+
+    __slots__ = ("_ends", "_versions")
+
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        self._versions: list[int] = []
+        self._ends: list[int] = []
+        for version, count in runs:
+            self.extend(count, version)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(version, count) of every run, in order."""
+        starts = [0, *self._ends[:-1]]
+        return tuple((v, end - start) for v, start, end in zip(self._versions, starts, self._ends, strict=False))
+
+    def extend(self, count: int, version: int) -> None:
+        """Cover `count` more positions with `version`; 0 changes nothing.
+
+        Raises:
+            ValueError: `count` is negative.
+        """
+        if count < 0:
+            raise ValueError(
+                f"VersionSpans.extend: count={count!r} must be at least 0; use truncate(length) to shorten"
+            )
+        if count == 0:
+            return
+        end = len(self) + int(count)
+        if self._versions and self._versions[-1] == version:
+            self._ends[-1] = end
+        else:
+            self._versions.append(int(version))
+            self._ends.append(end)
+
+    def extend_to(self, length: int, version: int) -> None:
+        """Cover with `version` every position below `length` that is not covered yet."""
+        self.extend(max(0, length - len(self)), version)
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on; nothing if it is as short already.
+
+        Raises:
+            ValueError: `length` is negative.
+        """
+        if length < 0:
+            raise ValueError(f"VersionSpans.truncate: length={length!r} must be at least 0")
+        if length >= len(self):
+            return
+        kept = bisect_right(self._ends, length)
+        whole = self._ends[kept - 1] if kept else 0
+        partial = [(self._versions[kept], int(length))] if length > whole else []
+        self._versions[kept:] = [version for version, _ in partial]
+        self._ends[kept:] = [end for _, end in partial]
+
+    def clear(self) -> None:
+        """Forget every position."""
+        self._versions.clear()
+        self._ends.clear()
+
+    def version_at(self, position: int) -> int:
+        """The version that owns `position`.
+
+        Raises:
+            IndexError: `position` is not covered.
+        """
+        if not 0 <= position < len(self):
+            raise IndexError(f"VersionSpans.version_at: position={position!r} must be in [0, {len(self)})")
+        return self._versions[bisect_right(self._ends, position)]
+
+    def dense(self) -> NDArray[np.int64]:
+        """The version of every covered position, int64 [len]."""
+        runs = self.runs
+        return np.repeat(np.array([v for v, _ in runs], dtype=np.int64), np.array([n for _, n in runs], dtype=np.int64))
+
+    def oldest(self, start: int = 0) -> int | None:
+        """The lowest version at positions from `start` on; None where none is covered."""
+        return min(self._versions[bisect_right(self._ends, start) :], default=None)
+
+    def newest(self) -> int | None:
+        """The highest version of any position; None where none is covered."""
+        return max(self._versions, default=None)
+
+    def copy(self) -> VersionSpans:
+        """An independent copy."""
+        twin = VersionSpans()
+        twin._versions, twin._ends = self._versions.copy(), self._ends.copy()
+        return twin
+
+    def serialize(self) -> list[int]:
+        """[version, count, version, count, …]."""
+        return [number for run in self.runs for number in run]
+
+    @classmethod
+    def deserialize(cls, flat: Sequence[int]) -> VersionSpans:
+        """The inverse of `serialize`.
+
+        Raises:
+            SerializationError: not a list of int pairs whose counts are at least 1.
+        """
+        if not isinstance(flat, list | tuple) or any(type(number) is not int for number in flat):
+            raise SerializationError(f"VersionSpans: {flat!r} must be a list of integers")
+        if len(flat) % 2 or any(count < 1 for count in flat[1::2]):
+            raise SerializationError(f"VersionSpans: {flat!r} must be (version, count) pairs with counts of at least 1")
+        return cls(zip(flat[::2], flat[1::2], strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, VersionSpans):
+            return NotImplemented
+        return self._versions == other._versions and self._ends == other._ends
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"VersionSpans({list(self.runs)!r})"

@@ -1,0 +1,48 @@
+"""`import rollout`: every public name is there, and costs nothing until it is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rollout
+
+VOCABULARY = [name for name in rollout.__all__ if not name.startswith(("Rollout", "Packed", "DynamicInferenceEngine"))]
+
+
+def run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("name", rollout.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(rollout, name) is getattr(rollout, name)
+    assert name in dir(rollout)
+
+
+def test_what_a_type_checker_sees_is_what_a_program_gets():
+    tree = ast.parse(Path(rollout.__file__).read_text(encoding="utf-8"))
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {(node.module, alias.name) for node in guarded.body for alias in node.names}
+    assert seen == {(home, name) for name, home in rollout._HOME_OF.items()}
+
+
+def test_importing_the_package_loads_none_of_its_modules():
+    loaded = run("import rollout, sys; print([m for m in sys.modules if m.startswith('rollout.')])")
+    assert loaded == "[]"
+
+
+def test_the_vocabulary_costs_no_torch():
+    program = f"import rollout, sys; [getattr(rollout, n) for n in {VOCABULARY!r}]; print('torch' in sys.modules)"
+    assert run(program) == "False"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        rollout.no_such_thing  # noqa: B018
+    with pytest.raises(ImportError):
+        from rollout import no_such_thing  # noqa: F401

@@ -1,0 +1,165 @@
+"""Sampling parameters: what is taken, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.errors import ConfigError, SerializationError
+from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
+
+TOKENS = st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def params(draw):
+    max_tokens = draw(st.integers(0, 10_000))
+    return SamplingParams(
+        n=draw(st.integers(1, 64)),
+        temperature=draw(st.one_of(st.just(0.0), st.floats(MIN_TEMPERATURE, 10))),
+        top_k=draw(TOKENS),
+        top_p=draw(st.floats(0, 1, exclude_min=True)),
+        min_p=draw(st.floats(0, 1)),
+        repetition_penalty=draw(st.floats(0, 10, exclude_min=True)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        logit_bias=draw(st.none() | st.dictionaries(TOKENS, st.floats(-1e9, 100), max_size=4)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop=draw(st.lists(st.text(min_size=1), max_size=3)),
+        stop_token_ids=draw(st.lists(TOKENS, max_size=3)),
+        ignore_eos=draw(st.booleans()),
+        include_stop_str_in_output=draw(st.booleans()),
+        seed=draw(st.none() | st.integers(0, 2**63 - 1)),
+        logprobs=draw(st.none() | st.integers(0, 20)),
+        prompt_logprobs=draw(st.none() | st.integers(0, 20)),
+        logprobs_mode=draw(st.sampled_from(["processed", "raw"])),
+    )
+
+
+@given(params())
+def test_deserialize_is_the_inverse_of_serialize_through_msgpack(original):
+    wire = msgpack.unpackb(msgpack.packb(original.serialize(), use_bin_type=True))
+    assert SamplingParams.deserialize(wire) == original
+
+
+def test_the_defaults_sample_the_models_own_distribution():
+    plain = SamplingParams()
+    assert (plain.n, plain.temperature, plain.top_k, plain.top_p, plain.min_p) == (1, 1.0, 0, 1.0, 0.0)
+    assert (plain.repetition_penalty, plain.presence_penalty, plain.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (plain.max_tokens, plain.min_tokens, plain.stop, plain.stop_token_ids) == (256, 0, (), ())
+    assert (plain.logprobs, plain.prompt_logprobs, plain.logprobs_mode) == (None, None, "processed")
+    assert (plain.logit_bias, plain.seed, plain.ignore_eos, plain.include_stop_str_in_output) == (
+        None,
+        None,
+        False,
+        False,
+    )
+    assert not plain.greedy
+
+
+def test_temperature_zero_is_greedy_and_not_unset():
+    assert SamplingParams(temperature=0).greedy
+    assert SamplingParams(temperature=0).temperature == 0
+
+
+def test_max_tokens_zero_is_zero_and_not_unlimited():
+    assert SamplingParams(max_tokens=0).max_tokens == 0
+
+
+NAN, INF = math.nan, math.inf
+REFUSED = {
+    "n": [0, -1, 1.0, "1", None, True, 2**31],
+    "temperature": [-1, -1e-9, NAN, INF, "1", None, True, 1e-9, 10**400],
+    "top_k": [-1, 1.5, None, True],
+    "top_p": [0, -0.1, 1.1, NAN, None, True],
+    "min_p": [-0.1, 1.1, NAN, None],
+    "repetition_penalty": [0, -1, NAN, INF, None],
+    "presence_penalty": [-2.1, 2.1, NAN],
+    "frequency_penalty": [-2.1, 2.1, NAN],
+    "logit_bias": [{-1: 1.0}, {1: NAN}, {1: INF}, {1.5: 1.0}, {"1": 1.0}, {1: "x"}, {True: 1.0}, [1, 2], 3, "ab"],
+    "max_tokens": [-1, None, 1.0, True],
+    "min_tokens": [-1, 257, None],
+    "stop": ["", ["a", ""], [1], 1, b"a", True],
+    "stop_token_ids": [[-1], [1.0], ["a"], 5, "12", [True]],
+    "ignore_eos": [1, 0, None, "yes"],
+    "include_stop_str_in_output": [1, None],
+    "seed": [-1, 2**63, 1.0, True, "1"],
+    "logprobs": [-1, 1.0, True],
+    "prompt_logprobs": [-1, 1.0, True],
+    "logprobs_mode": ["other", None, 1, []],
+}
+
+
+def test_every_field_has_values_that_are_refused():
+    assert set(REFUSED) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+def test_a_value_out_of_range_is_a_value_error_that_names_field_value_and_rule(name, value):
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{name: value})
+    assert isinstance(caught.value, ValueError)
+    message = str(caught.value)
+    assert message.startswith(f"SamplingParams.{name}={value!r}: must be ")
+
+
+def test_an_unknown_field_is_refused_by_name():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
+    with pytest.raises(ConfigError, match=r"SamplingParams.temprature=1.0: unknown; the fields are n, temperature"):
+        SamplingParams.deserialize({"temprature": 1.0})
+
+
+def test_something_other_than_a_dict_is_a_serialization_error():
+    with pytest.raises(SerializationError, match="a list arrived"):
+        SamplingParams.deserialize([])
+
+
+def test_numpy_numbers_are_taken_and_stored_as_pythons():
+    given_numpy = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        top_k=np.int32(3),
+        seed=np.int64(4),
+        ignore_eos=np.bool_(True),
+        logit_bias={np.int64(5): np.float32(0.25)},
+        stop_token_ids=np.array([6, 7]),
+    )
+    assert given_numpy == SamplingParams(
+        n=2, temperature=0.5, top_k=3, seed=4, ignore_eos=True, logit_bias={5: 0.25}, stop_token_ids=[6, 7]
+    )
+    assert msgpack.packb(given_numpy.serialize())
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="END").stop == SamplingParams(stop=["END"]).stop == ("END",)
+    assert SamplingParams(stop=None).stop == SamplingParams(stop_token_ids=None).stop_token_ids == ()
+
+
+def test_later_changes_of_what_was_given_do_not_reach_in():
+    bias, stop = {1: 1.0}, ["a"]
+    built = SamplingParams(logit_bias=bias, stop=stop)
+    bias[2], stop[0] = 2.0, "b"
+    assert built.logit_bias == {1: 1.0}
+    assert built.stop == ("a",)
+
+
+def test_replace_checks_again_and_leaves_the_original():
+    built = SamplingParams(max_tokens=10, min_tokens=5)
+    assert built.replace(max_tokens=20).max_tokens == 20
+    assert built.max_tokens == 10
+    with pytest.raises(ConfigError, match=r"min_tokens=5: must be at most max_tokens=4"):
+        built.replace(max_tokens=4)
+
+
+def test_parameters_can_be_dictionary_keys_and_cannot_be_changed():
+    assert len({SamplingParams(logit_bias={1: 1.0}), SamplingParams(logit_bias={1: 1.0})}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2
