@@ -1,0 +1,175 @@
+"""What attention reads in one step, and how our attention comes into the trainer's model and out again.
+
+The model runs its own `forward`; transformers' attention interface hands every layer's queries, keys and values to
+`rollout_attention`, and the step's batch travels as a keyword argument. The trainer's implementation is installed whenever
+our code is not running: `Installation` is a context manager that restores it whatever happens inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollout.engine.kernels.cpu_decode import PagedDecode
+from rollout.engine.kernels.torch_paged import Tile, Workspace, paged_attention
+from rollout.engine.kv_cache import KVCache
+
+IMPLEMENTATION = "rollout_paged"
+BATCH_ARGUMENT = "rollout_batch"
+
+
+class AttentionBatch(Protocol):
+    """What a step hands to every attention layer."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        """Attention of query [1, H, P, D] with key, value [1, Hkv, P, D]; returns [1, P, H, Dv]."""
+        ...
+
+
+def rollout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
+    batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
+    if batch is None:
+        raise RuntimeError(
+            f"attention implementation {IMPLEMENTATION!r} ran without a rollout batch: a forward of the trainer started "
+            "while the engine had its attention installed (another thread?); run them one after the other"
+        )
+    return batch.attend(module, query, key, value, scaling, kwargs), None
+
+
+AttentionInterface.register(IMPLEMENTATION, rollout_attention)
+
+
+class PagedBatch:
+    """One step's view of the paged cache.
+
+    Args:
+        cache: where K and V live.
+        layer_of: index of each attention module's layer in the cache.
+        write_index: [P] int64, flat token slot (block * block_size + offset) of each of the step's positions.
+        tiles: cover the P positions.
+        decode: a kernel for decoding, where there is one.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        layer_of: dict[nn.Module, int],
+        write_index: Tensor,
+        tiles: Sequence[Tile],
+        workspace: Workspace,
+        decode: PagedDecode | None = None,
+    ) -> None:
+        self._cache = cache
+        self._layer_of = layer_of
+        self._write_index = write_index
+        self._tiles = tiles
+        self._workspace = workspace
+        self._decode = decode
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        """Write K and V into their slots, then attend over the blocks."""
+        key_cache, value_cache = self._cache.layer(self._layer_of[module])
+        keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        key_cache.flatten(0, 1).index_copy_(0, self._write_index, keys.to(key_cache.dtype))
+        value_cache.flatten(0, 1).index_copy_(0, self._write_index, values.to(value_cache.dtype))
+        out = paged_attention(
+            query[0].transpose(0, 1).contiguous(),
+            keys,
+            values,
+            key_cache,
+            value_cache,
+            self._tiles,
+            self._workspace,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=arguments.get("sliding_window"),
+            softcap=arguments.get("softcap"),
+            decode=self._decode,
+        )
+        return out[None]
+
+
+class Installation:
+    """Our attention in `model`, training behaviour off, while a `with installation:` block runs; nesting is free.
+
+    On leaving, every flag is exactly as it was, also after an exception. Saved and restored: the attention implementation
+    of every configuration object the model holds, and the `training` flag of every module (a trainer may keep some in
+    eval). Gradient checkpointing acts only while `training` is set, and `use_cache` is an argument of our forward: neither
+    is touched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._depth = 0
+        self._restore = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._depth:
+            self._depth += 1
+            return
+        with ExitStack() as stack:
+            for config in _configs(self._model):
+                stack.callback(setattr, config, _IMPLEMENTATION_FIELD, config._attn_implementation)
+                setattr(config, _IMPLEMENTATION_FIELD, IMPLEMENTATION)
+            training = [module for module in self._model.modules() if module.training]
+            stack.callback(_set_training, training, True)
+            _set_training(training, False)
+            stack.enter_context(torch.no_grad())
+            self._restore = stack.pop_all()
+        self._depth = 1
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._restore.close()
+
+
+_IMPLEMENTATION_FIELD = "_attn_implementation_internal"
+
+
+def _set_training(modules: list[nn.Module], value: bool) -> None:
+    for module in modules:
+        module.training = value
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every configuration object with an attention implementation, each once."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, _IMPLEMENTATION_FIELD):
+            found[id(config)] = config
+    return list(found.values())

@@ -1,0 +1,156 @@
+"""The KV blocks and what is active in them: one pool of memory, its allocator, and the scheduler that spends it.
+
+Owns the agreement between the three: whatever a suspend or a resume does, block tables and memory fit each other again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.config import InferenceConfig
+from rollout.engine.block_allocator import BlockAllocator
+from rollout.engine.kv_cache import LayerShape
+from rollout.engine.model_support import ModelLayout
+from rollout.engine.scheduler import Scheduler
+from rollout.errors import ConfigError, EngineStateError
+from rollout.state import KVCacheManagementMode
+
+
+class BlockMemory(Protocol):
+    """What the context needs of a `KVCache`."""
+
+    num_blocks: int
+
+    @property
+    def block_bytes(self) -> int: ...
+    def materialize(self, num_blocks: int) -> None: ...
+    def drop(self) -> int: ...
+    def save(self, blocks: NDArray[np.int32]) -> int: ...
+    def restore(self, blocks: NDArray[np.int32] | None, mapping: NDArray[np.int32] | None = None) -> int: ...
+
+
+@dataclass(frozen=True)
+class MemoryMove:
+    """What one suspend or resume did."""
+
+    bytes_copied: int = 0
+    tokens_given_up: int = 0
+    """KV positions of unfinished requests that will be computed again."""
+    requests_given_up: int = 0
+    """Requests that lost their KV because it did not fit any more."""
+    shrunk_by_blocks: int = 0
+    """Blocks the pool has lost against its configured size."""
+
+
+class DynamicInferenceContext:
+    """KV cache, block allocator and scheduler of one engine."""
+
+    def __init__(self, config: InferenceConfig, cache: BlockMemory, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.cache = cache
+        self.num_blocks = cache.num_blocks
+        self.allocator = BlockAllocator(
+            cache.num_blocks,
+            config.block_size_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            eviction_policy=config.prefix_caching_eviction_policy,
+        )
+        self.scheduler = Scheduler(config, self.allocator, clock)
+        self._mode: KVCacheManagementMode | None = None
+
+    def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
+        """Put the KV away as `mode` says. If it raises, nothing has changed."""
+        given_up = copied = 0
+        if mode is KVCacheManagementMode.RECOMPUTE:
+            given_up = self.scheduler.checkpoint_all()
+            self.allocator.drop_cached()
+            self.cache.drop()
+        else:
+            if not keep_prefix_cache:
+                self.allocator.drop_cached()
+            if mode is KVCacheManagementMode.OFFLOAD:
+                copied = self.cache.save(self.allocator.live_blocks())
+        self._mode = mode
+        return MemoryMove(bytes_copied=copied, tokens_given_up=given_up)
+
+    def resume(self) -> MemoryMove:
+        """Have the KV back on the device, in a smaller pool if the device has no room for the whole one.
+
+        Requests whose blocks do not fit are computed again, youngest first.
+
+        Raises:
+            EngineStateError: the device has not even room for the largest unfinished request. Nothing has changed.
+        """
+        if self._mode is KVCacheManagementMode.PERSIST:
+            self._mode = None
+            return MemoryMove()
+        needed = [self.scheduler.blocks_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler]
+        self._materialize(max(needed, default=1))
+        self.scheduler.poisoned.clear()
+        before = len(self.scheduler.active())
+        given_up = self.scheduler.checkpoint_until_fits(self.cache.num_blocks)
+        lost = before - len(self.scheduler.active())
+        mapping = self.allocator.resize(self.cache.num_blocks)
+        copied = 0
+        if self._mode is KVCacheManagementMode.OFFLOAD:
+            copied = self.cache.restore(self.allocator.live_blocks() if mapping is None else None, mapping)
+        if mapping is not None:
+            self.scheduler.remap_blocks(mapping)
+        self._mode = None
+        return MemoryMove(copied, given_up, lost, self.num_blocks - self.cache.num_blocks)
+
+    def _materialize(self, least: int) -> None:
+        size = self.num_blocks
+        while True:
+            try:
+                self.cache.materialize(size)
+            except torch.OutOfMemoryError as exc:
+                if size <= least:
+                    raise EngineStateError(
+                        f"resume: no device memory for {least} KV blocks ({least * self.cache.block_bytes / 2**20:.1f} "
+                        "MiB), which the largest unfinished request needs; free memory and call resume() again"
+                    ) from exc
+                size = max(least, size // 2)
+            else:
+                return
+
+
+def pool_size(config: InferenceConfig, layout: ModelLayout, max_sequence_length: int) -> int:
+    """Blocks of the KV pool as the configuration asks.
+
+    Raises:
+        ConfigError: the memory asked for does not hold a single block.
+    """
+    if config.kv_cache_blocks is not None:
+        return config.kv_cache_blocks
+    block_bytes = _block_bytes(layout.layers, config.block_size_tokens, layout.kv_dtype)
+    if config.kv_cache_memory_gb is not None:
+        budget = config.kv_cache_memory_gb * 2**30
+    else:
+        budget = config.kv_cache_memory_fraction * _free_bytes(layout.device)
+    useful = config.max_requests * -(-max_sequence_length // config.block_size_tokens)
+    blocks = min(int(budget // block_bytes), useful)
+    if blocks < 1:
+        raise ConfigError(
+            f"a KV pool of {budget / 2**20:.1f} MiB does not hold one block of {block_bytes / 2**20:.1f} MiB; raise "
+            "kv_cache_memory_gb or lower block_size_tokens"
+        )
+    return blocks
+
+
+def _block_bytes(layers: tuple[LayerShape, ...], block_size: int, dtype: torch.dtype) -> int:
+    per_token = sum(s.num_kv_heads * (s.head_dim + s.value_dim) for s in layers)
+    return per_token * block_size * dtype.itemsize
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,129 @@
+"""Tokenise, forward, sample, detokenise: everything between text and text that is not a decision about who runs when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.engine.detokenizer import CompletionText
+from rollout.engine.model_runner import ModelRunner
+from rollout.engine.model_support import ModelLayout
+from rollout.engine.sampler import stream_key
+from rollout.engine.scheduler import ScheduledStep, StepTokens
+from rollout.engine.sequences import Sequence as Sample
+from rollout.errors import ConfigError, InvalidRequestError
+from rollout.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or chat messages."""
+
+
+class TextGenerationController:
+    """One model with its tokenizer (None where prompts are token ids and no text is asked for)."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, layout: ModelLayout, runner: ModelRunner) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.layout = layout
+        self.runner = runner
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat messages go through the tokenizer's chat template with a generation prompt.
+
+        Raises:
+            TypeError: the prompt is none of text, token ids, chat messages.
+            ConfigError: text or messages without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            return [int(token) for token in self._require_tokenizer("a text prompt")(prompt)["input_ids"]]
+        tolist = getattr(prompt, "tolist", None)
+        items = tolist() if tolist is not None else prompt
+        if not isinstance(items, Sequence) or isinstance(items, bytes):
+            raise TypeError(f"prompt of type {type(prompt).__name__}: must be text, token ids or chat messages")
+        if items and all(isinstance(item, Mapping) for item in items):
+            tokenizer = self._require_tokenizer("a prompt of chat messages")
+            ids = tokenizer.apply_chat_template(list(items), add_generation_prompt=True, return_dict=False)
+            return [int(token) for token in ids]
+        for position, item in enumerate(items):
+            if isinstance(item, bool) or not hasattr(item, "__index__"):
+                raise TypeError(
+                    f"prompt[{position}]={item!r}: a prompt is text, a sequence of token ids, or a list of chat messages"
+                )
+        return [int(item) for item in items]
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse what no model can be asked.
+
+        Raises:
+            InvalidRequestError: the prompt is empty or holds an id outside the vocabulary.
+        """
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty: at least one token is needed (a BOS token will do)")
+        if not 0 <= min(tokens) <= max(tokens) < self.layout.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self.layout.vocab_size)
+            raise InvalidRequestError(f"prompt token {bad}: must lie in [0, {self.layout.vocab_size})")
+
+    def completion_text(self, params: SamplingParams) -> CompletionText | None:
+        """A stop-string detector, when the parameters ask for stop strings.
+
+        Raises:
+            ConfigError: there is no tokenizer to find them with.
+        """
+        if not params.stop:
+            return None
+        tokenizer = self._require_tokenizer(f"stop={list(params.stop)!r}")
+        return CompletionText(tokenizer, params.stop, params.include_stop_str_in_output)
+
+    def detokenize(self, tokens: Sequence[int]) -> str | None:
+        """Text of completion tokens, special tokens left out; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Ids that end a request: its own and, unless it ignores them, the model's end-of-sequence ids."""
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
+
+    def admit(self, sample: Sample) -> None:
+        """Put a sample's parameters where the sampler finds them: in the row of its slot."""
+        request = sample.request
+        key = stream_key(int(request.seed or 0), sample.record.sample_index)
+        self.runner.sampling.set(sample.slot, sample.params, key)
+
+    def execute(self, step: ScheduledStep) -> StepTokens:
+        """Forward and sample."""
+        return self.runner.execute(step)
+
+    def forward_logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[V] logits after `tokens`, by the model's own attention (no paging): what the trainer would compute."""
+        ids = torch.tensor([list(tokens)], device=self.layout.device)
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            with torch.no_grad():
+                logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0, -1]
+        finally:
+            for module in training:
+                module.training = True
+        return logits
+
+    def _require_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise ConfigError(f"{what} needs a tokenizer and there is none; pass tokenizer= or use token ids")
+        return self.tokenizer
+
+
+def _eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        value = getattr(owner, "eos_token_id", None)
+        for token in value if isinstance(value, list | tuple) else (value,):
+            if token is not None:
+                found[int(token)] = None
+    return tuple(found)

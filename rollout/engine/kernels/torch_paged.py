@@ -1,0 +1,186 @@
+"""Paged attention in plain torch: the reference on every device, and the fallback where no faster kernel is.
+
+Queries of one step are cut into *tiles*: sequences with like lengths, padded to a rectangle, so that a tile is one call of
+`scaled_dot_product_attention` whatever the number of sequences in it. Grouped query heads are packed as query rows, which
+reads each KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.engine.kernels.cpu_decode import PagedDecode, serves
+
+MAX_TILE_SCORES = 1 << 22
+"""Most query x key pairs in one tile: bounds the mask."""
+
+
+@dataclass(eq=False)
+class Tile:
+    """Sequences attended to together. B sequences, T query positions each (padded), S key positions (padded)."""
+
+    query_index: Tensor | None
+    """[B*T] int64 into the step's positions; None when the tile is its first B*T positions in order."""
+    valid: Tensor | None
+    """[n] int64 into the flattened [B*T]: the rows that are not padding; None when there is no padding."""
+    positions: Tensor
+    """[B, T] int64, position of each query in its sequence (padding: 0)."""
+    blocks: Tensor
+    """[B*N] int64, block ids, N per sequence (padding: any valid id)."""
+    fresh: bool
+    """One sequence that starts at 0: its keys are the step's own, and plain causal attention serves it."""
+    _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        return self.positions.shape[0], self.positions.shape[1]
+
+    def mask(self, keys: int, window: int | None, groups: int) -> Tensor:
+        """[B, 1, groups*T, S] bool: which keys a query row may see (causal, and within the sliding window)."""
+        cached = self._masks.get((window, groups))
+        if cached is None:
+            key_positions = torch.arange(keys, device=self.positions.device)
+            distance = self.positions[:, None, :, None] - key_positions
+            cached = distance >= 0
+            if window is not None:
+                cached &= distance < window
+            if groups > 1:
+                cached = cached.repeat(1, 1, groups, 1)
+            self._masks[window, groups] = cached
+        return cached
+
+
+class Workspace:
+    """Buffers for gathered keys and values, allocated once: fresh ones are paged in again by every layer."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def gather(self, name: str, part: Tensor, blocks: Tensor) -> Tensor:
+        """Rows `blocks` of `part` [num_blocks, ...] -> [len(blocks), ...], in a reused buffer."""
+        rows, width = blocks.shape[0], part[0].numel()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < rows * width or buffer.dtype != part.dtype:
+            buffer = torch.empty(rows * width, dtype=part.dtype, device=part.device)
+            self._buffers[name] = buffer
+        out = buffer[: rows * width].view(rows, width)
+        torch.index_select(part.flatten(1), 0, blocks, out=out)
+        return out.view(rows, *part.shape[1:])
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tiles: Sequence[Tile],
+    workspace: Workspace,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    decode: PagedDecode | None = None,
+) -> Tensor:
+    """Attention of a step's queries over the paged cache, into which their own K and V are already written.
+
+    Args:
+        query: [P, H, D], the step's positions in packed order.
+        key, value: [P, Hkv, D], [P, Hkv, Dv] of the same positions.
+        key_cache, value_cache: [num_blocks, block_size, Hkv, D], [..., Dv].
+        tiles: cover the P positions, each once.
+        window: a query sees the `window` last positions up to its own; None: all.
+        decode: a kernel for tiles of one position per sequence, used where it serves.
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2).
+
+    Returns:
+        [P, H, Dv].
+    """
+    rules = _Rules(scaling, window, softcap, decode)
+    caches = key_cache, value_cache
+    if len(tiles) == 1 and tiles[0].query_index is None:
+        return _attend_tile(query, key, value, caches, tiles[0], workspace, rules)
+    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+    for tile in tiles:
+        index = tile.query_index
+        count = tile.shape[0] * tile.shape[1]
+        q = query[:count] if index is None else query.index_select(0, index)
+        k, v = key, value
+        if tile.fresh and index is not None:
+            k, v = key.index_select(0, index), value.index_select(0, index)
+        part = _attend_tile(q, k, v, caches, tile, workspace, rules)
+        if index is None:
+            out[:count] = part
+        elif tile.valid is None:
+            out.index_copy_(0, index, part)
+        else:
+            out.index_copy_(0, index.index_select(0, tile.valid), part.index_select(0, tile.valid))
+    return out
+
+
+@dataclass(frozen=True)
+class _Rules:
+    scaling: float
+    window: int | None
+    softcap: float | None
+    decode: PagedDecode | None
+
+
+def _attend_tile(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    caches: tuple[Tensor, Tensor],
+    tile: Tile,
+    workspace: Workspace,
+    rules: _Rules,
+) -> Tensor:
+    key_cache, value_cache = caches
+    scaling, window, softcap = rules.scaling, rules.window, rules.softcap
+    batch, length = tile.shape
+    heads, kv_heads = query.shape[1], key_cache.shape[2]
+    groups = heads // kv_heads
+    if tile.fresh and softcap is None and (window is None or length <= window):
+        return _causal(query[:length], key[:length], value[:length], groups, scaling)
+    if length == 1 and rules.decode is not None and softcap is None and serves(query, key_cache, value_cache):
+        return rules.decode(query, key_cache, value_cache, tile.blocks.view(batch, -1), tile.positions, window, scaling)
+    keys = workspace.gather("keys", key_cache, tile.blocks).view(batch, -1, kv_heads, key_cache.shape[3])
+    values = workspace.gather("values", value_cache, tile.blocks).view(batch, -1, kv_heads, value_cache.shape[3])
+    span = keys.shape[1]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if length == 1:
+        packed = query.view(batch, kv_heads, groups, -1)
+    else:
+        packed = query.view(batch, length, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    rows = groups if length > 1 else 1
+    mask = tile.mask(span, window, rows)
+    if softcap is None:
+        out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.matmul(packed, keys.transpose(2, 3)).float() * scaling
+        scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        out = torch.matmul(scores.softmax(dim=-1).to(values.dtype), values)
+    if length == 1:
+        return out.reshape(batch, heads, -1)
+    out = out.unflatten(2, (groups, length)).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch * length, heads, -1)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, groups: int, scaling: float) -> Tensor:
+    length, heads = query.shape[:2]
+    packed = query.view(length, heads // groups, groups, -1).permute(1, 2, 0, 3)
+    keys = key.permute(1, 0, 2)[:, None].expand(-1, groups, -1, -1)
+    values = value.permute(1, 0, 2)[:, None].expand(-1, groups, -1, -1)
+    out = scaled_dot_product_attention(packed, keys, values, is_causal=True, scale=scaling)
+    return out.permute(2, 0, 1, 3).reshape(length, heads, -1)

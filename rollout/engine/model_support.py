@@ -1,0 +1,166 @@
+"""Finds out by trying whether the engine can honour a model, and refuses it by name when it cannot.
+
+A few tokens go through the model with an attention that only watches: which modules call it, with what shapes and what
+arguments. Whatever keeps state elsewhere (recurrent layers, a bypassed interface) is missing from that list; whatever asks
+for more than causal attention (sinks, position bias, an argument we do not know) is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.engine.attention import BATCH_ARGUMENT, Installation
+from rollout.engine.kv_cache import LayerShape
+from rollout.errors import UnsupportedModelError
+
+HONOURED = frozenset({"sliding_window", "softcap"})
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+     "logits_to_keep", "output_router_logits"}
+)  # fmt: skip
+PROBE_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """What the engine needs to know of a model."""
+
+    layers: tuple[LayerShape, ...]
+    layer_of: dict[nn.Module, int]
+    kv_dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_position_embeddings: int | None
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        self.calls.append((module, shape, key.dtype, arguments))
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous()
+
+
+def inspect_model(model: nn.Module) -> ModelLayout:
+    """Run `PROBE_TOKENS` tokens and learn the model's attention layers.
+
+    Raises:
+        UnsupportedModelError: naming the layer and what it does that the engine cannot honour.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "_attn_implementation_internal"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no Hugging Face PreTrainedModel (it has no config with an attention "
+            "implementation); pass the model itself, not a wrapper"
+        )
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models")
+    _refuse_recurrent(model, text_config)
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    watcher = _watch(model, embedding.device)
+    names = {module: name for name, module in model.named_modules()}
+    _refuse_unwatched(model, text_config, watcher, names)
+    for module, _, _, arguments in watcher.calls:
+        _refuse_arguments(names[module], module, arguments)
+    return ModelLayout(
+        layers=tuple(shape for _, shape, _, _ in watcher.calls),
+        layer_of={module: index for index, (module, _, _, _) in enumerate(watcher.calls)},
+        kv_dtype=watcher.calls[0][2],
+        device=embedding.device,
+        vocab_size=int(text_config.vocab_size),
+        max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
+    )
+
+
+def _watch(model: nn.Module, device: torch.device) -> _Watcher:
+    watcher = _Watcher()
+    ids = torch.arange(PROBE_TOKENS, device=device)[None]
+    keep = torch.tensor([PROBE_TOKENS - 1], device=device)
+    with Installation(model):
+        try:
+            model(
+                input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=keep, **{BATCH_ARGUMENT: watcher}
+            )  # fmt: skip
+        except TypeError as exc:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}.forward does not take the engine's arguments ({exc}); it needs position_ids, "
+                "logits_to_keep and keyword arguments that reach its attention layers"
+            ) from exc
+    return watcher
+
+
+def _refuse_recurrent(model: nn.Module, config: Any) -> None:
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} layer {index} is {kind!r}: the engine serves full_attention and "
+                "sliding_attention layers only"
+            )
+
+
+def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
+    """Refuse rotary variants that change every position once a sequence grows past the original context.
+
+    Raises:
+        UnsupportedModelError: `max_sequence_length` reaches beyond that point, where cached keys would go wrong.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if each.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        original = each.get("original_max_position_embeddings") or config.max_position_embeddings
+        if max_sequence_length > original:
+            raise UnsupportedModelError(
+                f"rope_type={each['rope_type']!r} rotates every position anew once a sequence passes {original} tokens, "
+                f"and max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {original}"
+            )
+
+
+def _refuse_unwatched(model: nn.Module, config: Any, watcher: _Watcher, names: dict[nn.Module, str]) -> None:
+    seen: set[nn.Module] = set()
+    for module, _, _, _ in watcher.calls:
+        if module in seen:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention layer {names[module]!r} runs twice in one forward; "
+                "the engine keeps one KV per layer"
+            )
+        seen.add(module)
+    expected = getattr(config, "num_hidden_layers", None)
+    if not watcher.calls or (expected is not None and len(seen) != expected):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {len(seen)} of {expected} layers go through transformers' attention interface "
+            f"(first seen: {names[watcher.calls[0][0]] if watcher.calls else 'none'!r}); layers that compute attention "
+            "themselves or keep other state (recurrent, convolutional) are not supported"
+        )
+
+
+def _refuse_arguments(name: str, module: nn.Module, arguments: dict[str, Any]) -> None:
+    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
+        raise UnsupportedModelError(f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served")
+    for argument, value in arguments.items():
+        if argument in HONOURED or argument in HARMLESS or argument == "is_causal" or value is None or value is False:
+            continue
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise UnsupportedModelError(
+            f"attention layer {name!r} passes {argument}={shown}, which the engine cannot honour"
+        )

@@ -1,0 +1,664 @@
+"""Which sequences run next, within the token budget and the blocks there are.
+
+Owns the queues, the sequence table and every block id. Knows no tensors; its clock comes from outside.
+
+Always true between calls:
+- admission is in order of (priority, arrival); an evicted sequence goes back to its place at the front;
+- the oldest active sequence can always advance: it may evict every younger one, and alone it fits (checked by `add`);
+- blocks are registered as a shareable prefix only when all KV before them was computed under the present version;
+- a sequence leaves exactly once, as a `Sequence` whose record is complete.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.block_hash import chain_block_hashes, compute_block_hashes_batched
+from rollout.config import InferenceConfig
+from rollout.engine.block_allocator import NO_BLOCK, BlockAllocator
+from rollout.engine.sequences import IntArray, Sequence, SequenceTable
+from rollout.errors import InvalidRequestError
+from rollout.state import FinishReason, Status
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledStep:
+    """Work for one forward. Row r computes `counts[r]` positions of `slots[r]`, from position `starts[r]` on.
+
+    The first `num_decodes` rows compute one position each and are all sampled; the others are prefill chunks.
+    """
+
+    slots: IntArray
+    """[R] int32."""
+    starts: IntArray
+    """[R] int32."""
+    counts: IntArray
+    """[R] int32."""
+    num_decodes: int
+    prefills: tuple[Sequence, ...]
+    """Sequences of the rows from `num_decodes` on."""
+    copies: tuple[tuple[int, int], ...]
+    """(source, destination) blocks to copy before the forward, in this order."""
+    sample_rows: IntArray
+    """[K] int32, the row whose last position is sampled."""
+    sample_slots: IntArray
+    """[K] int32, the slot that receives the token; the samples of one group share a row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class StepTokens:
+    """What a step sampled, aligned with `ScheduledStep.sample_slots`."""
+
+    token_ids: NDArray[np.int64]
+    """[K]."""
+    logprobs: NDArray[np.float32]
+    """[K]; NaN where the logits had no finite value."""
+    top: list[list[tuple[int, float]]] | None = None
+    """[K] of (token, log-prob), best first; None when nobody asked."""
+
+
+class Scheduler:
+    """Queues, slots and blocks of one engine."""
+
+    def __init__(self, config: InferenceConfig, allocator: BlockAllocator, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.table = SequenceTable(config.block_size_tokens)
+        self.waiting: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.prefill_tokens_computed = 0
+        self.prefill_tokens_saved = 0
+        self.preemptions = 0
+        self.preempted_tokens = 0
+        self.blocks_copied = 0
+        self.generated_tokens = 0
+        self.version = 0
+        self.poisoned: list[int] = []
+        """Free blocks that may hold NaN, to be zeroed before the next forward."""
+        self._clock = clock
+        self._by_slot: dict[int, Sequence] = {}
+        self._decode_slots: IntArray | None = None
+        self._leading: IntArray = np.arange(config.block_size_tokens, dtype=np.int32)
+
+    # --- asking -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that own a slot, samples that have not forked yet included."""
+        return len(self._by_slot)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return sum(1 + len(sequence.siblings) for sequence in self.waiting)
+
+    def active(self) -> list[Sequence]:
+        """Sequences that hold KV, oldest first; samples that have not forked yet are their leader's `siblings`."""
+        return sorted([*self.decoding, *self.prefilling], key=_rank)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every sequence, one per sample, in order of (priority, arrival, sample)."""
+        for leader in sorted([*self.waiting, *self.decoding, *self.prefilling], key=_rank):
+            yield leader
+            yield from leader.siblings
+
+    def blocks_needed(self, prompt: int, length: int) -> int:
+        """Blocks for the KV of `length` tokens, `prompt` of them to be prefilled.
+
+        The last token's KV is only written by the token after it, unless it is the prompt's.
+        """
+        return -(-max(prompt, length - 1) // self.config.block_size_tokens)
+
+    # --- arrivals and departures --------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence (with its unforked `siblings`) at its place.
+
+        Raises:
+            InvalidRequestError: it could never run, whatever else leaves.
+        """
+        request_id = sequence.record.request_id
+        samples = 1 + len(sequence.siblings)
+        if samples > self.config.max_requests:
+            raise InvalidRequestError(
+                f"request {request_id}: n={samples} samples exceed max_requests={self.config.max_requests}; "
+                "raise max_requests or split the group",
+                request_id,
+            )
+        need = self.blocks_needed(len(sequence.tokens), sequence.max_length)
+        if need > self.allocator.num_blocks:
+            raise InvalidRequestError(
+                f"request {request_id}: {sequence.max_length} tokens need {need} KV blocks and the pool has "
+                f"{self.allocator.num_blocks}; raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
+                request_id,
+            )
+        for each in (sequence, *sequence.siblings):
+            each.request.status = Status.WAITING_IN_QUEUE
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
+        """Take out every sequence whose (request_id, sample_index) fits, wherever it is; its blocks are free at once.
+
+        A leader that goes hands its unforked siblings to the first of them.
+        """
+        removed: list[Sequence] = []
+        for leader in [*self.waiting, *self.active()]:
+            family = [leader, *leader.siblings]
+            gone = [each for each in family if keys(each.key)]
+            if not gone:
+                continue
+            removed += gone
+            stay = [each for each in family if not keys(each.key)]
+            if leader.active:
+                self._remove_active(leader, gone, stay)
+            else:
+                _discard(self.waiting, leader)
+                self._requeue(stay)
+        return removed
+
+    def _remove_active(self, leader: Sequence, gone: list[Sequence], stay: list[Sequence]) -> None:
+        held = self.table.held(leader.slot).copy()
+        if leader in gone and stay:
+            self._checkpoint(leader)
+            _discard(self.waiting, leader)
+            self._requeue(stay)
+        else:
+            leader.siblings = [each for each in leader.siblings if each not in gone]
+            for each in gone:
+                self.write_back(each)
+                self._deactivate(each)
+        # No logits have vouched for what a prefill chunk, or a step that raised, has written.
+        self._poison(held)
+
+    def _poison(self, blocks: IntArray) -> None:
+        self.poisoned += blocks[(self.allocator.ref_count[blocks] == 0) & ~self.allocator.registered[blocks]].tolist()
+
+    def _requeue(self, family: list[Sequence]) -> None:
+        if family:
+            family[0].siblings = family[1:]
+            for each in family[1:]:
+                each.siblings = []
+            bisect.insort(self.waiting, family[0], key=_rank)
+
+    def advance_version(self, version: int) -> None:
+        """The weights moved: close every span at its present length. O(1) per sequence."""
+        table = self.table
+        for sequence in self:
+            request = sequence.request
+            if sequence.active and table.computed[sequence.slot]:
+                request.policy_spans.extend_to(int(table.length[sequence.slot]), request.policy_version)
+                request.kv_spans.extend_to(int(table.computed[sequence.slot]), request.policy_version)
+                request.policy_version = version
+            else:
+                sequence.record.advance_version(version, policy_only=True)
+        self.version = version
+        self.allocator.advance_version(version)
+
+    def checkpoint_all(self) -> int:
+        """Send every active sequence back to the queue, KV given up; returns the KV positions lost."""
+        lost = 0
+        for sequence in reversed(self.active()):
+            lost += int(self.table.computed[sequence.slot])
+            self._checkpoint(sequence)
+        return lost
+
+    def checkpoint_until_fits(self, num_blocks: int) -> int:
+        """Send the youngest active sequences back until at most `num_blocks` are live; returns KV positions lost."""
+        lost = 0
+        if len(self.allocator.live_blocks()) > num_blocks:
+            self.allocator.drop_cached()
+        while len(self.allocator.live_blocks()) > num_blocks:
+            victim = self.active()[-1]
+            lost += int(self.table.computed[victim.slot])
+            self._checkpoint(victim)
+            self.allocator.drop_cached()
+        return lost
+
+    def requeue_step(self, step: ScheduledStep) -> None:
+        """Undo a step that was interrupted: its KV may be half written, so its sequences are computed again."""
+        for sequence in [*(self._by_slot[slot] for slot in step.slots[: step.num_decodes].tolist()), *step.prefills]:
+            if sequence.active:
+                self._checkpoint(sequence)
+
+    def sequences_of(self, step: ScheduledStep) -> list[Sequence]:
+        """Every sequence with a row in `step`, unforked siblings included."""
+        rows = [self._by_slot[slot] for slot in step.slots.tolist()]
+        return [each for row in rows for each in (row, *row.siblings)]
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Choose the next forward's work and give it its blocks; None when nothing can run."""
+        copies: dict[int, tuple[int, int]] = {}
+        self._make_room_for_decodes(copies)
+        budget = self.config.max_tokens_per_step - len(self.decoding)
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in list(self.prefilling):
+            if budget <= 0:
+                break
+            if not sequence.active:
+                continue
+            count = min(budget, int(self.table.length[sequence.slot] - self.table.computed[sequence.slot]))
+            if not self._reserve(sequence, count, copies):
+                break
+            chunks.append((sequence, count))
+            budget -= count
+        else:
+            self._admit(budget, chunks, copies)
+        return self._step(chunks, copies)
+
+    def _step(self, chunks: list[tuple[Sequence, int]], copies: dict[int, tuple[int, int]]) -> ScheduledStep | None:
+        table = self.table
+        if self._decode_slots is None:
+            self._decode_slots = np.fromiter((s.slot for s in self.decoding), np.int32, len(self.decoding))
+        decodes = self._decode_slots
+        if not len(decodes) and not chunks:
+            return None
+        slots = np.concatenate([decodes, np.fromiter((s.slot for s, _ in chunks), np.int32, len(chunks))])
+        starts = table.computed[slots]
+        counts = np.ones(len(slots), np.int32)
+        counts[len(decodes) :] = [count for _, count in chunks]
+        rows, targets = [], []
+        for row, (sequence, count) in enumerate(chunks, len(decodes)):
+            if starts[row] + count == table.length[sequence.slot] < table.max_length[sequence.slot]:
+                family = [sequence.slot, *(each.slot for each in sequence.siblings)]
+                rows += [row] * len(family)
+                targets += family
+        sample_rows = np.arange(len(decodes), dtype=np.int32)
+        sample_slots = decodes
+        if rows:
+            sample_rows = np.concatenate([sample_rows, np.asarray(rows, np.int32)])
+            sample_slots = np.concatenate([decodes, np.asarray(targets, np.int32)])
+        return ScheduledStep(
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            num_decodes=len(decodes),
+            prefills=tuple(sequence for sequence, _ in chunks),
+            copies=tuple(copies.values()),
+            sample_rows=sample_rows,
+            sample_slots=sample_slots,
+        )
+
+    def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
+        """Take in what a step computed and sampled; returns the sequences that ended, records complete."""
+        table = self.table
+        self.blocks_copied += len(step.copies)
+        self.generated_tokens += len(step.sample_slots)
+        table.computed[step.slots] += step.counts
+        self.prefill_tokens_computed += int(step.counts[step.num_decodes :].sum())
+        self._register_decoded(step.slots[: step.num_decodes])
+        for sequence in step.prefills:
+            self._register_prompt(sequence)
+        ended = self._end_of_prompts(step.prefills)
+
+        slots, now = step.sample_slots, self._clock()
+        at = table.length[slots]
+        table.tokens[slots, at] = sampled.token_ids
+        table.logprobs[slots, at] = sampled.logprobs
+        table.times[slots, at] = now
+        length = at + 1
+        table.length[slots] = length
+        stopped = (table.stop_ids[slots] == sampled.token_ids[:, None]).any(axis=1) & (length > table.min_length[slots])
+        over = stopped | (length >= table.max_length[slots]) | np.isnan(sampled.logprobs)
+        touched = over | ~table.plain[slots] | self.config.track_generated_token_events
+        for row in np.flatnonzero(touched).tolist():
+            sequence = self._by_slot[int(slots[row])]
+            reason = self._take_token(sequence, row, sampled, now)
+            if reason is None and over[row]:
+                reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH
+                sequence.request.stop_reason = int(sampled.token_ids[row]) if stopped[row] else None
+            if reason is not None:
+                self.leave(sequence, reason)
+                ended.append(sequence)
+        return ended
+
+    def _take_token(self, sequence: Sequence, row: int, sampled: StepTokens, now: float) -> FinishReason | None:
+        token = int(sampled.token_ids[row])
+        if np.isnan(sampled.logprobs[row]):
+            # The token is no sample of anything: it must not reach the record.
+            self.table.length[sequence.slot] -= 1
+            sequence.request.error = (
+                f"RequestFailedError: request {sequence.record.request_id} sample {sequence.record.sample_index}: "
+                "its logits have no finite value; look for NaN or inf in the weights"
+            )
+            return FinishReason.ERROR
+        if sampled.top is not None and sequence.params.logprobs:
+            sequence.top_logprobs.append(sampled.top[row][: sequence.params.logprobs])
+        if self.config.track_generated_token_events:
+            held = self.table.held(sequence.slot)
+            sequence.request.add_event_generated_token(
+                token,
+                blocks_total=len(held),
+                blocks_hashed_total=int(self.allocator.registered[held].sum()),
+                timestamp=now,
+            )
+        if sequence.text is not None:
+            may_stop = bool(self.table.length[sequence.slot] > self.table.min_length[sequence.slot])
+            sequence.stop_string = sequence.text.push(token, may_stop=may_stop)
+            if sequence.stop_string is not None:
+                sequence.request.stop_reason = sequence.stop_string
+                return FinishReason.STOP
+        return None
+
+    def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End a sequence, active or already removed from the queue: record complete, blocks and slot given back."""
+        request = sequence.request
+        if sequence.active:
+            self.write_back(sequence)
+            held = self.table.held(sequence.slot).copy()
+            if reason is FinishReason.ERROR:
+                self.allocator.unregister(held)
+            self._deactivate(sequence)
+            if reason is FinishReason.ERROR:
+                self._poison(held)
+        failed = reason in (FinishReason.ERROR, FinishReason.ABORT)
+        request.error = error or request.error
+        request.finish_reason = reason
+        request.status = Status.FAILED if failed else Status.COMPLETED
+        now = self._clock()
+        if failed:
+            request.add_event_fail(timestamp=now)
+        else:
+            request.add_event_finish(timestamp=now)
+
+    # --- blocks -------------------------------------------------------------------------------------------------
+
+    def _make_room_for_decodes(self, copies: dict[int, tuple[int, int]]) -> None:
+        """Each decoding sequence gets a block to write its next position into, or leaves the table."""
+        table = self.table
+        if self._decode_slots is None:
+            self._decode_slots = np.fromiter((s.slot for s in self.decoding), np.int32, len(self.decoding))
+        slots = self._decode_slots
+        if not len(slots):
+            return
+        index = table.computed[slots] // table.block_size
+        missing = index >= table.num_blocks[slots]
+        shared = ~missing
+        shared[shared] = ~self.allocator.writable(table.blocks[slots[shared], index[shared]])
+        for row in np.flatnonzero(missing | shared).tolist():
+            sequence = self._by_slot.get(int(slots[row]))
+            if sequence is not None and sequence.active and sequence.slot == slots[row]:
+                self._reserve(sequence, 1, copies)
+
+    def _reserve(self, sequence: Sequence, count: int, copies: dict[int, tuple[int, int]]) -> bool:
+        """Blocks for the next `count` positions, evicting younger sequences; False if that does not suffice.
+
+        A decoding sequence for which it does not suffice is evicted itself.
+        """
+        while not self._try_reserve(sequence, count, copies):
+            victim = max((s for s in (self.decoding[-1:] + self.prefilling[-1:])), key=_rank)
+            if victim is sequence and _position(self.prefilling, sequence) is not None:
+                return False
+            self._evict(victim, copies)
+            if victim is sequence:
+                return False
+        return True
+
+    def _try_reserve(self, sequence: Sequence, count: int, copies: dict[int, tuple[int, int]]) -> bool:
+        table, slot = self.table, sequence.slot
+        start = int(table.computed[slot])
+        have = int(table.num_blocks[slot])
+        fresh = max(0, -(-(start + count) // table.block_size) - have)
+        index = start // table.block_size
+        copy = index < have and not self.allocator.writable(table.blocks[slot, index : index + 1])[0]
+        if not self.allocator.can_allocate(fresh + copy):
+            return False
+        blocks = self.allocator.allocate(fresh + copy)
+        if copy:
+            source, target = int(table.blocks[slot, index]), blocks.pop()
+            copies[slot] = (source, target)
+            table.blocks[slot, index] = target
+            self.allocator.release(np.asarray([source], np.int32))
+        table.blocks[slot, have : have + fresh] = blocks
+        table.num_blocks[slot] = have + fresh
+        return True
+
+    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]], copies: dict[int, tuple[int, int]]) -> None:
+        while budget > 0 and self.waiting:
+            sequence = self.waiting[0]
+            family = [sequence, *sequence.siblings]
+            if self.num_active + len(family) > self.config.max_requests:
+                return
+            count = self._activate(sequence, budget, copies)
+            if not count:
+                return
+            self.waiting.pop(0)
+            for sibling in sequence.siblings:
+                self.table.add(sibling, self.version)
+                self._by_slot[sibling.slot] = sibling
+            now = self._clock()
+            for each in family:
+                self._mark_admitted(each, now)
+            self._by_slot[sequence.slot] = sequence
+            bisect.insort(self.prefilling, sequence, key=_rank)
+            chunks.append((sequence, count))
+            budget -= count
+
+    def _activate(self, sequence: Sequence, budget: int, copies: dict[int, tuple[int, int]]) -> int:
+        """Slot, cached prefix and blocks for a waiting sequence; returns the size of its first chunk, 0 if no room."""
+        hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
+        self.table.add(sequence, self.version)
+        if self._attach_prefix(sequence, hashes, budget, copies):
+            return self._first_chunk(sequence, budget)
+        # A prompt that is cached whole needs one block more, for the copy its last token is written into. Where there
+        # is no room for that, recompute its last block instead.
+        if len(hashes) * self.table.block_size == len(sequence.tokens) and self._attach_prefix(
+            sequence, hashes[:-1], budget, copies
+        ):
+            return self._first_chunk(sequence, budget)
+        self.table.remove(sequence)
+        return 0
+
+    def _first_chunk(self, sequence: Sequence, budget: int) -> int:
+        cached = int(self.table.computed[sequence.slot])
+        sequence.request.num_cached_tokens = cached
+        self.prefill_tokens_saved += cached
+        return min(budget, len(sequence.tokens) - cached)
+
+    def _attach_prefix(
+        self, sequence: Sequence, hashes: list[int], budget: int, copies: dict[int, tuple[int, int]]
+    ) -> bool:
+        table, slot, size = self.table, sequence.slot, self.table.block_size
+        found: list[int] = []
+        if hashes and self.allocator.enable_prefix_caching:
+            found = self.allocator.match(hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
+        table.blocks[slot, : len(found)] = found
+        table.num_blocks[slot] = table.chained[slot] = len(found)
+        table.chain[slot] = hashes[len(found) - 1] if found else 0
+        # The last token is always computed: its logits are needed.
+        table.computed[slot] = min(len(found) * size, len(sequence.tokens) - 1)
+        count = min(budget, len(sequence.tokens) - int(table.computed[slot]))
+        headroom = self.num_active + len(sequence.siblings) if self.num_active else 0
+        spare = self.allocator.num_free + self.allocator.num_cached
+        need = -(-(int(table.computed[slot]) + count) // size) - len(found)
+        if spare >= need + headroom and self._try_reserve(sequence, count, copies):
+            self.allocator.count_refused(hashes[len(found) :])
+            return True
+        self.allocator.release(np.asarray(found, np.int32))
+        table.num_blocks[slot] = 0
+        return False
+
+    def _mark_admitted(self, sequence: Sequence, now: float) -> None:
+        request = sequence.request
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        request.policy_version = self.version
+        request.policy_spans.extend_to(len(sequence.tokens), self.version)
+        request.add_event_add_context(timestamp=now)
+
+    # --- leaving the table --------------------------------------------------------------------------------------
+
+    def _evict(self, sequence: Sequence, copies: dict[int, tuple[int, int]]) -> None:
+        copies.pop(sequence.slot, None)
+        self.preemptions += 1
+        self.preempted_tokens += int(self.table.computed[sequence.slot])
+        sequence.request.add_event_evict(timestamp=self._clock())
+        self._checkpoint(sequence)
+
+    def _checkpoint(self, sequence: Sequence) -> None:
+        """Give up its KV: what it has becomes the prompt of a new segment, queued at its place."""
+        self.write_back(sequence)
+        for each in (sequence, *sequence.siblings):
+            self._deactivate(each)
+            self._restart(each)
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def _restart(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.generated_tokens:
+            request = sequence.record.checkpoint()
+            sequence.tokens = np.asarray(request.prompt_tokens, np.int32)
+            sequence.hashes = compute_block_hashes_batched(sequence.tokens, self.config.block_size_tokens)
+        else:
+            request.kv_spans.clear()
+            request.remaining_prompt_tokens = list(request.prompt_tokens)
+            request.finished_chunk_token_count = 0
+            if not request.rng_offset:
+                request.policy_spans.clear()
+        sequence.top_logprobs = []
+        sequence.prompt_logprobs, sequence.prompt_top = [], []
+        request.status = Status.WAITING_IN_QUEUE
+
+    def _deactivate(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        if not _discard(self.prefilling, sequence) and _discard(self.decoding, sequence):
+            self._decode_slots = None
+        del self._by_slot[slot]
+        self.allocator.release(self.table.held(slot))
+        self.table.num_blocks[slot] = 0
+        self.table.remove(sequence)
+
+    def write_back(self, sequence: Sequence) -> None:
+        """Bring the record of an active sequence up to date with the table."""
+        table, slot, request = self.table, sequence.slot, sequence.request
+        computed, prompt = int(table.computed[slot]), int(table.prompt_length[slot])
+        tokens, logprobs, times = table.generated(slot)
+        request.generated_tokens = tokens.tolist()
+        request.generated_log_probs = logprobs.tolist()
+        request.tpot = np.diff(times).tolist()
+        if len(tokens) and request.ttft is None:
+            request.ttft = float(times[0]) - request.arrival_time
+        if sequence.params.logprobs:
+            request.generated_top_n_logprobs = list(sequence.top_logprobs)
+        request.policy_spans.extend_to(int(table.length[slot]), request.policy_version)
+        request.kv_spans.extend_to(computed, request.policy_version)
+        request.finished_chunk_token_count = min(computed, prompt)
+        request.remaining_prompt_tokens = list(request.prompt_tokens[min(computed, prompt) :])
+
+    # --- the end of a prompt ------------------------------------------------------------------------------------
+
+    def _end_of_prompts(self, prefills: Iterable[Sequence]) -> list[Sequence]:
+        """Prompts that are now computed: fork their samples and start decoding; returns those with no budget."""
+        table, ended = self.table, []
+        for sequence in prefills:
+            if table.computed[sequence.slot] < table.length[sequence.slot]:
+                continue
+            family = [sequence, *sequence.siblings]
+            _discard(self.prefilling, sequence)
+            for sibling in sequence.siblings:
+                self.allocator.acquire(table.held(sequence.slot))
+                table.fork(sequence, sibling)
+                sibling.request.policy_version = sequence.request.policy_version
+                sibling.request.policy_spans = sequence.request.policy_spans.copy()
+                sibling.request.kv_spans = sequence.request.kv_spans.copy()
+            self.prefill_tokens_saved += len(sequence.siblings) * len(sequence.tokens)
+            sequence.siblings = []
+            for each in family:
+                each.request.remaining_prompt_tokens = []
+                if each.wants_prompt_logprobs:
+                    each.wants_prompt_logprobs = False
+                    each.request.prompt_log_probs = list(sequence.prompt_logprobs)
+                    each.request.prompt_top_n_logprobs = list(sequence.prompt_top)
+                if table.length[each.slot] < table.max_length[each.slot]:
+                    bisect.insort(self.decoding, each, key=_rank)
+                else:
+                    self.leave(each, FinishReason.LENGTH)
+                    ended.append(each)
+            self._decode_slots = None
+        return ended
+
+    def _register_prompt(self, sequence: Sequence) -> None:
+        table, slot, size = self.table, sequence.slot, self.table.block_size
+        if table.kv_since[slot] != self.version:
+            return
+        for index in range(int(table.chained[slot]), min(int(table.computed[slot]) // size, len(sequence.hashes))):
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            if not self._register(slot, index, sequence.hashes[index], tokens):
+                return
+
+    def _register_decoded(self, slots: IntArray) -> None:
+        table, size = self.table, self.table.block_size
+        computed = table.computed[slots]
+        index = computed // size - 1
+        ready = (computed % size == 0) & (table.chained[slots] == index) & (table.kv_since[slots] == self.version)
+        if not ready.any() or not self.allocator.enable_prefix_caching:
+            return
+        slots, index = slots[ready], index[ready]
+        tokens = table.tokens[slots[:, None], index[:, None] * size + self._leading]
+        hashes = chain_block_hashes(table.chain[slots], tokens.astype(np.int64))
+        for row in range(len(slots)):
+            self._register(int(slots[row]), int(index[row]), int(hashes[row]), tokens[row])
+
+    def _register(self, slot: int, index: int, block_hash: int, tokens: IntArray) -> bool:
+        table = self.table
+        block = int(table.blocks[slot, index])
+        parent = int(table.blocks[slot, index - 1]) if index else NO_BLOCK
+        kept = self.allocator.register(block, block_hash, parent, tokens)
+        if not self.allocator.registered[kept]:
+            return False
+        table.blocks[slot, index] = kept
+        table.chain[slot] = block_hash
+        table.chained[slot] = index + 1
+        return True
+
+    def remap_blocks(self, mapping: IntArray) -> None:
+        """Block ids have changed: rewrite every block table."""
+        for slot in self._by_slot:
+            held = self.table.held(slot)
+            held[:] = mapping[held]
+
+    def check(self) -> None:
+        """Prove the invariants (tests; O(everything)).
+
+        Raises:
+            AssertionError: naming what disagrees.
+        """
+        self.allocator.check([self.table.held(slot) for slot in self._by_slot])
+        for queue in (self.waiting, self.decoding, self.prefilling):
+            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+        for sequence in self.waiting:
+            assert not sequence.active, f"{sequence.key} waits and owns a slot"
+        holders = [each for leader in (*self.decoding, *self.prefilling) for each in (leader, *leader.siblings)]
+        assert {each.slot: each for each in holders} == self._by_slot, "slots and queues disagree"
+        for sequence in self.decoding:
+            slot = sequence.slot
+            assert self.table.length[slot] == self.table.computed[slot] + 1, f"{sequence.key} decodes from a gap"
+
+
+def _rank(sequence: Sequence) -> Any:
+    return sequence.rank
+
+
+def _position(queue: list[Sequence], sequence: Sequence) -> int | None:
+    index = bisect.bisect_left(queue, sequence.rank, key=_rank)
+    return index if index < len(queue) and queue[index] is sequence else None
+
+
+def _discard(queue: list[Sequence], sequence: Sequence) -> bool:
+    index = _position(queue, sequence)
+    if index is None:
+        return False
+    del queue[index]
+    return True
