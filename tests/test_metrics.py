@@ -1,0 +1,303 @@
+"""What goes into the recorder comes out under the names of the table, and under no other."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from rollout.metrics import LOGGED, METRICS, PHASES, RESERVOIR_SIZE, Kind, MetricsRecorder, describe
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fill(recorder: MetricsRecorder, clock: Clock) -> None:
+    """Record something under every name."""
+    for name, metric in METRICS.items():
+        if metric.kind is Kind.COUNTER:
+            recorder.add(name, 2)
+        elif metric.kind is Kind.GAUGE:
+            recorder.set(name, 3)
+        elif metric.kind is Kind.SUMMARY:
+            recorder.observe(name, [1.0, 2.0])
+    for phase in PHASES:
+        recorder.enter_phase(phase)
+        clock.now += 1
+
+
+def test_every_metric_the_issue_asks_for_has_its_name_in_the_table():
+    asked = """
+    requests_running requests_waiting requests_finished preemptions prompt_tokens generated_tokens
+    tokens_per_second prefill_tokens_computed prefill_tokens_saved prefix_hits_refused_version kv_blocks_used
+    kv_blocks_cached kv_blocks_free ttft_s_mean tpot_s_mean completion_length_mean completion_length_p50
+    completion_length_p99 completion_length_max tail_factor policy_staleness_mean policy_staleness_max
+    kv_staleness_mean kv_staleness_max suspend_s suspend_bytes resume_s resume_bytes resume_fallbacks
+    tokens_recomputed time_share_generate time_share_suspend time_share_train time_share_resume
+    logprob_diff_mean logprob_diff_max policy_version requests_failed requests_aborted requests_stale steps
+    """
+    assert {f"rollout/{name}" for name in asked.split()} <= set(LOGGED)
+
+
+def test_every_metric_is_in_the_namespace_and_has_one_line_of_help():
+    for name, metric in METRICS.items():
+        assert name.startswith("rollout/")
+        assert metric.help
+        assert "\n" not in metric.help
+        assert metric.unit
+
+
+def test_no_two_metrics_log_under_the_same_name():
+    flat = [logged for name, metric in METRICS.items() for logged in metric.logged_as(name)]
+    assert len(flat) == len(set(flat)) >= 40
+
+
+def test_a_ratio_is_made_of_names_that_are_logged():
+    for metric in METRICS.values():
+        assert {*metric.numerator, *metric.denominator} <= set(LOGGED)
+        assert bool(metric.denominator) == (metric.kind is Kind.RATIO)
+
+
+def test_the_description_has_one_row_per_logged_name():
+    rows = describe().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == list(LOGGED)
+    assert all(row.count("|") == 5 for row in rows)
+
+
+def test_a_snapshot_of_everything_holds_exactly_the_logged_names():
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    fill(recorder, clock)
+    snapshot = recorder.snapshot()
+    assert list(snapshot) == list(LOGGED)
+    assert all(isinstance(value, float) for value in snapshot.values())
+
+
+def test_before_anything_happens_a_snapshot_holds_zero_counters_and_timers_only():
+    snapshot = MetricsRecorder(Clock()).snapshot()
+    assert set(snapshot.values()) == {0.0}
+    assert {LOGGED[name].kind for name in snapshot} == {Kind.COUNTER, Kind.TIMER}
+
+
+def test_a_counter_covers_the_interval_and_its_total_the_run():
+    recorder = MetricsRecorder(Clock())
+    recorder.add("rollout/generated_tokens", 5)
+    recorder.snapshot()
+    recorder.add("rollout/generated_tokens", np.int64(7))
+    recorder.add("rollout/preemptions")
+    snapshot = recorder.snapshot()
+    assert snapshot["rollout/generated_tokens"] == 7
+    assert snapshot["rollout/generated_tokens_total"] == 12
+    assert snapshot["rollout/preemptions"] == 1
+    assert recorder.snapshot()["rollout/preemptions"] == 0
+
+
+def test_looking_without_reset_changes_nothing():
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    fill(recorder, clock)
+    assert recorder.snapshot(reset=False) == recorder.snapshot(reset=False) == recorder.snapshot()
+
+
+def test_a_gauge_keeps_its_value_and_its_peak_begins_anew_with_the_interval():
+    recorder = MetricsRecorder(Clock())
+    for running in (1, 9, 2):
+        recorder.set("rollout/requests_running", running)
+    first, second = recorder.snapshot(), recorder.snapshot()
+    assert (first["rollout/requests_running"], first["rollout/requests_running_peak"]) == (2, 9)
+    assert (second["rollout/requests_running"], second["rollout/requests_running_peak"]) == (2, 2)
+
+
+@pytest.mark.parametrize("value", [-1, math.nan])
+def test_a_counter_refuses_to_fall(value):
+    with pytest.raises(ValueError, match=r"rollout/steps.*only rises"):
+        MetricsRecorder(Clock()).add("rollout/steps", value)
+
+
+def test_counts_from_several_threads_all_arrive():
+    recorder = MetricsRecorder(Clock())
+    seen = []
+
+    def work() -> None:
+        for _ in range(2000):
+            recorder.add("rollout/steps")
+        seen.append(recorder.snapshot()["rollout/steps"])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(seen) + recorder.snapshot()["rollout/steps"] == 8000
+
+
+def test_a_summary_gives_its_statistics_exactly_while_the_reservoir_lasts():
+    recorder = MetricsRecorder(Clock())
+    values = np.random.default_rng(3).integers(0, 1000, RESERVOIR_SIZE)
+    for part in np.array_split(values, 7):
+        recorder.observe("rollout/completion_length", part)
+    snapshot = recorder.snapshot()
+    assert snapshot["rollout/completion_length_mean"] == pytest.approx(values.mean())
+    assert snapshot["rollout/completion_length_p50"] == np.percentile(values, 50)
+    assert snapshot["rollout/completion_length_p99"] == np.percentile(values, 99)
+    assert snapshot["rollout/completion_length_max"] == values.max()
+
+
+def test_beyond_the_reservoir_mean_and_maximum_stay_exact_and_percentiles_close():
+    recorder = MetricsRecorder(Clock())
+    values = np.random.default_rng(4).random(300_000)
+    for part in np.array_split(values, 50):
+        recorder.observe("rollout/request_s", part)
+    snapshot = recorder.snapshot()
+    assert snapshot["rollout/request_s_mean"] == pytest.approx(values.mean())
+    assert snapshot["rollout/request_s_max"] == values.max()
+    assert snapshot["rollout/request_s_p50"] == pytest.approx(0.5, abs=0.02)
+    assert snapshot["rollout/request_s_p99"] == pytest.approx(0.99, abs=0.005)
+
+
+def test_values_that_come_one_by_one_are_kept_as_likely_as_values_that_come_together():
+    """Algorithm R done a batch at a time: early values must not survive more often than late ones."""
+    for batch in (1, 1000):
+        recorder = MetricsRecorder(Clock())
+        for start in range(0, 4 * RESERVOIR_SIZE, batch):
+            recorder.observe("rollout/ttft_s", np.arange(start, min(start + batch, 4 * RESERVOIR_SIZE)))
+        assert recorder.snapshot()["rollout/ttft_s_p50"] == pytest.approx(2 * RESERVOIR_SIZE, rel=0.04)
+
+
+def test_a_summary_without_observation_is_absent_and_the_interval_forgets():
+    recorder = MetricsRecorder(Clock())
+    recorder.observe("rollout/ttft_s", [])
+    assert "rollout/ttft_s_mean" not in recorder.snapshot()
+    recorder.observe("rollout/ttft_s", 9.0)
+    recorder.snapshot()
+    assert "rollout/ttft_s_max" not in recorder.snapshot()
+    recorder.observe("rollout/ttft_s", 1.0)
+    assert recorder.snapshot()["rollout/ttft_s_max"] == 1.0
+
+
+def test_a_summary_takes_numbers_arrays_and_tensors_of_any_shape():
+    torch = pytest.importorskip("torch")
+    recorder = MetricsRecorder(Clock())
+    recorder.observe("rollout/logprob_diff", 1)
+    recorder.observe("rollout/logprob_diff", [[2.0, 3.0], [4.0, 5.0]])
+    recorder.observe("rollout/logprob_diff", torch.full((1, 2), 6.0, dtype=torch.bfloat16, requires_grad=True))
+    assert recorder.snapshot()["rollout/logprob_diff_mean"] == pytest.approx(27 / 7)
+
+
+def test_the_share_of_non_zeros_says_how_much_was_off_policy():
+    recorder = MetricsRecorder(Clock())
+    recorder.observe("rollout/policy_staleness", [0, 0, 1, 3])
+    assert recorder.snapshot()["rollout/policy_staleness_nonzero_share"] == 0.5
+
+
+def test_a_nan_shows_in_the_statistics_instead_of_vanishing():
+    recorder = MetricsRecorder(Clock())
+    recorder.observe("rollout/logprob_diff", [0.1, math.nan])
+    snapshot = recorder.snapshot()
+    assert math.isnan(snapshot["rollout/logprob_diff_mean"])
+    assert math.isnan(snapshot["rollout/logprob_diff_max"])
+
+
+def test_wall_time_belongs_to_exactly_one_phase_and_time_before_the_first_to_none():
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    clock.now += 50
+    recorder.enter_phase("generate")
+    clock.now += 6
+    with recorder.phase("suspend"):
+        clock.now += 1
+    recorder.enter_phase("train")
+    clock.now += 2
+    with recorder.phase("resume"):
+        clock.now += 1
+    snapshot = recorder.snapshot()
+    assert [snapshot[f"rollout/{phase}_s"] for phase in PHASES] == [6, 1, 2, 1]
+    assert [snapshot[f"rollout/time_share_{phase}"] for phase in PHASES] == [0.6, 0.1, 0.2, 0.1]
+
+
+def test_a_phase_that_spans_two_intervals_is_split_between_them():
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    recorder.enter_phase("train")
+    clock.now += 3
+    assert recorder.snapshot()["rollout/train_s"] == 3
+    clock.now += 4
+    assert recorder.snapshot()["rollout/train_s"] == 4
+
+
+def test_after_an_exception_the_phase_before_is_current_again():
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    recorder.enter_phase("train")
+    with pytest.raises(RuntimeError), recorder.phase("suspend"):
+        raise RuntimeError
+    clock.now += 1
+    assert recorder.snapshot()["rollout/train_s"] == 1
+
+
+def test_leaving_all_phases_stops_the_count():
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    recorder.enter_phase("generate")
+    recorder.enter_phase(None)
+    clock.now += 9
+    snapshot = recorder.snapshot()
+    assert sum(snapshot[f"rollout/{phase}_s"] for phase in PHASES) == 0
+    assert "rollout/time_share_generate" not in snapshot
+
+
+def test_tokens_per_second_counts_the_generate_phase_only():
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    with recorder.phase("generate"):
+        recorder.add("rollout/generated_tokens", 100)
+        clock.now += 4
+    recorder.enter_phase("train")
+    clock.now += 100
+    assert recorder.snapshot()["rollout/tokens_per_second"] == 25
+
+
+def test_the_tail_factor_is_the_slowest_over_the_mean():
+    recorder = MetricsRecorder(Clock())
+    recorder.observe("rollout/request_s", [1, 1, 1, 5])
+    assert recorder.snapshot()["rollout/tail_factor"] == 2.5
+
+
+def test_the_hit_rate_is_what_was_saved_of_what_was_needed():
+    recorder = MetricsRecorder(Clock())
+    recorder.add("rollout/prefill_tokens_saved", 30)
+    recorder.add("rollout/prefill_tokens_computed", 10)
+    assert recorder.snapshot()["rollout/prefix_hit_rate"] == 0.75
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_names():
+    with pytest.raises(KeyError, match="rollout/preemptions"):
+        MetricsRecorder(Clock()).add("rollout/preemption")
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "cure"),
+    [
+        ("add", "rollout/policy_version", r"use set\(\)"),
+        ("set", "rollout/steps", r"use add\(\)"),
+        ("observe", "rollout/steps", r"use add\(\)"),
+        ("add", "rollout/ttft_s", r"use observe\(\)"),
+        ("add", "rollout/suspend_s", r"use phase\(\)"),
+        ("set", "rollout/tail_factor", "derived"),
+    ],
+)
+def test_the_wrong_verb_is_refused_with_the_right_one(verb, name, cure):
+    with pytest.raises(TypeError, match=cure):
+        getattr(MetricsRecorder(Clock()), verb)(name, 1)
+
+
+def test_an_unknown_phase_is_refused_with_the_known_ones():
+    with pytest.raises(KeyError, match="generate, suspend, train, resume"):
+        MetricsRecorder(Clock()).enter_phase("sleep")

@@ -1,0 +1,179 @@
+"""The hook that counts: the policy version moves because the optimizer stepped.
+
+    optimizer.step()
+     ├ before    rollout.before_optimizer_step(mode)    no forward of ours is running, the KV is out of the way
+     ├ the optimizer changes the weights
+     └ after     rollout.weights_updated()              only if it really stepped: version + 1
+
+An attachment knows the optimizer and three names of the rollout, nothing of engines or trainers. Gradient accumulation,
+learning rate schedules and closures need nothing from it: torch calls the hooks of the optimizer that really steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from rollout.errors import ConfigError
+from rollout.state import KVCacheManagementMode
+
+
+class Rollout(Protocol):
+    """What the hook needs to know of a rollout (`RolloutManager` is one)."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that samples: the one whose parameters the optimizer steps."""
+
+    def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
+        """The weights are about to change: stop, and take the KV cache off the device. None: the configured mode."""
+
+    def weights_updated(self) -> object:
+        """The weights have changed."""
+
+
+class Attachment:
+    """An optimizer tied to a rollout, until `detach()` or the end of the `with` block. Built by `attach`.
+
+    Attributes:
+        optimizer: the torch optimizer that carries the hooks.
+        rollout: what it tells.
+        mode: passed to `rollout.before_optimizer_step`.
+        steps: how many steps changed the weights since the attachment.
+    """
+
+    def __init__(self, optimizer: Optimizer, rollout: Rollout, mode: KVCacheManagementMode | None) -> None:
+        self.optimizer = optimizer
+        self.rollout = rollout
+        self.mode = mode
+        self.steps = 0
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks off the optimizer. Harmless when repeated."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_nested(optimizer):
+            return
+        self.rollout.before_optimizer_step(self.mode)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_nested(optimizer) or _skipped_for_inf(optimizer):
+            return
+        self.rollout.weights_updated()
+        self.steps += 1
+
+
+def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode | str | None = None) -> Attachment:
+    """Let every real step of `optimizer` suspend `rollout` before, and raise its policy version after.
+
+    Needs a torch optimizer, or a wrapper that keeps one as `.optimizer` (accelerate's `AcceleratedOptimizer`), which
+    holds parameters of `rollout.model`. Adds one step pre-hook and one post-hook to the innermost torch optimizer, and
+    changes nothing else of it. Attach after `accelerator.prepare` or sharding, when the optimizer holds the parameters
+    it will step.
+
+    A step that `GradScaler` skips does not count, also where a fused optimizer is called and skips by itself
+    (`found_inf`; reading it waits for the device). A `step()` that raises does not count either: where it may have
+    changed some weights before it raised, call `rollout.weights_updated()`. Two optimizers on one model count two
+    versions per round.
+
+    Args:
+        optimizer: whose steps count.
+        rollout: what samples with the weights it steps.
+        mode: what becomes of the KV cache at each step. None: what the rollout is configured to do.
+
+    Returns:
+        The attachment, which counts the steps; `detach()` undoes it.
+
+    Raises:
+        TypeError: `optimizer` is no torch optimizer and wraps none.
+        ConfigError: `mode` is no `KVCacheManagementMode`.
+        ValueError: it steps no parameter of `rollout.model`, or is attached to this rollout already.
+    """
+    inner = _innermost(optimizer)
+    chosen = _mode(mode)
+    _check_steps_the_model(inner, rollout)
+    _check_not_attached(inner, rollout)
+    return Attachment(inner, rollout, chosen)
+
+
+def _innermost(optimizer: object) -> Optimizer:
+    inner = optimizer
+    # A wrapper may call itself an Optimizer (accelerate's does) without having hooks, so unwrap as far as it goes.
+    while (wrapped := getattr(inner, "optimizer", None)) is not None:
+        inner = wrapped
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"cannot attach to {type(optimizer).__module__}.{type(optimizer).__qualname__}: it must be a "
+            "torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy"
+        )
+    return inner
+
+
+def _mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:
+    try:
+        return None if mode is None else KVCacheManagementMode(mode)
+    except ValueError as exc:
+        choices = ", ".join(repr(member.value) for member in KVCacheManagementMode)
+        raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from exc
+
+
+def _check_steps_the_model(optimizer: Optimizer, rollout: Rollout) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stepped.isdisjoint(id(parameter) for parameter in rollout.model.parameters()):
+        raise ValueError(
+            f"this {type(optimizer).__name__} steps {len(stepped)} parameters and none of them belongs to the "
+            f"{type(rollout.model).__name__} that samples: pass the policy's optimizer (a critic's does not count), "
+            "made of the parameters of the rollout's own module, and attach after accelerator.prepare or sharding"
+        )
+
+
+def _check_not_attached(optimizer: Optimizer, rollout: Rollout) -> None:
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Attachment) and owner.rollout is rollout:
+            raise ValueError(
+                f"this {type(optimizer).__name__} is attached to this rollout already; its steps would count twice: "
+                "keep the first attachment, or detach() it before attaching again"
+            )
+
+
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    # A subclass whose step() calls super().step() has its hooks called by both. The stack tells the outer one apart: a
+    # counter could not, because a step that raises never comes to its post-hook.
+    depth = 0
+    frame = inspect.currentframe()
+    while frame is not None and depth < 2:
+        depth += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return depth == 2
+
+
+def _skipped_for_inf(optimizer: Optimizer) -> bool:
+    # GradScaler does not call other optimizers at all when gradients overflow; these it calls, with `found_inf` set.
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and float(found_inf) > 0
