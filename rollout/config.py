@@ -69,23 +69,34 @@ class InferenceConfig:
         for name in ("kv_cache_blocks", "max_sequence_length"):
             value = getattr(self, name)
             self._check(name, value is None or (_is_int(value) and value >= 1), "None or an integer of at least 1")
-        self._check("kv_cache_memory_gb", self.kv_cache_memory_gb is None
-                    or (_is_number(self.kv_cache_memory_gb) and self.kv_cache_memory_gb > 0),
-                    "None or a number above 0")  # fmt: skip
-        self._check("kv_cache_memory_fraction", _is_number(self.kv_cache_memory_fraction)
-                    and 0 < self.kv_cache_memory_fraction <= 1, "a number in (0, 1]")  # fmt: skip
-        self._check("control_timeout_s", _is_number(self.control_timeout_s) and self.control_timeout_s > 0,
-                    "a number above 0")  # fmt: skip
-        self._check("max_staleness", self.max_staleness is None
-                    or (_is_int(self.max_staleness) and self.max_staleness >= 0),
-                    "None or an integer of at least 0")  # fmt: skip
+        self._check(
+            "kv_cache_memory_gb",
+            self.kv_cache_memory_gb is None or (_is_number(self.kv_cache_memory_gb) and self.kv_cache_memory_gb > 0),
+            "None or a number above 0",
+        )
+        self._check(
+            "kv_cache_memory_fraction",
+            _is_number(self.kv_cache_memory_fraction) and 0 < self.kv_cache_memory_fraction <= 1,
+            "a number in (0, 1]",
+        )
+        self._check(
+            "control_timeout_s", _is_number(self.control_timeout_s) and self.control_timeout_s > 0, "a number above 0"
+        )
+        self._check(
+            "max_staleness",
+            self.max_staleness is None or (_is_int(self.max_staleness) and self.max_staleness >= 0),
+            "None or an integer of at least 0",
+        )
         self._check("seed", _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
         for name in ("enable_prefix_caching", "track_generated_token_events", "verify_model"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, self._member(name, kind))
-        self._check("max_tokens_per_step", self.max_tokens_per_step >= self.max_requests,
-                    f"at least max_requests={self.max_requests}, so that every active sequence can decode in one step")  # fmt: skip
+        self._check(
+            "max_tokens_per_step",
+            self.max_tokens_per_step >= self.max_requests,
+            f"at least max_requests={self.max_requests}, so that every active sequence can decode in one step",
+        )
 
     def _check(self, name: str, ok: bool, rule: str) -> None:
         if not ok:

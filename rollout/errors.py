@@ -1,18 +1,18 @@
 """Every exception this package raises on purpose. Each names the value, the rule and the cure.
 
-    RolloutError
-    ├── ConfigError            (ValueError)    an option is unknown or out of range
-    ├── UnsupportedModelError  (ValueError)    the model does something the engine cannot honour
-    ├── RequestError                           one request ended without a result; carries `request_id`
-    │   ├── InvalidRequestError (ValueError)   refused at admission: it can never be served
-    │   ├── RequestAbortedError                somebody aborted it
-    │   ├── RequestFailedError                 the step that computed it raised; the cause is `__cause__`
-    │   └── StaleRequestError                  older than `max_staleness` allows
-    ├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
-    ├── EngineStateError       (RuntimeError)  this call is not allowed in the engine's present state
-    ├── EngineDeadError        (RuntimeError)  the engine has stopped for good
-    ├── DeadlineError          (TimeoutError)  a wait passed its deadline
-    └── SerializationError     (ValueError)    a received payload does not have the shape it must have
+RolloutError
+├── ConfigError            (ValueError)    an option is unknown or out of range
+├── UnsupportedModelError  (ValueError)    the model does something the engine cannot honour
+├── RequestError                           one request ended without a result; carries `request_id`
+│   ├── InvalidRequestError (ValueError)   refused at admission: it can never be served
+│   ├── RequestAbortedError                somebody aborted it
+│   ├── RequestFailedError                 the step that computed it raised; the cause is `__cause__`
+│   └── StaleRequestError                  older than `max_staleness` allows
+├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
+├── EngineStateError       (RuntimeError)  this call is not allowed in the engine's present state
+├── EngineDeadError        (RuntimeError)  the engine has stopped for good
+├── DeadlineError          (TimeoutError)  a wait passed its deadline
+└── SerializationError     (ValueError)    a received payload does not have the shape it must have
 """
 
 from __future__ import annotations

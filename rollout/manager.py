@@ -5,23 +5,23 @@
     with rollout.suspended():
         loss.backward(); optimizer.step()
 
-Promises: a group that was accepted is handed out exactly once, whole; whatever raises, what is in flight stays in flight
-and the next call goes on with it.
+Promises: a group that was accepted is handed out exactly once, whole, unless it is given up: by `abort`, by `close`, or
+by Ctrl-C in the `generate` that brought it. Whatever else raises, it stays in flight and the next call goes on with it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from rollout import checkpoint
 from rollout.batch import RolloutBatch
 from rollout.config import InferenceConfig
 from rollout.engine.context import MemoryMove
@@ -33,34 +33,18 @@ from rollout.errors import (
     EngineStateError,
     InvalidRequestError,
     RolloutFailedError,
-    SerializationError,
 )
-from rollout.metrics import MetricsRecorder
+from rollout.groups import GroupLedger
+from rollout.interrupts import interrupt_deferred
+from rollout.lifecycle import Lifecycle, Mode
+from rollout.pacing import StalenessPacer
+from rollout.progress import ProgressBar
 from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.state import EngineState, FinishReason, KVCacheManagementMode, StalenessPolicy
+from rollout.state import EngineState
+from rollout.telemetry import RolloutMetrics
 
-STATE_FORMAT = 1
-
-_COUNTERS = (
-    "steps", "requests_failed", "requests_aborted", "requests_stale", "requests_requeued", "prompt_tokens",
-    "preemptions", "preemption_tokens_recomputed", "generated_tokens", "prefill_tokens_computed", "prefill_tokens_saved",
-    "prefix_hits_refused_version", "kv_blocks_copied", "kv_blocks_evicted",
-)  # fmt: skip
-_GAUGES = ("requests_running", "requests_waiting", "policy_version", "kv_blocks_used", "kv_blocks_cached", "kv_blocks_free")
-
-
-@dataclass
-class _Group:
-    """One prompt on its way: complete when all its samples have ended."""
-
-    size: int
-    results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.results) == self.size
+OnError = Literal["raise", "mask"]
 
 
 class RolloutManager:
@@ -70,7 +54,12 @@ class RolloutManager:
         model: the Hugging Face causal model being trained.
         tokenizer: its tokenizer; None where prompts are token ids and no text is asked for.
         config: see `InferenceConfig`; None: defaults.
-        engine: an engine made elsewhere, instead of `model`, `tokenizer` and `config` making one.
+        engine: an engine of this model made elsewhere; then without `config`.
+        clock: seconds that never run backwards; a seam for tests.
+
+    Raises:
+        UnsupportedModelError: the model does something the engine cannot honour; the message names it.
+        ConfigError: `engine` is of another model, or comes with a `config`.
     """
 
     def __init__(
@@ -82,27 +71,29 @@ class RolloutManager:
         engine: DynamicInferenceEngine | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if engine is not None and (engine.model is not model or config is not None):
+            raise ConfigError("engine= is of another model, or comes with config=: pass its own model, and no config")
         self.model = model
         self.tokenizer = tokenizer
         self.engine = engine or DynamicInferenceEngine(model, tokenizer, config)
         self.config = self.engine.config
         self._clock = clock
-        self._metrics = MetricsRecorder(clock)
-        self._counted = dict.fromkeys(_COUNTERS, 0.0)
-        self._groups: dict[int, _Group] = {}
-        self._resume_on_demand = False
-        self._inside_suspended = 0
+        self._metrics = RolloutMetrics(self.engine, clock)
+        self._groups = GroupLedger()
+        self._lifecycle = Lifecycle(self.engine, self._metrics)
+        self._closed = False
+        self._pacer = StalenessPacer(self.config.max_staleness)
 
     # --- generating ---------------------------------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         min_groups: int | None = None,
         metadata: Sequence[Any] | None = None,
-        on_error: Literal["raise", "mask"] = "raise",
+        on_error: OnError = "raise",
         progress: bool | None = None,
         timeout_s: float | None = None,
     ) -> RolloutBatch:
@@ -112,12 +103,13 @@ class RolloutManager:
             prompts: texts, token id sequences, or lists of chat messages; `[]` is allowed.
             sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
             min_groups: None: exactly these prompts are returned, all of them. A number: returns as soon as that many
-                groups (a prompt with its samples) have ended, counting what earlier calls left in flight; the rest stays
-                in flight and is continued by the next call, after the weight update. With `max_staleness` set it also
-                waits for every group that another update would make too old, so that none is thrown away.
+                groups (a prompt with its samples) have ended, counting what earlier calls left in flight; the rest
+                stays in flight and is continued by the next call, after the weight update. With `max_staleness` set it
+                also waits for every group that the coming updates (as many as there were since the last such call)
+                would make too old, so that none is thrown away.
             metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
-            on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its row
-                is masked out and named in `batch.errors`.
+            on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its
+                row is masked out and named in `batch.errors`.
             progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
             timeout_s: give up after this many seconds; what is in flight stays in flight.
 
@@ -126,30 +118,31 @@ class RolloutManager:
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
-            EngineStateError: the engine is paused or suspended by an explicit call, or stopped.
+            EngineStateError: an explicit `pause` or `suspend` was not undone, or the manager is closed.
+            EngineDeadError: too many steps in a row have failed.
             DeadlineError: `timeout_s` has passed.
             RolloutFailedError: see `on_error`.
+            KeyboardInterrupt: Ctrl-C, at the end of the step; this call's prompts are given up.
         """
-        if on_error not in ("raise", "mask"):
-            raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
-        if min_groups is not None and (isinstance(min_groups, bool) or min_groups < 0):
+        _check_on_error(on_error)
+        if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
         self._ensure_running()
         mine = self.submit(prompts, sampling_params, metadata=metadata)
         try:
             if min_groups is None:
-                self._run(lambda: all(self._groups[each].complete for each in mine), mine, progress, timeout_s)
+                self._run(mine, len(mine), progress=progress, timeout_s=timeout_s)
                 return self._hand_out(mine, on_error)
-            wanted = min(min_groups, len(self._groups))
-            self._run(lambda: self._enough(wanted), list(self._groups), progress, timeout_s, goal=wanted)
-            return self._hand_out([each for each, group in self._groups.items() if group.complete], on_error)
+            goal = min(min_groups, len(self._groups))
+            self._run(self._groups, goal, self._too_old(), progress=progress, timeout_s=timeout_s)
+            return self._hand_out(self._groups.complete(), on_error)
         except (KeyboardInterrupt, SystemExit):
-            self.abort(each for each in mine if each in self._groups)
+            self.abort(mine)
             raise
 
     def submit(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         metadata: Sequence[Any] | None = None,
@@ -157,52 +150,63 @@ class RolloutManager:
         """Queue prompts; they run during the coming `generate` and `as_completed` calls. Returns their group ids.
 
         Raises:
-            InvalidRequestError: a prompt can never be served; nothing of this call was queued.
+            InvalidRequestError: a prompt can never be served; the message names it. Nothing of this call was queued.
+            TypeError: a prompt is none of text, token ids, chat messages, or `prompts` is no list of prompts.
         """
-        if isinstance(prompts, str):
-            raise TypeError("prompts is one string: pass a list of prompts, [prompt] for one")
-        params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        if isinstance(prompts, str | bytes | Mapping):
+            raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list of prompts, [prompt] for one")
+        prompts = list(prompts)
+        params = _one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
         if len(extras) != len(prompts):
-            raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: one each is needed")
+            raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
         added: list[int] = []
-        for index, (prompt, each, extra) in enumerate(zip(prompts, params, extras, strict=True)):
-            try:
-                added.append(self.engine.add_request(prompt, each, metadata=extra))
-            except Exception as exc:
-                self.abort(added)
-                if isinstance(exc, InvalidRequestError):
-                    raise InvalidRequestError(f"prompts[{index}]: {exc}", exc.request_id) from exc
-                raise
-            self._groups[added[-1]] = _Group(each.n)
+        try:
+            for prompt, each, extra in zip(prompts, params, extras, strict=True):
+                with interrupt_deferred():
+                    added.append(self.engine.add_request(prompt, each, metadata=extra))
+                    self._groups.add(added[-1], each.n)
+        except BaseException as exc:
+            where = f"prompts[{len(added)}]"
+            self.abort(added)
+            if isinstance(exc, InvalidRequestError):
+                raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
+            if isinstance(exc, TypeError | ConfigError):
+                raise type(exc)(f"{where}: {exc}") from exc
+            raise
         return added
 
     def as_completed(
-        self, group_ids: Iterable[int] | None = None, *, on_error: Literal["raise", "mask"] = "raise"
+        self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
     ) -> Iterator[RolloutBatch]:
         """Run, and yield each group as it ends (those submitted meanwhile too, when `group_ids` is None).
 
+        Groups that are not asked for, because the loop ended early, stay in flight.
+
         Raises:
             KeyError: a group id that was never given out, or was handed out already.
+            RolloutFailedError: of the group at hand, see `generate`; the others stay in flight.
         """
+        _check_on_error(on_error)
         chosen = None if group_ids is None else set(group_ids)
-        if chosen is not None and (unknown := chosen - set(self._groups)):
-            raise KeyError(f"groups {sorted(unknown)} are not in flight: they were handed out already or never submitted")
-        while True:
-            mine = [each for each in self._groups if chosen is None or each in chosen]
-            if not mine:
-                return
+        if chosen is not None and (unknown := chosen.difference(self._groups)):
+            raise KeyError(f"groups {sorted(unknown)} are not in flight: handed out already, or never submitted")
+        return self._as_completed(chosen, on_error)
+
+    def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
+        while mine := [each for each in self._groups if chosen is None or each in chosen]:
             self._ensure_running()
-            self._run(lambda mine=mine: any(self._groups[each].complete for each in mine), mine, False, None)  # type: ignore[misc]
-            for each in mine:
-                if self._groups[each].complete:
-                    yield self._hand_out([each], on_error)
+            self._run(mine, 1)
+            ended = next(each for each in mine if each not in self._groups.unfinished)
+            yield self._hand_out([ended], on_error)
 
     def abort(self, group_ids: Iterable[int]) -> None:
-        """End groups now, handing nothing out; their KV blocks are free when this returns."""
-        for each in list(group_ids):
-            self.engine.abort_request(each)
-            self._groups.pop(each, None)
+        """End groups now, handing nothing out; their KV blocks are free when this returns. Unknown ids are ignored."""
+        with interrupt_deferred():
+            for each in list(group_ids):
+                self._groups.drop([each])
+                self.engine.abort_request(each)
+            self._take_ended()
 
     @property
     def groups_in_flight(self) -> int:
@@ -217,64 +221,57 @@ class RolloutManager:
         return self.engine.policy_version
 
     def weights_updated(self) -> int:
-        """The weights have changed: version + 1. The optimizer hook calls this; call it yourself without one."""
-        version = self.engine.weights_updated()
-        self._sync_metrics()
-        return version
+        """The weights have changed: version + 1. The optimizer hook calls this; call it yourself without one.
+
+        Returns:
+            The policy version. A manager that is closed, or whose engine is dead, counts no more.
+        """
+        if self.engine.state is not EngineState.STOPPED:
+            with interrupt_deferred():
+                self.engine.weights_updated()
+                self._take_ended()
+            self._sync_metrics()
+        return self.policy_version
 
     def pause(self) -> None:
         """Stop generating; `generate` refuses until `unpause`."""
-        self.engine.pause()
-        self._resume_on_demand = False
+        self._lifecycle.pause()
 
     def unpause(self) -> None:
-        """Allow generating again."""
-        self.engine.unpause()
+        """Allow generating again.
 
-    def suspend(self, mode: KVCacheManagementMode | str | None = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """Take the KV cache off the device, until `resume`.
+        Raises:
+            EngineStateError: stopped by an explicit `suspend`: call `resume`.
+        """
+        self._lifecycle.unpause()
+
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """Take the KV cache off the device; `generate` refuses until `resume`.
 
         Args:
             mode: `persist`, `offload` or `recompute`; None: the configuration's.
             keep_prefix_cache: keep cached blocks that no request holds, too; False before the weights change.
         """
-        return self._suspend(mode, keep_prefix_cache, on_demand=False)
+        return self._lifecycle.suspend(mode, keep_prefix_cache=keep_prefix_cache)
 
     def resume(self) -> MemoryMove:
-        """Bring the KV cache back and allow generating again. Harmless when running."""
-        with self._metrics.phase("resume"):
-            before = self.engine.state
-            move = self.engine.resume()
-            self.engine.unpause()
-        self._resume_on_demand = False
-        if before is EngineState.SUSPENDED:
-            self._metrics.add("rollout/resumes")
-            self._metrics.add("rollout/resume_bytes", move.bytes_copied)
-            self._metrics.add("rollout/tokens_recomputed", move.tokens_given_up)
-            self._metrics.add("rollout/resume_fallbacks", move.requests_given_up)
-            self._metrics.add("rollout/kv_blocks_lost", move.shrunk_by_blocks)
-            block_bytes = self.engine.cache.block_bytes
-            self._metrics.add(
-                "rollout/resume_tokens_restored", move.bytes_copied // block_bytes * self.config.block_size_tokens
-            )
-        return move
+        """Bring the KV cache back and allow generating again, also after `pause`. Harmless when running."""
+        return self._lifecycle.resume()
 
-    @contextmanager
-    def suspended(self, mode: KVCacheManagementMode | str | None = None) -> Iterator[None]:
-        """The KV cache is off the device inside; the first `generate` afterwards brings it back.
+    def suspended(self, mode: Mode = None) -> AbstractContextManager[None]:
+        """A `with` block in which the KV cache is off the device; the first `generate` afterwards brings it back.
 
-        Cached blocks that no request holds are dropped: the weights are about to change.
+        Cached blocks that no request holds are dropped: the weights are about to change. An exception inside changes
+        nothing: the next `generate` goes on.
         """
-        self._suspend(mode, keep_prefix_cache=False, on_demand=True)
-        self._inside_suspended += 1
-        try:
-            yield
-        finally:
-            self._inside_suspended -= 1
+        return self._lifecycle.suspended(mode)
 
-    def before_optimizer_step(self, mode: KVCacheManagementMode | str | None = None) -> None:
-        """The weights are about to change: like entering `suspended()`. Called by the optimizer hook."""
-        self._suspend(mode, keep_prefix_cache=False, on_demand=True)
+    def before_optimizer_step(self, mode: Mode = None) -> None:
+        """The weights are about to change: like entering `suspended()`, and nothing more inside it.
+
+        Called by the optimizer hook.
+        """
+        self._lifecycle.make_way(mode)
 
     # --- looking at it ------------------------------------------------------------------------------------------
 
@@ -288,67 +285,64 @@ class RolloutManager:
 
         Args:
             batch: from `generate`.
-            logprobs: [N, T] of the trainer, aligned like `batch.logprobs`.
+            logprobs: [N, T] of the trainer, aligned like `batch.logprobs`, on any device.
+
+        Raises:
+            ValueError: another shape.
         """
         if logprobs.shape != batch.logprobs.shape:
-            raise ValueError(f"logprobs of shape {tuple(logprobs.shape)}: the batch's are {tuple(batch.logprobs.shape)}")
-        mask = batch.response_mask.bool()
-        ours = batch.logprobs[mask]
-        self._metrics.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask.to(logprobs.device)] - ours).abs())
+            raise ValueError(
+                f"logprobs of shape {tuple(logprobs.shape)}: the batch's are {tuple(batch.logprobs.shape)}"
+            )
+        self._metrics.logprob_diff(batch, logprobs)
 
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, with every version and random stream: plain data, fit for torch.save or msgpack."""
-        return {
-            "format": STATE_FORMAT,
-            "policy_version": self.policy_version,
-            "groups": [[group_id, group.size] for group_id, group in self._groups.items()],
-            "finished": [
-                result.serialize() for group in self._groups.values() for _, result in sorted(group.results.items())
-            ],
-            "unfinished": [record.serialize() for record in self.engine.snapshot()],
-        }
+        self._take_ended()
+        return checkpoint.save(self.engine, self._groups, self._pacer.updates_per_round)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
 
+        If it raises, nothing was loaded.
+
         Raises:
             EngineStateError: requests are in flight here already.
-            SerializationError: not a state of this package, or of another format.
+            SerializationError: not a state of this package, or of another format; the message names the field.
+            InvalidRequestError: a request does not fit this engine (a smaller pool than the one that saved it, say).
         """
+        self._take_ended()
         if self._groups or self.engine.has_unfinished:
             raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
-        if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
-            raise SerializationError(
-                f"state format {state.get('format') if isinstance(state, dict) else type(state)!r}: "
-                f"this version reads format {STATE_FORMAT}"
-            )
-        finished = [DynamicInferenceRequest.deserialize(each) for each in state["finished"]]
-        records = [DynamicInferenceRequestRecord.deserialize(each) for each in state["unfinished"]]
-        self.engine.weights_updated(int(state["policy_version"]))
-        self._groups = {int(group_id): _Group(int(size)) for group_id, size in state["groups"]}
-        for result in finished:
-            self._groups[result.request_id].results[result.sample_index] = result
-        for record in records:
-            self.engine.add_record(record)
-        self.engine.reserve_request_ids(max(self._groups, default=-1) + 1)
+        self._groups, updates_per_round = checkpoint.load(state, self.engine)
+        self._pacer = StalenessPacer(self.config.max_staleness, updates_per_round)
         self._sync_metrics()
 
     def close(self) -> None:
-        """End: unfinished requests are given up (with a warning), memory is given back. Harmless when repeated."""
-        if self.engine.state is EngineState.STOPPED:
+        """End: groups in flight are given up (with a warning), memory is given back. Harmless when repeated.
+
+        The model trains on as before; an attached optimizer hook has nothing more to do.
+        """
+        self._close(stacklevel=3)
+
+    def _close(self, stacklevel: int) -> None:
+        if self._closed:
             return
-        unfinished = sum(not group.complete for group in self._groups.values())
-        if unfinished:
-            warnings.warn(
-                f"close() gives up {unfinished} unfinished groups; save state_dict() first to continue them later",
-                stacklevel=2,
-            )
-        self.engine.pause()
-        self.engine.stop()
-        self._groups.clear()
+        self._closed = True
+        if self.engine.state is not EngineState.STOPPED:
+            self.engine.pause()
+            self.engine.stop()
+        self.engine.cache.drop()
         self._metrics.enter_phase(None)
+        given_up = len(self._groups)
+        self._groups = GroupLedger()
+        if given_up:
+            warnings.warn(
+                f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later",
+                stacklevel=stacklevel,
+            )
 
     def __enter__(self) -> RolloutManager:
         return self
@@ -356,76 +350,78 @@ class RolloutManager:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(stacklevel=3)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _run(
         self,
-        done: Callable[[], bool],
-        groups: Sequence[int],
-        progress: bool | None,
-        timeout_s: float | None,
-        goal: int | None = None,
+        among: Iterable[int],
+        goal: int,
+        awaited: Iterable[int] = (),
+        *,
+        progress: bool | None = False,
+        timeout_s: float | None = None,
     ) -> None:
-        """Step until `done`."""
-        deadline = None if timeout_s is None else self._clock() + timeout_s
+        """Step until `goal` groups `among` these have ended, and all that are `awaited`."""
+        groups, must, unfinished = set(among), set(awaited), self._groups.unfinished
+
+        def ended() -> int:
+            return len(groups) - len(groups & unfinished)
+
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._metrics.enter_phase("generate")
-        bar = tqdm(
-            total=len(groups) if goal is None else goal, desc="rollout", unit="group", leave=False,
-            disable=None if progress is None else not progress, delay=2.0 if progress is None else 0.0,
-        )  # fmt: skip
         try:
-            with bar, self.engine.installation:
-                while not done():
-                    if deadline is not None and self._clock() > deadline:
-                        raise DeadlineError(
-                            f"generate() passed timeout_s={timeout_s} with {self._open(groups)} of {len(groups)} groups "
-                            "unfinished; they stay in flight: call generate([], min_groups=...) to go on"
-                        )
+            with ProgressBar(goal, progress) as bar, self.engine.installation:
+                while ended() < goal or not must.isdisjoint(unfinished):
+                    self._check_that_it_can_end(deadline, timeout_s)
                     self._step()
-                    bar.n = min(len(groups) - self._open(groups), bar.total) if not bar.disable else 0
-                    bar.set_postfix(running=self.engine.context.scheduler.num_active, refresh=False)
-                    bar.update(0)
+                    bar.show(ended, self.engine.context.scheduler.num_active)
         finally:
             self._metrics.enter_phase("train")
             self._sync_metrics()
 
-    def _open(self, groups: Sequence[int]) -> int:
-        return sum(not self._groups[each].complete for each in groups if each in self._groups)
+    def _check_that_it_can_end(self, deadline: float, timeout_s: float | None) -> None:
+        unfinished = self._groups.unfinished
+        if self._clock() > deadline:
+            raise DeadlineError(
+                f"generate() passed timeout_s={timeout_s} with {len(unfinished)} of {len(self._groups)} groups "
+                "unfinished; they stay in flight: call generate([], min_groups=...) to go on"
+            )
+        if not self.engine.has_unfinished:
+            raise EngineStateError(
+                f"groups {sorted(unfinished)} cannot end: somebody else took their samples out of the engine "
+                "(engine.step()?); abort() them"
+            )
 
     def _step(self) -> None:
-        for record in self.engine.step():
-            group = self._groups.get(record.request_id)
-            if group is not None:
-                result = record.merge()
-                group.results[result.sample_index] = result
-                self._observe_result(result)
-        if (step := self.engine.last_step) is not None:
-            self._metrics.observe("rollout/step_requests", len(step.slots))
-            self._metrics.observe("rollout/step_tokens", step.num_tokens)
+        with interrupt_deferred():
+            records = self.engine.step()
+            self._take(records)
+        self._metrics.step(self._groups.samples_missing)
 
-    def _enough(self, wanted: int) -> bool:
-        if sum(group.complete for group in self._groups.values()) < wanted:
-            return False
-        limit = self.config.max_staleness
-        if limit is None or self.config.staleness_policy is StalenessPolicy.MASK:
-            return True
-        return all(group.complete or self.engine.staleness_of(each) < limit for each, group in self._groups.items())
+    def _take_ended(self) -> None:
+        self._take(self.engine.take_ended())
 
-    def _hand_out(self, group_ids: Sequence[int], on_error: Literal["raise", "mask"]) -> RolloutBatch:
-        groups = [self._groups.pop(each) for each in group_ids]
-        masked = self.config.staleness_policy is StalenessPolicy.MASK
+    def _take(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        results = [record.merge() for record in records]
+        for result in filter(self._groups.take, results):
+            self._metrics.result(result)
+
+    def _too_old(self) -> set[int]:
+        self._pacer.begin_round(self.policy_version)
+        return self._pacer.too_old(self._groups, self.engine.staleness().items(), self.policy_version)
+
+    def _hand_out(self, group_ids: Sequence[int], on_error: OnError) -> RolloutBatch:
         batch = RolloutBatch.from_requests(
-            [result for group in groups for _, result in sorted(group.results.items())],
+            self._groups.results(group_ids),
             policy_version=self.policy_version,
-            pad_token_id=_pad_token_id(self.tokenizer),
-            max_staleness=self.config.max_staleness if masked else None,
+            pad_token_id=_pad_token_id(self.tokenizer, getattr(self.model, "config", None)),
+            max_staleness=self.config.max_staleness,
             device=self.engine.controller.layout.device,
         )
-        mask = batch.response_mask.bool()
-        self._metrics.observe("rollout/policy_staleness", batch.policy_staleness[mask])
-        self._metrics.observe("rollout/kv_staleness", batch.kv_staleness[batch.attention_mask.bool()])
+        self._groups.drop(group_ids)
+        self._metrics.batch(batch)
         failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
         if failed and on_error == "raise":
             index, error = failed[0]
@@ -436,73 +432,36 @@ class RolloutManager:
             )
         return batch
 
-    def _observe_result(self, result: DynamicInferenceRequest) -> None:
-        if result.error is not None:
-            return
-        observe = self._metrics.observe
-        self._metrics.add("rollout/requests_finished")
-        self._metrics.add("rollout/requests_truncated", result.finish_reason is FinishReason.LENGTH)
-        observe("rollout/prompt_length", result.original_prompt_length)
-        observe("rollout/completion_length", len(result.completion_tokens))
-        if result.ttft is not None:
-            observe("rollout/ttft_s", result.ttft)
-        if result.latency is not None:
-            observe("rollout/request_s", result.latency)
-        observe("rollout/tpot_s", result.tpot)
-        admitted = [event.timestamp for event in result.events if event.type.name == "ADD_CONTEXT"]
-        if admitted:
-            observe("rollout/queue_s", admitted[0] - result.arrival_time)
-
-    def _suspend(self, mode: KVCacheManagementMode | str | None, keep_prefix_cache: bool, on_demand: bool) -> MemoryMove:
-        chosen = None if mode is None else KVCacheManagementMode(mode)
-        if self.engine.state is EngineState.SUSPENDED:
-            return MemoryMove()
-        with self._metrics.phase("suspend"):
-            self.engine.pause()
-            try:
-                move = self.engine.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
-            except BaseException:
-                self.engine.unpause()
-                raise
-        self._resume_on_demand = on_demand
-        self._metrics.enter_phase("train")
-        self._metrics.add("rollout/suspends")
-        self._metrics.add("rollout/suspend_bytes", move.bytes_copied)
-        self._metrics.add("rollout/tokens_recomputed", move.tokens_given_up)
-        return move
-
     def _ensure_running(self) -> None:
-        if self._inside_suspended:
-            raise EngineStateError("generating inside `with rollout.suspended():` leave the block first")
-        if self._resume_on_demand:
-            self.resume()
-        state = self.engine.state
-        if state in (EngineState.PAUSED, EngineState.SUSPENDED):
-            cure = "resume()" if state is EngineState.SUSPENDED else "unpause()"
-            raise EngineStateError(f"generating while {state.value}: call rollout.{cure} first")
+        if self._closed:
+            raise EngineStateError("generating after close(): build another RolloutManager")
+        self._lifecycle.ensure_running()
 
     def _sync_metrics(self) -> None:
-        stats = self.engine.stats()
-        for name in _COUNTERS:
-            self._metrics.add(f"rollout/{name}", stats[name] - self._counted[name])
-            self._counted[name] = stats[name]
-        for name in _GAUGES:
-            self._metrics.set(f"rollout/{name}", stats[name])
-        self._metrics.set("rollout/groups_in_flight", len(self._groups))
+        self._metrics.sync(self._groups.samples_missing, len(self._groups))
 
 
-def _one_each(name: str, value: Any, count: int, kind: type[SamplingParams]) -> list[SamplingParams]:
-    if value is None or isinstance(value, kind):
-        return [value or kind()] * count
-    values = list(value)
-    if len(values) != count or not all(isinstance(each, kind) for each in values):
-        raise ConfigError(f"{name} has {len(values)} entries for {count} prompts: pass one {kind.__name__}, or one each")
-    return values
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ("raise", "mask"):
+        raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
 
 
-def _pad_token_id(tokenizer: Any) -> int:
-    for name in ("pad_token_id", "eos_token_id"):
-        value = getattr(tokenizer, name, None)
-        if value is not None:
-            return int(value)
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    if len(each) != count:
+        raise ConfigError(f"sampling_params has {len(each)} entries for {count} prompts: pass one for all, or one each")
+    for index, value in enumerate(each):
+        if not isinstance(value, SamplingParams):
+            raise TypeError(f"sampling_params[{index}]={value!r}: must be a SamplingParams")
+    return each
+
+
+def _pad_token_id(*owners: Any) -> int:
+    for owner in owners:
+        for name in ("pad_token_id", "eos_token_id"):
+            value = getattr(owner, name, None)
+            if isinstance(value, int):
+                return value
     return 0

@@ -13,7 +13,7 @@ Engine:
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 
 
 class Status(IntEnum):
@@ -26,7 +26,7 @@ class Status(IntEnum):
     FAILED = 5
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request produced its last token."""
 
     STOP = "stop"
@@ -36,7 +36,7 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
-class KVCacheManagementMode(str, Enum):
+class KVCacheManagementMode(StrEnum):
     """What becomes of the KV cache at `suspend`."""
 
     PERSIST = "persist"
@@ -44,14 +44,14 @@ class KVCacheManagementMode(str, Enum):
     RECOMPUTE = "recompute"
 
 
-class PrefixCachingEvictionPolicy(str, Enum):
+class PrefixCachingEvictionPolicy(StrEnum):
     """When a cached block that nobody references loses its content."""
 
     LRU = "lru"
     REF_ZERO = "ref_zero"
 
 
-class PrefixCachingCoordinatorPolicy(str, Enum):
+class PrefixCachingCoordinatorPolicy(StrEnum):
     """How the coordinator chooses a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
@@ -60,7 +60,7 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
     ROUND_ROBIN = "round_robin"
 
 
-class StalenessPolicy(str, Enum):
+class StalenessPolicy(StrEnum):
     """What becomes of a request whose oldest token is older than `max_staleness`."""
 
     PARTIAL = "partial"
@@ -68,7 +68,7 @@ class StalenessPolicy(str, Enum):
     MASK = "mask"
 
 
-class EngineState(str, Enum):
+class EngineState(StrEnum):
     """Lifecycle of one engine. The stable ones can be waited for."""
 
     RUNNING = "running"
@@ -82,12 +82,10 @@ class EngineState(str, Enum):
     STOPPED = "stopped"
 
 
-STABLE_ENGINE_STATES = frozenset(
-    {EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.STOPPED}
-)
+STABLE_ENGINE_STATES = frozenset({EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.STOPPED})
 
 
-class CoordinatorState(str, Enum):
+class CoordinatorState(StrEnum):
     """Lifecycle of the coordinator."""
 
     RUNNING = "running"
@@ -96,7 +94,7 @@ class CoordinatorState(str, Enum):
     STOPPING = "stopping"
 
 
-class ControlSignal(str, Enum):
+class ControlSignal(StrEnum):
     """What moves a lifecycle."""
 
     PAUSE = "pause"

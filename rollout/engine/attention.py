@@ -1,8 +1,8 @@
 """What attention reads in one step, and how our attention comes into the trainer's model and out again.
 
 The model runs its own `forward`; transformers' attention interface hands every layer's queries, keys and values to
-`rollout_attention`, and the step's batch travels as a keyword argument. The trainer's implementation is installed whenever
-our code is not running: `Installation` is a context manager that restores it whatever happens inside.
+`rollout_attention`, and the step's batch travels as a keyword argument. The trainer's implementation is back whenever our
+code is not running: `Installation` is a context manager that restores it whatever happens inside.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def rollout_attention(
             f"attention implementation {IMPLEMENTATION!r} ran without a rollout batch: a forward of the trainer started "
             "while the engine had its attention installed (another thread?); run them one after the other"
         )
+    if attention_mask is not None:
+        kwargs["attention_mask"] = attention_mask
     return batch.attend(module, query, key, value, scaling, kwargs), None
 
 
@@ -102,6 +104,7 @@ class PagedBatch:
         """Write K and V into their slots, then attend over the blocks."""
         key_cache, value_cache = self._cache.layer(self._layer_of[module])
         keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        # A trainer under autocast computes K in another type than the one probed.
         key_cache.flatten(0, 1).index_copy_(0, self._write_index, keys.to(key_cache.dtype))
         value_cache.flatten(0, 1).index_copy_(0, self._write_index, values.to(value_cache.dtype))
         out = paged_attention(

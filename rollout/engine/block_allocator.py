@@ -81,7 +81,12 @@ class BlockAllocator:
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
         """Per block: only its holder reads it, and no lookup can find it."""
-        return (self.ref_count[blocks] == 1) & ~self.registered[blocks]
+        writable: NDArray[np.bool_] = (self.ref_count[blocks] == 1) & ~self.registered[blocks]
+        return writable
+
+    def findable(self, block_hash: int) -> bool:
+        """Whether a block is registered under this hash and the present version (its tokens may differ)."""
+        return block_hash in self._current
 
     def match(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
         """The longest cached prefix of a chain of complete blocks, *pinned*: each block gains a reference.
@@ -293,7 +298,9 @@ class BlockAllocator:
         np.add.at(states, np.asarray(self._free, np.int32), 1)
         np.add.at(states, np.asarray(cached, np.int32), 1)
         states += self.ref_count > 0
-        assert (states == 1).all(), f"blocks {np.flatnonzero(states != 1).tolist()} are not exactly one of free/held/cached"
+        assert (states == 1).all(), (
+            f"blocks {np.flatnonzero(states != 1).tolist()} are not exactly one of free/held/cached"
+        )
         assert not self.registered[self._free].any(), "a free block is registered"
         assert self.registered[cached].all(), "a cached block is not registered"
         for block_hash, block in self._current.items():

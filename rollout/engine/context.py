@@ -91,18 +91,26 @@ class DynamicInferenceContext:
         if self._mode is KVCacheManagementMode.PERSIST:
             self._mode = None
             return MemoryMove()
-        needed = [self.scheduler.blocks_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler]
+        needed = [
+            self.scheduler.blocks_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler
+        ]
         self._materialize(max(needed, default=1))
-        self.scheduler.poisoned.clear()
+        self.scheduler.blocks.poisoned.clear()
         before = len(self.scheduler.active())
         given_up = self.scheduler.checkpoint_until_fits(self.cache.num_blocks)
         lost = before - len(self.scheduler.active())
         mapping = self.allocator.resize(self.cache.num_blocks)
-        copied = 0
-        if self._mode is KVCacheManagementMode.OFFLOAD:
-            copied = self.cache.restore(self.allocator.live_blocks() if mapping is None else None, mapping)
         if mapping is not None:
             self.scheduler.remap_blocks(mapping)
+        copied = 0
+        if self._mode is KVCacheManagementMode.OFFLOAD:
+            try:
+                copied = self.cache.restore(self.allocator.live_blocks() if mapping is None else None, mapping)
+            except torch.OutOfMemoryError:
+                # Some of it is back and some is not: none of it can be used.
+                given_up += self.scheduler.checkpoint_all()
+                self.allocator.drop_cached()
+                lost = before
         self._mode = None
         return MemoryMove(copied, given_up, lost, self.num_blocks - self.cache.num_blocks)
 

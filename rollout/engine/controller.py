@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,9 +13,9 @@ from rollout.engine.detokenizer import CompletionText
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import ModelLayout
 from rollout.engine.sampler import stream_key
-from rollout.engine.scheduler import ScheduledStep, StepTokens
 from rollout.engine.sequences import Sequence as Sample
-from rollout.errors import ConfigError, InvalidRequestError
+from rollout.engine.step import ScheduledStep, StepTokens
+from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from rollout.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -53,7 +54,7 @@ class TextGenerationController:
                 raise TypeError(
                     f"prompt[{position}]={item!r}: a prompt is text, a sequence of token ids, or a list of chat messages"
                 )
-        return [int(item) for item in items]
+        return [operator.index(item) for item in cast(Sequence[int], items)]
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse what no model can be asked.
@@ -66,6 +67,16 @@ class TextGenerationController:
         if not 0 <= min(tokens) <= max(tokens) < self.layout.vocab_size:
             bad = next(token for token in tokens if not 0 <= token < self.layout.vocab_size)
             raise InvalidRequestError(f"prompt token {bad}: must lie in [0, {self.layout.vocab_size})")
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse what this model cannot sample.
+
+        Raises:
+            InvalidRequestError: a biased token id is outside the vocabulary.
+        """
+        bad = next((token for token in params.logit_bias or () if token >= self.layout.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(f"logit_bias of token {bad}: must lie in [0, {self.layout.vocab_size})")
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
         """A stop-string detector, when the parameters ask for stop strings.
@@ -112,6 +123,28 @@ class TextGenerationController:
             for module in training:
                 module.training = True
         return logits
+
+    def verify_model(self, length: int) -> None:
+        """`length` tokens in two chunks through the paged path must give what the model's own forward gives.
+
+        This catches state that travels between positions by another way than attention.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        if length < 2:
+            return
+        tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
+        paged = self.runner.paged_logits(tokens, length - length // 2).float()
+        expected = self.forward_logits(tokens).float()
+        tolerance = 2e-3 if self.layout.kv_dtype == torch.float32 else 1e-1
+        worst = float((paged - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+        if not worst <= tolerance:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: {length} tokens in two chunks through the paged path differ from the "
+                f"model's own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}); some layer keeps state "
+                "that the engine does not see. If you know better, set InferenceConfig.verify_model=False"
+            )
 
     def _require_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:

@@ -11,38 +11,32 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.admission import Admission
 from rollout.engine.attention import Installation
 from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_size
 from rollout.engine.controller import Prompt, TextGenerationController
 from rollout.engine.kv_cache import Allocate, KVCache, zeros
+from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import inspect_model, refuse_growing_rope
-from rollout.engine.sampler import stream_key
-from rollout.engine.scheduler import ScheduledStep
 from rollout.engine.sequences import Sequence as Sample
+from rollout.engine.step import ScheduledStep
 from rollout.errors import (
-    DeadlineError,
-    EngineDeadError,
+    ConfigError,
     EngineStateError,
     InvalidRequestError,
     RequestError,
-    UnsupportedModelError,
 )
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import (
-    ENGINE_TRANSITIONS,
-    STABLE_ENGINE_STATES,
     ControlSignal,
     EngineState,
     FinishReason,
@@ -85,10 +79,9 @@ class DynamicInferenceEngine:
     ) -> None:
         self.model = model
         self.config = config or InferenceConfig()
-        self.state = EngineState.RUNNING
         self._clock = clock
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lifecycle = Lifecycle(self._lock)
         layout = inspect_model(model)
         self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or 2048
         refuse_growing_rope(model, self.max_sequence_length)
@@ -102,14 +95,15 @@ class DynamicInferenceEngine:
         )
         self._order = 0
         self._next_request_id = 0
-        self._live: dict[int, int] = {}
+        self._live: dict[int, set[int]] = {}
         self._ended: list[DynamicInferenceRequestRecord] = []
         self._failed_steps = 0
-        self._dead: BaseException | None = None
         self.last_step: ScheduledStep | None = None
         self.counters = dict.fromkeys(("steps", "requests_requeued", "prompt_tokens", *_COUNTED.values()), 0)
+        self._admission = Admission(self.config, self.controller, self.max_sequence_length, clock)
         if self.config.verify_model:
-            self._verify_model()
+            room = min(self.max_sequence_length, blocks * self.config.block_size_tokens)
+            self.controller.verify_model(min(VERIFY_TOKENS, room))
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -139,18 +133,23 @@ class DynamicInferenceEngine:
         """
         params = sampling_params or SamplingParams()
         with self._lock:
-            self._refuse_when_stopped()
+            self._lifecycle.refuse_when_stopped()
             number = self._next_request_id if request_id is None else request_id
             tokens = self.controller.tokenize(prompt)
             try:
-                leader = self._family(number, tokens, params, priority, metadata, prompt)
+                if number in self._live:
+                    raise InvalidRequestError(f"request_id={number} is in use by an unfinished request; choose another")
+                leader = self._admission.family(
+                    number, tokens, params, order=self._order, version=self.policy_version, priority=priority,
+                    metadata=metadata, prompt=prompt if isinstance(prompt, str) else None,
+                )  # fmt: skip
                 self.context.scheduler.add(leader)
             except InvalidRequestError as exc:
                 exc.request_id = number
                 raise
             self._next_request_id = max(self._next_request_id, number + 1)
             self._order += 1
-            self._live[number] = params.n
+            self._live[number] = set(range(params.n))
             self.counters["prompt_tokens"] += params.n * len(tokens)
             return number
 
@@ -161,19 +160,14 @@ class DynamicInferenceEngine:
             InvalidRequestError: it can never be served here; nothing was queued.
         """
         with self._lock:
-            self._refuse_when_stopped()
-            if record[-1].generated_tokens:
-                record.checkpoint()
-            request = record[-1]
-            request.kv_spans.clear()
-            self.controller.check_tokens(request.prompt_tokens)
-            if request.policy_version != self.policy_version:
-                record.advance_version(self.policy_version, policy_only=True)
-            scheduler = self.context.scheduler
-            scheduler.add(self._sample(record, self._order))
+            self._lifecycle.refuse_when_stopped()
+            number = record.request_id
+            if record.sample_index in self._live.get(number, ()):
+                raise InvalidRequestError(f"request {number} sample {record.sample_index} is here already", number)
+            self.context.scheduler.add(self._admission.continued(record, self._order, self.policy_version))
             self._order += 1
-            self._live[record.request_id] = self._live.get(record.request_id, 0) + 1
-            self._next_request_id = max(self._next_request_id, record.request_id + 1)
+            self._live.setdefault(number, set()).add(record.sample_index)
+            self._next_request_id = max(self._next_request_id, number + 1)
 
     def abort_request(self, request_id: int, sample_index: int | None = None) -> int:
         """End a request now, in any state; its blocks are free before this returns.
@@ -182,9 +176,7 @@ class DynamicInferenceEngine:
             How many samples were ended (0: it had finished, or never was).
         """
         with self._lock:
-            removed = self.context.scheduler.remove(
-                lambda key: key[0] == request_id and sample_index in (None, key[1])
-            )
+            removed = self.context.scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
             for sample in removed:
                 self._end(sample, FinishReason.ABORT, f"RequestAbortedError: request {request_id} was aborted")
             return len(removed)
@@ -210,7 +202,9 @@ class DynamicInferenceEngine:
             EngineDeadError: too many steps in a row have failed.
         """
         with self._lock:
-            self._refuse_unless_running()
+            if self._lifecycle.cause_of_death is not None and self._ended:
+                return self.take_ended()
+            self._lifecycle.refuse_unless_running()
             step = self.last_step = self.context.scheduler.schedule()
             if step is not None:
                 self._run(step)
@@ -241,7 +235,7 @@ class DynamicInferenceEngine:
             self._collect(sample)
 
     def _admit(self, step: ScheduledStep) -> None:
-        if scheduler_poisoned := self.context.scheduler.poisoned:
+        if scheduler_poisoned := self.context.scheduler.blocks.poisoned:
             self.cache.zero_blocks(scheduler_poisoned)
             scheduler_poisoned.clear()
         for leader in step.prefills:
@@ -252,9 +246,9 @@ class DynamicInferenceEngine:
         self._failed_steps += 1
         scheduler = self.context.scheduler
         if self._failed_steps >= MAX_FAILED_STEPS:
-            self._dead = exc
-            self._move(EngineState.STOPPED)
+            self._lifecycle.die(exc)
             victims = scheduler.remove(lambda key: True)
+            self.cache.drop()
         else:
             keys = {sample.key for sample in scheduler.sequences_of(step)}
             victims = scheduler.remove(lambda key: key in keys)
@@ -268,35 +262,64 @@ class DynamicInferenceEngine:
     ) -> list[DynamicInferenceRequest]:
         """Run prompts to their end: one merged request per sample, in the order of the prompts, samples side by side.
 
+        What other requests end meanwhile, the next `step` hands out; whatever interrupts this call, everything it has.
+
         Raises:
+            InvalidRequestError: a prompt can never be served; nothing of this call was queued.
+            EngineStateError: the engine is not RUNNING; nothing of this call was queued.
             RequestError: a request failed; the others' results are lost (use `RolloutManager` to keep them).
         """
-        numbers = [self.add_request(prompt, sampling_params) for prompt in prompts]
-        mine, done, others = set(numbers), {}, []
-        with self.installation:
-            while not mine.isdisjoint(self._live) or self._ended:
-                for record in self.step():
-                    if record.request_id in mine:
-                        done[record.request_id, record.sample_index] = record.merge()
-                    else:
-                        others.append(record)
-        self._ended = others
+        self._lifecycle.refuse_unless_running()
+        numbers = self._add_all(prompts, sampling_params)
+        mine = set(numbers)
+        done: dict[tuple[int, int], DynamicInferenceRequestRecord] = {}
+        others: list[DynamicInferenceRequestRecord] = []
+        try:
+            with self.installation:
+                while not mine.isdisjoint(self._live) or self._ended:
+                    for record in self.step():
+                        if record.request_id in mine:
+                            done[record.request_id, record.sample_index] = record
+                        else:
+                            others.append(record)
+        except BaseException:
+            others += done.values()
+            raise
+        finally:
+            self._ended = others + self._ended
         samples = range((sampling_params or SamplingParams()).n)
-        results = [done[number, index] for number in numbers for index in samples]
+        results = [done[number, index].merge() for number in numbers for index in samples]
         for result in results:
             if result.error is not None:
                 raise RequestError(f"request {result.request_id}: {result.error}", result.request_id)
         return results
 
+    def _add_all(self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None) -> list[int]:
+        numbers: list[int] = []
+        try:
+            for prompt in prompts:
+                numbers.append(self.add_request(prompt, sampling_params))
+        except BaseException:
+            for number in numbers:
+                self.abort_request(number)
+            self._ended = [record for record in self._ended if record.request_id not in numbers]
+            raise
+        return numbers
+
     # --- lifecycle ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands."""
+        return self._lifecycle.state
 
     def pause(self) -> None:
         """Stop at the step boundary; requests keep their KV and wait."""
-        self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
+        self._lifecycle.signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
 
     def unpause(self) -> None:
         """Go on."""
-        self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
+        self._lifecycle.signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
     def suspend(self, mode: KVCacheManagementMode | None = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
         """Give the KV cache's device memory back, as `mode` (default: the configuration's) says.
@@ -313,13 +336,13 @@ class DynamicInferenceEngine:
             if chosen is not KVCacheManagementMode.PERSIST:
                 self.controller.runner.release_workspace()
 
-        self._signal(ControlSignal.SUSPEND, act)
+        self._lifecycle.signal(ControlSignal.SUSPEND, act)
         return moves[0] if moves else MemoryMove()
 
     def resume(self) -> MemoryMove:
         """Have the KV cache back; leads to PAUSED."""
         moves: list[MemoryMove] = []
-        self._signal(ControlSignal.RESUME, lambda: moves.append(self.context.resume()))
+        self._lifecycle.signal(ControlSignal.RESUME, lambda: moves.append(self.context.resume()))
         return moves[0] if moves else MemoryMove()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
@@ -330,7 +353,7 @@ class DynamicInferenceEngine:
                 self._end(sample, FinishReason.ABORT, "RequestAbortedError: the engine was stopped")
             self.cache.drop()
 
-        self._signal(ControlSignal.STOP, act)
+        self._lifecycle.signal(ControlSignal.STOP, act)
         return self.take_ended()
 
     def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
@@ -340,13 +363,7 @@ class DynamicInferenceEngine:
             ValueError: `state` is a transient one.
             DeadlineError: not reached within `timeout_s` (default: `control_timeout_s`).
         """
-        if state not in STABLE_ENGINE_STATES:
-            stable = ", ".join(sorted(each.value for each in STABLE_ENGINE_STATES))
-            raise ValueError(f"wait_until({state.value}): a transient state; wait for one of {stable}")
-        limit = self.config.control_timeout_s if timeout_s is None else timeout_s
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.state is state, limit):
-                raise DeadlineError(f"the engine is {self.state.value}, not {state.value}, after {limit} s")
+        self._lifecycle.wait_until(state, self.config.control_timeout_s if timeout_s is None else timeout_s)
 
     def weights_updated(self, version: int | None = None) -> int:
         """The weights have changed: the policy version moves (by 1, or to `version`), in any state.
@@ -355,10 +372,18 @@ class DynamicInferenceEngine:
 
         Returns:
             The new policy version.
+
+        Raises:
+            ConfigError: `version` is below the present one.
         """
         with self._lock:
-            self._refuse_when_stopped()
+            self._lifecycle.refuse_when_stopped()
             scheduler = self.context.scheduler
+            if version is not None and version < scheduler.version:
+                raise ConfigError(
+                    f"weights_updated({version}): the policy version is {scheduler.version} and only rises; build "
+                    "another engine to go back"
+                )
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
             if self.config.max_staleness is not None:
                 self._enforce_staleness(self.config.max_staleness)
@@ -392,7 +417,7 @@ class DynamicInferenceEngine:
             records = []
             for sample in self.context.scheduler:
                 if sample.active:
-                    self.context.scheduler.write_back(sample)
+                    self.context.scheduler.table.write_back(sample)
                 records.append(DynamicInferenceRequestRecord.deserialize(sample.record.serialize()))
             return records
 
@@ -431,76 +456,6 @@ class DynamicInferenceEngine:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _family(
-        self, number: int, tokens: list[int], params: SamplingParams, priority: int, metadata: Any, prompt: Prompt
-    ) -> Sample:
-        """The request's samples: the first, with the others as its unforked siblings."""
-        if number in self._live:
-            raise InvalidRequestError(f"request_id={number} is in use by an unfinished request; choose another")
-        self.controller.check_tokens(tokens)
-        params = self._clamped(number, len(tokens), params)
-        # Every request has a seed, so that its random stream survives checkpoints; one it brought or the engine's next.
-        seed = stream_key(self.config.seed, number) if params.seed is None else params.seed
-        samples = []
-        for index in range(params.n):
-            request = DynamicInferenceRequest(
-                request_id=number,
-                sample_index=index,
-                prompt=prompt if isinstance(prompt, str) else None,
-                prompt_tokens=tokens,
-                sampling_params=params,
-                arrival_time=self._clock(),
-                priority=priority,
-                metadata=metadata,
-                seed=seed,
-                policy_version=self.policy_version,
-                block_size_tokens=self.config.block_size_tokens,
-                enable_prefix_caching=self.config.enable_prefix_caching,
-                precomputed_block_hashes=samples[0].hashes if samples else [],
-            )
-            request.add_event_add_engine(timestamp=request.arrival_time)
-            samples.append(self._sample(DynamicInferenceRequestRecord.from_request(request), self._order))
-        samples[0].siblings = samples[1:]
-        return samples[0]
-
-    def _sample(self, record: DynamicInferenceRequestRecord, order: int) -> Sample:
-        request = record[-1]
-        params = request.sampling_params
-        length = len(request.prompt_tokens)
-        text = self.controller.completion_text(params)
-        completed = request.prompt_tokens[request.original_prompt_length :]
-        first = record[0].sampling_params
-        for position, token in enumerate(completed, 1):
-            if text is not None:
-                text.push(token, may_stop=position > first.min_tokens)
-        return Sample(
-            record=record,
-            order=order,
-            tokens=np.asarray(request.prompt_tokens, np.int32),
-            stop_ids=self.controller.stop_ids(params),
-            max_length=length + params.max_tokens,
-            min_length=length + params.min_tokens,
-            hashes=request.precomputed_block_hashes,
-            text=text,
-            wants_prompt_logprobs=params.prompt_logprobs is not None and record[0].prompt_log_probs is None,
-        )
-
-    def _clamped(self, number: int, length: int, params: SamplingParams) -> SamplingParams:
-        room = self.max_sequence_length - length
-        if room < 0 or (room == 0 and params.max_tokens > 0):
-            raise InvalidRequestError(
-                f"request {number}: a prompt of {length} tokens leaves no room within max_sequence_length="
-                f"{self.max_sequence_length}; shorten it or raise max_sequence_length"
-            )
-        if params.max_tokens <= room:
-            return params
-        warnings.warn(
-            f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
-            f"{self.max_sequence_length} leaves after a prompt of {length} tokens",
-            stacklevel=4,
-        )
-        return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
-
     def _end(self, sample: Sample, reason: FinishReason, error: str | None = None) -> None:
         self.context.scheduler.leave(sample, reason, error)
         self._collect(sample)
@@ -515,7 +470,7 @@ class DynamicInferenceEngine:
             record.completion_text = self.controller.detokenize(request.completion_tokens)
         record.latency = self._clock() - record[0].arrival_time
         self._ended.append(record)
-        self._live[record.request_id] -= 1
+        self._live[record.request_id].discard(record.sample_index)
         if not self._live[record.request_id]:
             del self._live[record.request_id]
 
@@ -535,92 +490,10 @@ class DynamicInferenceEngine:
                 self._end(sample, FinishReason.STALE)
                 continue
             self.counters["requests_requeued"] += 1
-            self.context.scheduler.add(self._sample(_from_prompt(sample.record, self.policy_version), sample.order))
+            fresh = self._admission.from_prompt(sample.record, sample.order, self.policy_version)
+            self.context.scheduler.add(fresh)
 
     def _mark_active(self, status: Status) -> None:
         for leader in self.context.scheduler.active():
             for sample in (leader, *leader.siblings):
                 sample.request.status = status
-
-    def _signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
-        acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
-        with self._lock:
-            if self.state in harmless_in:
-                return
-            if self.state not in acts_in:
-                allowed = " or ".join(sorted(state.value for state in acts_in))
-                raise EngineStateError(f"{signal.value}() while {self.state.value}: allowed when {allowed}")
-            before = self.state
-            self._move(through)
-            try:
-                act()
-            except BaseException:
-                self._move(before)
-                raise
-            self._move(to)
-
-    def _move(self, state: EngineState) -> None:
-        self.state = state
-        self._changed.notify_all()
-
-    def _refuse_when_stopped(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(
-                f"the engine is dead after {MAX_FAILED_STEPS} failed steps in a row, the last with "
-                f"{type(self._dead).__name__}: {self._dead}; build another"
-            ) from self._dead
-        if self.state in (EngineState.STOPPING, EngineState.STOPPED):
-            raise EngineStateError(f"the engine is {self.state.value}: it takes no more work; build another")
-
-    def _refuse_unless_running(self) -> None:
-        if self._dead is not None and self._ended:
-            return
-        self._refuse_when_stopped()
-        if self.state is not EngineState.RUNNING:
-            cure = "resume() and unpause()" if self.state is EngineState.SUSPENDED else "unpause()"
-            raise EngineStateError(f"step() while {self.state.value}: call {cure} first")
-
-    def _verify_model(self) -> None:
-        """A prompt in two chunks through the paged path must give what the model's own forward gives.
-
-        This catches state that travels between positions by another way than attention.
-        """
-        vocab = self.controller.layout.vocab_size
-        tokens = [(7 * position + 3) % vocab for position in range(VERIFY_TOKENS)]
-        size = min(VERIFY_TOKENS, self.max_sequence_length - 1)
-        if size < 2 or self.context.num_blocks * self.config.block_size_tokens < size:
-            return
-        tokens = tokens[:size]
-        paged = self.controller.runner.paged_logits(tokens, size - size // 2).float()
-        expected = self.controller.forward_logits(tokens).float()
-        scale = max(1.0, float(expected.abs().max()))
-        tolerance = 2e-3 if self.controller.layout.kv_dtype == torch.float32 else 1e-1
-        worst = float((paged - expected).abs().max()) / scale
-        if not worst <= tolerance:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: {size} tokens in two chunks through the paged path differ from the model's "
-                f"own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}); some layer keeps state that the "
-                "engine does not see. If you know better, set InferenceConfig.verify_model=False"
-            )
-
-
-def _from_prompt(record: DynamicInferenceRequestRecord, version: int) -> DynamicInferenceRequestRecord:
-    """The same request as if it had just arrived: its tokens are given up."""
-    first = record[0]
-    fresh = DynamicInferenceRequest(
-        request_id=first.request_id,
-        sample_index=first.sample_index,
-        prompt=first.prompt,
-        prompt_tokens=first.prompt_tokens,
-        sampling_params=first.sampling_params,
-        arrival_time=first.arrival_time,
-        priority=first.priority,
-        metadata=first.metadata,
-        seed=first.seed,
-        policy_version=version,
-        block_size_tokens=first.block_size_tokens,
-        enable_prefix_caching=first.enable_prefix_caching,
-        precomputed_block_hashes=first.precomputed_block_hashes,
-    )
-    fresh.add_event_add_engine(timestamp=first.arrival_time)
-    return DynamicInferenceRequestRecord.from_request(fresh)

@@ -19,8 +19,8 @@ from rollout.engine.kernels.torch_paged import MAX_TILE_SCORES, Tile, Workspace
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.model_support import ModelLayout
 from rollout.engine.sampler import SamplingTable, sample, token_logprobs
-from rollout.engine.scheduler import ScheduledStep, StepTokens
 from rollout.engine.sequences import Sequence, SequenceTable
+from rollout.engine.step import ScheduledStep, StepTokens
 
 PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose full-vocabulary log-softmax is made at once: bounds the memory."""

@@ -1,8 +1,8 @@
 """Finds out by trying whether the engine can honour a model, and refuses it by name when it cannot.
 
 A few tokens go through the model with an attention that only watches: which modules call it, with what shapes and what
-arguments. Whatever keeps state elsewhere (recurrent layers, a bypassed interface) is missing from that list; whatever asks
-for more than causal attention (sinks, position bias, an argument we do not know) is in it.
+arguments. Whatever keeps state elsewhere (recurrent layers, a bypassed interface) is missing from that list; whatever
+asks for more than causal attention (sinks, position bias, an argument we do not know) is in it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def inspect_model(model: nn.Module) -> ModelLayout:
         )
     text_config = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models"
+        )
     _refuse_recurrent(model, text_config)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     watcher = _watch(model, embedding.device)
@@ -118,13 +120,22 @@ def _refuse_recurrent(model: nn.Module, config: Any) -> None:
 
 
 def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
-    """Refuse rotary variants that change every position once a sequence grows past the original context.
+    """Refuse sequences longer than a model has positions for.
+
+    Some rotary variants change every position once a sequence grows past the original context; without rotary positions
+    there is a table of so many rows.
 
     Raises:
         UnsupportedModelError: `max_sequence_length` reaches beyond that point, where cached keys would go wrong.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     parameters = getattr(config, "rope_parameters", None) or {}
+    rows = getattr(config, "max_position_embeddings", None)
+    if not parameters and rows is not None and max_sequence_length > rows:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has max_position_embeddings={rows} and no rotary positions, and "
+            f"max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {rows}"
+        )
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if each.get("rope_type") not in ("dynamic", "longrope"):
             continue
@@ -156,7 +167,9 @@ def _refuse_unwatched(model: nn.Module, config: Any, watcher: _Watcher, names: d
 
 def _refuse_arguments(name: str, module: nn.Module, arguments: dict[str, Any]) -> None:
     if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
-        raise UnsupportedModelError(f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served")
+        raise UnsupportedModelError(
+            f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served"
+        )
     for argument, value in arguments.items():
         if argument in HONOURED or argument in HARMLESS or argument == "is_causal" or value is None or value is False:
             continue

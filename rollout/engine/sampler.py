@@ -16,6 +16,7 @@ logit (lowest id on ties) with temperature 1 and its filters off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +33,17 @@ UNIT = 2.0**42
 """Weight of the likeliest token. A sum over fewer than 2^21 tokens fits in 63 bits; cutting to integers moves no
 log-prob by more than 2^-42 per token of the vocabulary."""
 
+LOWEST = -50.0
+"""Logits this far below the largest, or farther, weigh exp(-50) * 2^42 < 1e-9, which is 0."""
+
 BLOCK = 128
 """Tokens summed together; a draw finds its block first and then its token."""
 
 CPU_ELEMENTS = 2**19
-"""Logits worked on together by one CPU thread: what its cache holds, and what malloc gives again without new pages."""
-
-MAX_CPU_SHARES = 4
-"""Most threads counted for that, lest malloc maps new pages after all."""
+"""Logits worked on together by one CPU thread: few enough for its cache, enough to make a call worth its overhead."""
 
 DEVICE_ELEMENTS = 2**27
-"""The same elsewhere, where it only bounds the temporaries (about 16 bytes per logit)."""
+"""The same elsewhere, where it only bounds the temporaries (about 20 bytes per logit)."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -87,6 +88,41 @@ def _logical_shift(state: Tensor, shift: int) -> Tensor:
     return (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Scratch:
+    """Buffers kept from step to step, for one thread.
+
+    On a CPU memory new from the system costs several times the arithmetic done in it. Elsewhere the device's own
+    allocator keeps memory, and the buffers here are new.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[R, V] as `scores`, uninitialised. Overwrites what was taken by this name before; a name has one dtype."""
+        return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
+
+    def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised but for the padding past V."""
+        count, vocabulary = scores.shape
+        blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
+        blocks.flatten(1)[:, vocabulary:] = padding
+        return blocks
+
+    def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        size, flat = math.prod(shape), self._flat.get(name)
+        if flat is None or flat.numel() < size:
+            # A tensor born in inference mode could not be written to outside it.
+            with torch.inference_mode(False):
+                flat = self._flat[name] = torch.empty(size, dtype=dtype)
+        return flat[:size].view(shape)
+
+
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +150,7 @@ class SamplingRows:
         penalized: [N] numpy int64, the rows with a penalty.
         bias: numpy (row, token id, bias) of every logit_bias.
         top_n: the most top log-probs any row asks for.
+        scratch: buffers shared by all rows of a table.
     """
 
     def __init__(
@@ -122,10 +159,12 @@ class SamplingRows:
         numbers: NDArray[np.float64],
         integers: NDArray[np.int64],
         biases: Biases,
+        scratch: Scratch,
         device: torch.device,
     ) -> None:
         """`numbers` and `integers` hold one row of R values for every name of `_NUMBERS` and `_INTEGERS`."""
-        self._source = slots, numbers, integers, biases, device
+        self._source = slots, numbers, integers, biases
+        self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(slots), [self]
         temperature, min_p, repetition, presence, frequency, top_p = numbers
         top_k, key, top_n, greedy, raw = integers
@@ -163,13 +202,13 @@ class SamplingRows:
         if size >= len(self):
             return [self]
         if self._parts[0] != size:
-            slots, numbers, integers, biases, device = self._source
-            cuts = [slice(start, start + size) for start in range(0, len(self), size)]
-            self._parts = (
-                size,
-                [SamplingRows(slots[cut], numbers[:, cut], integers[:, cut], biases, device) for cut in cuts],
-            )
+            self._parts = size, [self._part(start, start + size) for start in range(0, len(self), size)]
         return self._parts[1]
+
+    def _part(self, start: int, end: int) -> SamplingRows:
+        slots, numbers, integers, biases = self._source
+        cut = slice(start, end)
+        return SamplingRows(slots[cut], numbers[:, cut], integers[:, cut], biases, self.scratch, device=self.key.device)
 
 
 class SamplingTable:
@@ -184,6 +223,7 @@ class SamplingTable:
         self._integers: NDArray[np.int64] = np.zeros((len(_INTEGERS), 0), np.int64)
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._selected: tuple[NDArray[np.int64], SamplingRows] | None = None
+        self._scratch = Scratch()
 
     def set(self, slot: int, params: SamplingParams, key: int) -> None:
         """`slot` samples with `params` and the random stream `key` (`stream_key`) from now on."""
@@ -212,7 +252,8 @@ class SamplingTable:
         if self._selected is None or not np.array_equal(self._selected[0], slots):
             chosen = np.array(slots, np.int64)
             self._check(chosen)
-            rows = SamplingRows(chosen, self._numbers[:, chosen], self._integers[:, chosen], self._biases, self.device)
+            numbers, integers = self._numbers[:, chosen], self._integers[:, chosen]
+            rows = SamplingRows(chosen, numbers, integers, self._biases, self._scratch, self.device)
             self._selected = chosen, rows
         return self._selected[1]
 
@@ -286,7 +327,7 @@ def sample(
     for part in parts:
         cut = slice(start, start + len(part))
         own = [(row - start, ids) for row, ids in banned if start <= row < cut.stop]
-        raw = logits[cut].to(torch.float32)
+        raw = _single(logits[cut], part.scratch)
         scores = _edited(raw, part, None if histories is None else histories[cut], own)
         done.append(_sample(scores, raw, part, positions[cut], rows.top_n))
         start = cut.stop
@@ -301,21 +342,24 @@ def token_logprobs(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Ten
         Log-probs [T] float32; ids [T, k] int64 and log-probs [T, k] float32, likeliest first, or None twice if k is 0.
         A k beyond V gives V columns.
     """
-    done = []
-    size = _rows_at_once(logits)
+    done, scratch, size = [], Scratch(), _rows_at_once(logits)
     for part, target in zip(torch.split(logits, size), torch.split(targets, size), strict=True):
-        scores = part.to(torch.float32)
-        log_sum = _raw_log_sum(scores)
-        done.append((_log_probs(scores.gather(1, target[:, None]), log_sum)[:, 0], *_top(scores, log_sum, k)))
+        scores = _single(part, scratch)
+        log_sum = _raw_log_sum(scores, scratch)
+        top = _top(scores, log_sum, k, scratch)
+        done.append((_log_probs(scores.gather(1, target[:, None]), log_sum)[:, 0], *top))
     log_probs, top_ids, top_log_probs = _joined(done)
     return log_probs, top_ids, top_log_probs
 
 
 def _rows_at_once(logits: Tensor) -> int:
     """Rows worked on together: on a CPU what the cache holds, elsewhere what keeps the temporaries in bounds."""
-    on_cpu = logits.device.type == "cpu"
-    elements = CPU_ELEMENTS * min(torch.get_num_threads(), MAX_CPU_SHARES) if on_cpu else DEVICE_ELEMENTS
+    elements = CPU_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else DEVICE_ELEMENTS
     return max(1, elements // logits.shape[1])
+
+
+def _single(logits: Tensor, scratch: Scratch) -> Tensor:
+    return logits if logits.dtype == torch.float32 else scratch.take("raw", logits).copy_(logits)
 
 
 def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
@@ -328,18 +372,20 @@ def _sample(
     scores: Tensor, raw: Tensor, rows: SamplingRows, positions: Tensor, top_n: int
 ) -> tuple[Tensor | None, ...]:
     """The fields of `Sampled`, from edited float32 scores [R, V] and the model's own logits `raw`."""
+    scratch = rows.scratch
     relative, peak, greedy_ids, listed = _relative(scores, rows, list_scores=top_n > 0)
-    weights = relative.mul_(UNIT).to(torch.int64)
+    weights = scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
     ends = weights.sum(-1).cumsum(-1)
     token_ids = _chosen(weights, ends, greedy_ids, rows, positions)[:, None].clamp_(0, scores.shape[1] - 1)
-    score = _tempered(scores.gather(1, token_ids), rows)
+    score = scores.gather(1, token_ids) / rows.temperature[:, None]
     log_sum = _log_sum(peak, ends[:, -1:])
     if rows.any_raw:
-        mine, raw_log_sum = rows.raw[:, None], _raw_log_sum(raw)
+        mine, raw_log_sum = rows.raw[:, None], _raw_log_sum(raw, scratch)
         score = torch.where(mine, raw.gather(1, token_ids), score)
         log_sum = torch.where(mine, raw_log_sum, log_sum)
-        listed = listed if listed is None else torch.where(mine, raw, listed)
-    return token_ids[:, 0], _log_probs(score, log_sum)[:, 0], *_top(listed, log_sum, top_n)
+        if listed is not None:
+            listed = raw if rows.all_raw else torch.where(mine, raw, listed)
+    return token_ids[:, 0], _log_probs(score, log_sum)[:, 0], *_top(listed, log_sum, top_n, scratch)
 
 
 def _relative(
@@ -350,21 +396,22 @@ def _relative(
     Beside them the largest score [R, 1]; its token ids [R], if some row is greedy; and, if asked for, the scores [R, V]
     of the final distribution.
     """
-    blocks = _blocks(scores, torch.float32, -torch.inf)
-    tempered = _tempered(scores, rows)
+    scratch = rows.scratch
+    tempered = scores
+    if rows.any_temperature:
+        tempered = torch.div(scores, rows.temperature[:, None], out=scratch.take("tempered", scores))
     peak = tempered.amax(-1, keepdim=True)
-    torch.sub(tempered, peak, out=blocks.flatten(1)[:, : scores.shape[1]])
+    blocks = scratch.blocks("relative", scores, -torch.inf)
+    flat = blocks.flatten(1)[:, : scores.shape[1]]
+    torch.sub(tempered, peak, out=flat)
     greedy_ids = _first_best(blocks) if rows.any_greedy else None
-    relative = blocks.exp_()
-    kept = _kept(tempered, peak, relative, rows)
-    if kept is None:
-        return relative, peak, greedy_ids, tempered if list_scores else None
-    relative.flatten(1)[:, : scores.shape[1]].mul_(kept)
-    return relative, peak, greedy_ids, torch.where(kept, tempered, -torch.inf) if list_scores else None
-
-
-def _tempered(scores: Tensor, rows: SamplingRows) -> Tensor:
-    return scores / rows.temperature[:, None] if rows.any_temperature else scores
+    _exponentials(blocks)
+    kept = _kept(tempered, peak, flat, rows)
+    if kept is not None:
+        flat.mul_(kept)
+        if list_scores:
+            tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(kept.logical_not_(), -torch.inf)
+    return blocks, peak, greedy_ids, tempered if list_scores else None
 
 
 def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: SamplingRows, positions: Tensor) -> Tensor:
@@ -386,7 +433,7 @@ def _edited(
     """`raw` itself when there is nothing to edit, else a changed copy."""
     if not (rows.any_bias or rows.any_penalty or banned):
         return raw
-    scores = raw.clone(memory_format=torch.contiguous_format)
+    scores = rows.scratch.take("edited", raw).copy_(raw)
     if rows.any_bias:
         _add_biases(scores, rows)
     if banned:
@@ -420,7 +467,8 @@ def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) 
         flat[index] = torch.where(score < 0, score * penalty, score / penalty)
     if rows.any_occurrence:
         row, index = _places(penalized, [histories[row][1] for row in penalized], scores)
-        counts = torch.zeros_like(flat).index_add_(0, index, torch.ones_like(index, dtype=flat.dtype))
+        counts = rows.scratch.take("counts", scores).zero_().view(-1)
+        counts.index_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
         flat[index] = flat[index] - (counts[index] * rows.frequency_penalty[row] + rows.presence_penalty[row])
 
 
@@ -443,8 +491,8 @@ def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) ->
     if rows.any_top_k or rows.any_top_p:
         kept = _likeliest(scores, peak, rows)
     if rows.any_min_p:
-        likely = relative.flatten(1)[:, : scores.shape[1]] >= rows.min_p[:, None]
-        kept = likely if kept is None else kept & likely
+        likely = torch.ge(relative, rows.min_p[:, None], out=rows.scratch.take("likely", scores, torch.bool))
+        kept = likely if kept is None else kept.logical_and_(likely)
     return kept
 
 
@@ -452,57 +500,55 @@ def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
     """[R, V] bool: what top_k and top_p leave."""
     limited, width = rows.limited, min(rows.limited_width or scores.shape[1], scores.shape[1])
     if len(limited) == len(scores):
-        return _leading(scores, peak, rows.top_k, rows.top_p, width)
-    kept = _leading(scores[limited], peak[limited], rows.top_k[limited], rows.top_p[limited], width)
-    return torch.ones_like(scores, dtype=torch.bool).index_copy_(0, limited, kept)
+        return _leading(scores, peak, rows.top_k, rows.top_p, width, rows.scratch)
+    kept = _leading(scores[limited], peak[limited], rows.top_k[limited], rows.top_p[limited], width, rows.scratch)
+    return rows.scratch.take("all_kept", scores, torch.bool).fill_(True).index_copy_(0, limited, kept)
 
 
-def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
-    """The likeliest tokens, lower ids first on ties: at most top_k, and of those the fewest that weigh top_p of them.
+def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
+    """[L, V] bool: the likeliest tokens, lower ids first on ties: at most top_k, the fewest that weigh top_p of those.
 
     `width`: no row keeps more tokens than this.
     """
-    negated = _smallest(-scores, width)
-    count = _leading_count(negated, peak, top_k[:, None], top_p[:, None])
+    negated = _smallest(torch.neg(scores, out=scratch.take("negated", scores)), width)
+    count = _leading_count(negated, peak, top_k[:, None], top_p[:, None], scratch)
     edge = negated.gather(1, count - 1)
-    at_edge = scores == -edge
-    blocks = _blocks(scores, torch.int64, 0)
-    blocks.flatten(1)[:, : scores.shape[1]] = at_edge
     room = count - torch.searchsorted(negated, edge)
-    last = _first_above(blocks, blocks.sum(-1).cumsum(-1), room[:, 0] - 1)
-    return (scores > -edge) | (at_edge & (torch.arange(scores.shape[1], device=scores.device) <= last[:, None]))
+    at_edge = torch.eq(scores, -edge, out=scratch.take("at_edge", scores, torch.bool))
+    ties = scratch.blocks("weights", scores, 0, torch.int64)
+    ties.flatten(1)[:, : scores.shape[1]] = at_edge
+    last = _first_above(ties, ties.sum(-1).cumsum(-1), room[:, 0] - 1)
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    among_first = torch.le(ids, last[:, None], out=scratch.take("among_first", scores, torch.bool))
+    kept = torch.gt(scores, -edge, out=scratch.take("kept", scores, torch.bool))
+    return kept.logical_or_(at_edge.logical_and_(among_first))
 
 
-def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, scratch: Scratch) -> Tensor:
     """[L, 1] int64, the number of tokens to keep; `negated` [L, width] are the largest scores, negated, in order."""
     count = top_k.clamp(max=negated.shape[1])
-    ends = (negated + peak).neg_().exp_().mul_(UNIT).to(torch.int64).cumsum(-1)
+    weights = _exponentials(torch.add(negated, peak, out=scratch.take("sorted", negated)).neg_()).mul_(UNIT)
+    ends = scratch.take("weights", negated, torch.int64).copy_(weights).cumsum_(-1)
     wanted = (ends.gather(1, count - 1) * top_p).ceil_().to(torch.int64)
     return torch.where(top_p < 1, torch.minimum(count, torch.searchsorted(ends, wanted) + 1), count)
 
 
 def _smallest(values: Tensor, width: int) -> Tensor:
-    """[L, width]: the smallest values of each row [L, V], ascending."""
+    """[L, width]: the smallest values of each row [L, V], ascending. May reorder `values`."""
     if values.device.type == "cpu":
-        # numpy's vectorised sort takes a thirtieth of the time of torch's on a CPU
+        # numpy's vectorised sort takes a thirtieth of the time of torch's on a CPU.
         array = values.numpy()
-        if width < array.shape[1]:
-            array = np.partition(array, width - 1, axis=-1)[:, :width]
-        return torch.from_numpy(np.sort(array, axis=-1))
+        if width == array.shape[1]:
+            array.sort(axis=-1)
+            return values
+        array.partition(width - 1, axis=-1)
+        return torch.from_numpy(np.sort(array[:, :width], axis=-1))
     if width < values.shape[1]:
         return values.topk(width, largest=False).values
     return values.sort(-1).values
 
 
 # --- sums and searches ------------------------------------------------------------------------------------------------
-
-
-def _blocks(scores: Tensor, dtype: torch.dtype, padding: float) -> Tensor:
-    """[R, ceil(V / BLOCK), BLOCK], uninitialised but for the padding past V."""
-    count, vocabulary = scores.shape
-    blocks = torch.empty((count, -(-vocabulary // BLOCK), BLOCK), dtype=dtype, device=scores.device)
-    blocks.flatten(1)[:, vocabulary:] = padding
-    return blocks
 
 
 def _first_best(blocks: Tensor) -> Tensor:
@@ -524,9 +570,15 @@ def _inside(blocks: Tensor, block: Tensor) -> Tensor:
     return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
 
 
-def _raw_log_sum(scores: Tensor) -> Tensor:
+def _exponentials(shifted: Tensor) -> Tensor:
+    """In place. What weighs nothing is cut off first: a CPU takes 40 times as long for results below 1e-38."""
+    return shifted.clamp_(min=LOWEST).exp_()
+
+
+def _raw_log_sum(scores: Tensor, scratch: Scratch) -> Tensor:
     peak = scores.amax(-1, keepdim=True)
-    return _log_sum(peak, (scores - peak).exp_().mul_(UNIT).to(torch.int64).sum(-1, keepdim=True))
+    relative = _exponentials(torch.sub(scores, peak, out=scratch.take("relative", scores))).mul_(UNIT)
+    return _log_sum(peak, scratch.take("weights", scores, torch.int64).copy_(relative).sum(-1, keepdim=True))
 
 
 def _log_sum(peak: Tensor, total: Tensor) -> Tensor:
@@ -539,13 +591,14 @@ def _log_probs(scores: Tensor, log_sum: Tensor) -> Tensor:
     return (scores - log_sum).to(torch.float32)
 
 
-def _top(scores: Tensor | None, log_sum: Tensor, k: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _top(scores: Tensor | None, log_sum: Tensor, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Ids and log-probs of the k largest scores. Sorted by score and id in one integer, so that ties have an order."""
     if scores is None or k == 0:
         return None, None
-    vocabulary = scores.shape[1]
-    bits = scores.contiguous().view(torch.int32)
-    falling = bits.bitwise_xor((bits >> 31).bitwise_and_(0x7FFFFFFF)).bitwise_not_().to(torch.int64)
-    keys = (falling << 32).bitwise_or_(torch.arange(vocabulary, device=scores.device))
-    ids = _smallest(keys, min(k, vocabulary)).bitwise_and_(0xFFFFFFFF)
+    bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)
+    # The bits of floats ascend as integers once those of negative ones are turned round; `not` makes them descend.
+    torch.bitwise_right_shift(bits, 31, out=order).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
+    keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))
+    ids = _smallest(keys, min(k, scores.shape[1])).bitwise_and(0xFFFFFFFF)
     return ids, _log_probs(scores.gather(1, ids), log_sum)

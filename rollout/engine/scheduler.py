@@ -13,59 +13,18 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rollout.block_hash import chain_block_hashes, compute_block_hashes_batched
+from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import InferenceConfig
-from rollout.engine.block_allocator import NO_BLOCK, BlockAllocator
+from rollout.engine.block_allocator import BlockAllocator
+from rollout.engine.block_tables import BlockTables
 from rollout.engine.sequences import IntArray, Sequence, SequenceTable
+from rollout.engine.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
 from rollout.state import FinishReason, Status
-
-
-@dataclass(frozen=True, eq=False)
-class ScheduledStep:
-    """Work for one forward. Row r computes `counts[r]` positions of `slots[r]`, from position `starts[r]` on.
-
-    The first `num_decodes` rows compute one position each and are all sampled; the others are prefill chunks.
-    """
-
-    slots: IntArray
-    """[R] int32."""
-    starts: IntArray
-    """[R] int32."""
-    counts: IntArray
-    """[R] int32."""
-    num_decodes: int
-    prefills: tuple[Sequence, ...]
-    """Sequences of the rows from `num_decodes` on."""
-    copies: tuple[tuple[int, int], ...]
-    """(source, destination) blocks to copy before the forward, in this order."""
-    sample_rows: IntArray
-    """[K] int32, the row whose last position is sampled."""
-    sample_slots: IntArray
-    """[K] int32, the slot that receives the token; the samples of one group share a row."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Positions computed."""
-        return int(self.counts.sum())
-
-
-@dataclass(frozen=True, eq=False)
-class StepTokens:
-    """What a step sampled, aligned with `ScheduledStep.sample_slots`."""
-
-    token_ids: NDArray[np.int64]
-    """[K]."""
-    logprobs: NDArray[np.float32]
-    """[K]; NaN where the logits had no finite value."""
-    top: list[list[tuple[int, float]]] | None = None
-    """[K] of (token, log-prob), best first; None when nobody asked."""
 
 
 class Scheduler:
@@ -75,6 +34,7 @@ class Scheduler:
         self.config = config
         self.allocator = allocator
         self.table = SequenceTable(config.block_size_tokens)
+        self.blocks = BlockTables(allocator, self.table)
         self.waiting: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
@@ -85,12 +45,9 @@ class Scheduler:
         self.blocks_copied = 0
         self.generated_tokens = 0
         self.version = 0
-        self.poisoned: list[int] = []
-        """Free blocks that may hold NaN, to be zeroed before the next forward."""
         self._clock = clock
         self._by_slot: dict[int, Sequence] = {}
         self._decode_slots: IntArray | None = None
-        self._leading: IntArray = np.arange(config.block_size_tokens, dtype=np.int32)
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -177,13 +134,10 @@ class Scheduler:
         else:
             leader.siblings = [each for each in leader.siblings if each not in gone]
             for each in gone:
-                self.write_back(each)
+                self.table.write_back(each)
                 self._deactivate(each)
         # No logits have vouched for what a prefill chunk, or a step that raised, has written.
-        self._poison(held)
-
-    def _poison(self, blocks: IntArray) -> None:
-        self.poisoned += blocks[(self.allocator.ref_count[blocks] == 0) & ~self.allocator.registered[blocks]].tolist()
+        self.blocks.poison(held)
 
     def _requeue(self, family: list[Sequence]) -> None:
         if family:
@@ -241,8 +195,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Choose the next forward's work and give it its blocks; None when nothing can run."""
-        copies: dict[int, tuple[int, int]] = {}
-        self._make_room_for_decodes(copies)
+        self.blocks.copies.clear()
+        self._make_room_for_decodes()
         budget = self.config.max_tokens_per_step - len(self.decoding)
         chunks: list[tuple[Sequence, int]] = []
         for sequence in list(self.prefilling):
@@ -251,19 +205,17 @@ class Scheduler:
             if not sequence.active:
                 continue
             count = min(budget, int(self.table.length[sequence.slot] - self.table.computed[sequence.slot]))
-            if not self._reserve(sequence, count, copies):
+            if not self._reserve(sequence, count):
                 break
             chunks.append((sequence, count))
             budget -= count
         else:
-            self._admit(budget, chunks, copies)
-        return self._step(chunks, copies)
+            self._admit(budget, chunks)
+        return self._step(chunks)
 
-    def _step(self, chunks: list[tuple[Sequence, int]], copies: dict[int, tuple[int, int]]) -> ScheduledStep | None:
+    def _step(self, chunks: list[tuple[Sequence, int]]) -> ScheduledStep | None:
         table = self.table
-        if self._decode_slots is None:
-            self._decode_slots = np.fromiter((s.slot for s in self.decoding), np.int32, len(self.decoding))
-        decodes = self._decode_slots
+        decodes = self._slots_of_decodes()
         if not len(decodes) and not chunks:
             return None
         slots = np.concatenate([decodes, np.fromiter((s.slot for s, _ in chunks), np.int32, len(chunks))])
@@ -287,7 +239,7 @@ class Scheduler:
             counts=counts,
             num_decodes=len(decodes),
             prefills=tuple(sequence for sequence, _ in chunks),
-            copies=tuple(copies.values()),
+            copies=tuple(self.blocks.copies.values()),
             sample_rows=sample_rows,
             sample_slots=sample_slots,
         )
@@ -299,9 +251,9 @@ class Scheduler:
         self.generated_tokens += len(step.sample_slots)
         table.computed[step.slots] += step.counts
         self.prefill_tokens_computed += int(step.counts[step.num_decodes :].sum())
-        self._register_decoded(step.slots[: step.num_decodes])
+        self.blocks.register_decoded(step.slots[: step.num_decodes])
         for sequence in step.prefills:
-            self._register_prompt(sequence)
+            self.blocks.register_prompt(sequence)
         ended = self._end_of_prompts(step.prefills)
 
         slots, now = step.sample_slots, self._clock()
@@ -357,13 +309,13 @@ class Scheduler:
         """End a sequence, active or already removed from the queue: record complete, blocks and slot given back."""
         request = sequence.request
         if sequence.active:
-            self.write_back(sequence)
+            self.table.write_back(sequence)
             held = self.table.held(sequence.slot).copy()
             if reason is FinishReason.ERROR:
                 self.allocator.unregister(held)
             self._deactivate(sequence)
             if reason is FinishReason.ERROR:
-                self._poison(held)
+                self.blocks.poison(held)
         failed = reason in (FinishReason.ERROR, FinishReason.ABORT)
         request.error = error or request.error
         request.finish_reason = reason
@@ -374,65 +326,44 @@ class Scheduler:
         else:
             request.add_event_finish(timestamp=now)
 
-    # --- blocks -------------------------------------------------------------------------------------------------
+    # --- room ---------------------------------------------------------------------------------------------------
 
-    def _make_room_for_decodes(self, copies: dict[int, tuple[int, int]]) -> None:
+    def _make_room_for_decodes(self) -> None:
         """Each decoding sequence gets a block to write its next position into, or leaves the table."""
-        table = self.table
+        for slot in self.blocks.cramped(self._slots_of_decodes()).tolist():
+            sequence = self._by_slot.get(slot)
+            if sequence is not None:
+                self._reserve(sequence, 1)
+
+    def _slots_of_decodes(self) -> IntArray:
         if self._decode_slots is None:
             self._decode_slots = np.fromiter((s.slot for s in self.decoding), np.int32, len(self.decoding))
-        slots = self._decode_slots
-        if not len(slots):
-            return
-        index = table.computed[slots] // table.block_size
-        missing = index >= table.num_blocks[slots]
-        shared = ~missing
-        shared[shared] = ~self.allocator.writable(table.blocks[slots[shared], index[shared]])
-        for row in np.flatnonzero(missing | shared).tolist():
-            sequence = self._by_slot.get(int(slots[row]))
-            if sequence is not None and sequence.active and sequence.slot == slots[row]:
-                self._reserve(sequence, 1, copies)
+        return self._decode_slots
 
-    def _reserve(self, sequence: Sequence, count: int, copies: dict[int, tuple[int, int]]) -> bool:
+    def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Blocks for the next `count` positions, evicting younger sequences; False if that does not suffice.
 
         A decoding sequence for which it does not suffice is evicted itself.
         """
-        while not self._try_reserve(sequence, count, copies):
+        while not self.blocks.reserve(sequence.slot, count):
             victim = max((s for s in (self.decoding[-1:] + self.prefilling[-1:])), key=_rank)
             if victim is sequence and _position(self.prefilling, sequence) is not None:
                 return False
-            self._evict(victim, copies)
+            self._evict(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _try_reserve(self, sequence: Sequence, count: int, copies: dict[int, tuple[int, int]]) -> bool:
-        table, slot = self.table, sequence.slot
-        start = int(table.computed[slot])
-        have = int(table.num_blocks[slot])
-        fresh = max(0, -(-(start + count) // table.block_size) - have)
-        index = start // table.block_size
-        copy = index < have and not self.allocator.writable(table.blocks[slot, index : index + 1])[0]
-        if not self.allocator.can_allocate(fresh + copy):
-            return False
-        blocks = self.allocator.allocate(fresh + copy)
-        if copy:
-            source, target = int(table.blocks[slot, index]), blocks.pop()
-            copies[slot] = (source, target)
-            table.blocks[slot, index] = target
-            self.allocator.release(np.asarray([source], np.int32))
-        table.blocks[slot, have : have + fresh] = blocks
-        table.num_blocks[slot] = have + fresh
-        return True
-
-    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]], copies: dict[int, tuple[int, int]]) -> None:
+    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
+        coming: set[int | None] = set()
+        if self.waiting:
+            coming.update(each for sequence in self.prefilling for each in self.blocks.unregistered(sequence))
         while budget > 0 and self.waiting:
             sequence = self.waiting[0]
             family = [sequence, *sequence.siblings]
-            if self.num_active + len(family) > self.config.max_requests:
+            if self.num_active + len(family) > self.config.max_requests or self.blocks.next_block(sequence) in coming:
                 return
-            count = self._activate(sequence, budget, copies)
+            count = self._activate(sequence, budget)
             if not count:
                 return
             self.waiting.pop(0)
@@ -446,17 +377,19 @@ class Scheduler:
             bisect.insort(self.prefilling, sequence, key=_rank)
             chunks.append((sequence, count))
             budget -= count
+            coming.update(self.blocks.unregistered(sequence))
 
-    def _activate(self, sequence: Sequence, budget: int, copies: dict[int, tuple[int, int]]) -> int:
+    def _activate(self, sequence: Sequence, budget: int) -> int:
         """Slot, cached prefix and blocks for a waiting sequence; returns the size of its first chunk, 0 if no room."""
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
         self.table.add(sequence, self.version)
-        if self._attach_prefix(sequence, hashes, budget, copies):
+        headroom = self.num_active + len(sequence.siblings) if self.num_active else 0
+        if self.blocks.attach_prefix(sequence, hashes, budget, headroom):
             return self._first_chunk(sequence, budget)
         # A prompt that is cached whole needs one block more, for the copy its last token is written into. Where there
         # is no room for that, recompute its last block instead.
-        if len(hashes) * self.table.block_size == len(sequence.tokens) and self._attach_prefix(
-            sequence, hashes[:-1], budget, copies
+        if len(hashes) * self.table.block_size == len(sequence.tokens) and self.blocks.attach_prefix(
+            sequence, hashes[:-1], budget, headroom
         ):
             return self._first_chunk(sequence, budget)
         self.table.remove(sequence)
@@ -468,29 +401,6 @@ class Scheduler:
         self.prefill_tokens_saved += cached
         return min(budget, len(sequence.tokens) - cached)
 
-    def _attach_prefix(
-        self, sequence: Sequence, hashes: list[int], budget: int, copies: dict[int, tuple[int, int]]
-    ) -> bool:
-        table, slot, size = self.table, sequence.slot, self.table.block_size
-        found: list[int] = []
-        if hashes and self.allocator.enable_prefix_caching:
-            found = self.allocator.match(hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
-        table.blocks[slot, : len(found)] = found
-        table.num_blocks[slot] = table.chained[slot] = len(found)
-        table.chain[slot] = hashes[len(found) - 1] if found else 0
-        # The last token is always computed: its logits are needed.
-        table.computed[slot] = min(len(found) * size, len(sequence.tokens) - 1)
-        count = min(budget, len(sequence.tokens) - int(table.computed[slot]))
-        headroom = self.num_active + len(sequence.siblings) if self.num_active else 0
-        spare = self.allocator.num_free + self.allocator.num_cached
-        need = -(-(int(table.computed[slot]) + count) // size) - len(found)
-        if spare >= need + headroom and self._try_reserve(sequence, count, copies):
-            self.allocator.count_refused(hashes[len(found) :])
-            return True
-        self.allocator.release(np.asarray(found, np.int32))
-        table.num_blocks[slot] = 0
-        return False
-
     def _mark_admitted(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
@@ -500,8 +410,7 @@ class Scheduler:
 
     # --- leaving the table --------------------------------------------------------------------------------------
 
-    def _evict(self, sequence: Sequence, copies: dict[int, tuple[int, int]]) -> None:
-        copies.pop(sequence.slot, None)
+    def _evict(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.preempted_tokens += int(self.table.computed[sequence.slot])
         sequence.request.add_event_evict(timestamp=self._clock())
@@ -509,7 +418,7 @@ class Scheduler:
 
     def _checkpoint(self, sequence: Sequence) -> None:
         """Give up its KV: what it has becomes the prompt of a new segment, queued at its place."""
-        self.write_back(sequence)
+        self.table.write_back(sequence)
         for each in (sequence, *sequence.siblings):
             self._deactivate(each)
             self._restart(each)
@@ -523,7 +432,6 @@ class Scheduler:
             sequence.hashes = compute_block_hashes_batched(sequence.tokens, self.config.block_size_tokens)
         else:
             request.kv_spans.clear()
-            request.remaining_prompt_tokens = list(request.prompt_tokens)
             request.finished_chunk_token_count = 0
             if not request.rng_offset:
                 request.policy_spans.clear()
@@ -536,26 +444,8 @@ class Scheduler:
         if not _discard(self.prefilling, sequence) and _discard(self.decoding, sequence):
             self._decode_slots = None
         del self._by_slot[slot]
-        self.allocator.release(self.table.held(slot))
-        self.table.num_blocks[slot] = 0
+        self.blocks.release(slot)
         self.table.remove(sequence)
-
-    def write_back(self, sequence: Sequence) -> None:
-        """Bring the record of an active sequence up to date with the table."""
-        table, slot, request = self.table, sequence.slot, sequence.request
-        computed, prompt = int(table.computed[slot]), int(table.prompt_length[slot])
-        tokens, logprobs, times = table.generated(slot)
-        request.generated_tokens = tokens.tolist()
-        request.generated_log_probs = logprobs.tolist()
-        request.tpot = np.diff(times).tolist()
-        if len(tokens) and request.ttft is None:
-            request.ttft = float(times[0]) - request.arrival_time
-        if sequence.params.logprobs:
-            request.generated_top_n_logprobs = list(sequence.top_logprobs)
-        request.policy_spans.extend_to(int(table.length[slot]), request.policy_version)
-        request.kv_spans.extend_to(computed, request.policy_version)
-        request.finished_chunk_token_count = min(computed, prompt)
-        request.remaining_prompt_tokens = list(request.prompt_tokens[min(computed, prompt) :])
 
     # --- the end of a prompt ------------------------------------------------------------------------------------
 
@@ -568,15 +458,14 @@ class Scheduler:
             family = [sequence, *sequence.siblings]
             _discard(self.prefilling, sequence)
             for sibling in sequence.siblings:
-                self.allocator.acquire(table.held(sequence.slot))
-                table.fork(sequence, sibling)
+                self.blocks.share(sequence, sibling)
                 sibling.request.policy_version = sequence.request.policy_version
                 sibling.request.policy_spans = sequence.request.policy_spans.copy()
                 sibling.request.kv_spans = sequence.request.kv_spans.copy()
             self.prefill_tokens_saved += len(sequence.siblings) * len(sequence.tokens)
             sequence.siblings = []
             for each in family:
-                each.request.remaining_prompt_tokens = []
+                each.request.finished_chunk_token_count = len(each.tokens)
                 if each.wants_prompt_logprobs:
                     each.wants_prompt_logprobs = False
                     each.request.prompt_log_probs = list(sequence.prompt_logprobs)
@@ -589,45 +478,9 @@ class Scheduler:
             self._decode_slots = None
         return ended
 
-    def _register_prompt(self, sequence: Sequence) -> None:
-        table, slot, size = self.table, sequence.slot, self.table.block_size
-        if table.kv_since[slot] != self.version:
-            return
-        for index in range(int(table.chained[slot]), min(int(table.computed[slot]) // size, len(sequence.hashes))):
-            tokens = sequence.tokens[index * size : (index + 1) * size]
-            if not self._register(slot, index, sequence.hashes[index], tokens):
-                return
-
-    def _register_decoded(self, slots: IntArray) -> None:
-        table, size = self.table, self.table.block_size
-        computed = table.computed[slots]
-        index = computed // size - 1
-        ready = (computed % size == 0) & (table.chained[slots] == index) & (table.kv_since[slots] == self.version)
-        if not ready.any() or not self.allocator.enable_prefix_caching:
-            return
-        slots, index = slots[ready], index[ready]
-        tokens = table.tokens[slots[:, None], index[:, None] * size + self._leading]
-        hashes = chain_block_hashes(table.chain[slots], tokens.astype(np.int64))
-        for row in range(len(slots)):
-            self._register(int(slots[row]), int(index[row]), int(hashes[row]), tokens[row])
-
-    def _register(self, slot: int, index: int, block_hash: int, tokens: IntArray) -> bool:
-        table = self.table
-        block = int(table.blocks[slot, index])
-        parent = int(table.blocks[slot, index - 1]) if index else NO_BLOCK
-        kept = self.allocator.register(block, block_hash, parent, tokens)
-        if not self.allocator.registered[kept]:
-            return False
-        table.blocks[slot, index] = kept
-        table.chain[slot] = block_hash
-        table.chained[slot] = index + 1
-        return True
-
     def remap_blocks(self, mapping: IntArray) -> None:
-        """Block ids have changed: rewrite every block table."""
-        for slot in self._by_slot:
-            held = self.table.held(slot)
-            held[:] = mapping[held]
+        """Block ids have changed."""
+        self.blocks.remap(self._by_slot, mapping)
 
     def check(self) -> None:
         """Prove the invariants (tests; O(everything)).
@@ -635,7 +488,7 @@ class Scheduler:
         Raises:
             AssertionError: naming what disagrees.
         """
-        self.allocator.check([self.table.held(slot) for slot in self._by_slot])
+        self.allocator.check([self.table.held(slot).tolist() for slot in self._by_slot])
         for queue in (self.waiting, self.decoding, self.prefilling):
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
         for sequence in self.waiting:

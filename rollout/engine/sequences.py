@@ -1,7 +1,7 @@
 """What the scheduler mutates: one `Sequence` per sample, and the table that holds the active ones as arrays.
 
 The table is arrays and not objects so that a step over thousands of sequences is a handful of numpy calls. A sequence
-owns a row (`slot`) while it is active; its record is brought up to date only when it leaves (finish, checkpoint, snapshot).
+owns a row (`slot`) while it is active; its record is brought up to date only when it leaves it, or for a snapshot.
 Knows no tensors.
 """
 
@@ -162,6 +162,22 @@ class SequenceTable:
         """Completion tokens of the live segment, their log-probs and arrival times (views)."""
         span = slice(self.prompt_length[slot], self.length[slot])
         return self.tokens[slot, span], self.logprobs[slot, span], self.times[slot, span]
+
+    def write_back(self, sequence: Sequence) -> None:
+        """Bring the record of an active sequence up to date with its row."""
+        slot, request = sequence.slot, sequence.request
+        computed, prompt = int(self.computed[slot]), int(self.prompt_length[slot])
+        tokens, logprobs, times = self.generated(slot)
+        request.generated_tokens = tokens.tolist()
+        request.generated_log_probs = logprobs.tolist()
+        request.tpot = np.diff(times).tolist()
+        if len(tokens) and request.ttft is None:
+            request.ttft = float(times[0]) - request.arrival_time
+        if sequence.params.logprobs:
+            request.generated_top_n_logprobs = list(sequence.top_logprobs)
+        request.policy_spans.extend_to(int(self.length[slot]), request.policy_version)
+        request.kv_spans.extend_to(computed, request.policy_version)
+        request.finished_chunk_token_count = min(computed, prompt)
 
     def _fit(self, sequence: Sequence) -> None:
         if not self._free:

@@ -51,7 +51,13 @@ def load() -> PagedDecode | None:
     function.argtypes = (ctypes.POINTER(_Args), ctypes.c_int64, ctypes.c_int)
 
     def paged_decode(
-        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, window: int | None, scaling: float
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        window: int | None,
+        scaling: float,
     ) -> Tensor:
         batch, heads, head_dim = query.shape
         out = torch.empty_like(query)
@@ -123,5 +129,9 @@ def _openmp_runtime() -> Path:
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    flags = [line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))] if info.exists() else []
+    flags = (
+        [line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))]
+        if info.exists()
+        else []
+    )
     return platform.machine() + "".join(flags[:1])

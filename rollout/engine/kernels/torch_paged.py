@@ -1,8 +1,8 @@
 """Paged attention in plain torch: the reference on every device, and the fallback where no faster kernel is.
 
-Queries of one step are cut into *tiles*: sequences with like lengths, padded to a rectangle, so that a tile is one call of
-`scaled_dot_product_attention` whatever the number of sequences in it. Grouped query heads are packed as query rows, which
-reads each KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
+Queries of one step are cut into *tiles*: sequences with like lengths, padded to a rectangle, so that a tile is one call
+of `scaled_dot_product_attention` whatever the number of sequences in it. Grouped query heads are packed as query rows,
+which reads each KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _attend_tile(
         out = torch.matmul(scores.softmax(dim=-1).to(values.dtype), values)
     if length == 1:
         return out.reshape(batch, heads, -1)
-    out = out.unflatten(2, (groups, length)).permute(0, 3, 1, 2, 4)
+    out = out.view(batch, kv_heads, groups, length, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(batch * length, heads, -1)
 
 

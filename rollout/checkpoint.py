@@ -1,0 +1,111 @@
+"""What is in flight, as plain data and back: msgpack and `torch.save` take it, and nothing in it is ever unpickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.codec import INT, Codec, decode_fields, list_of, refuse
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import SerializationError
+from rollout.groups import GroupLedger
+from rollout.record import DynamicInferenceRequestRecord
+from rollout.request import DynamicInferenceRequest
+
+FORMAT = 1
+
+
+def save(engine: DynamicInferenceEngine, groups: GroupLedger, updates_per_round: int) -> dict[str, Any]:
+    """The state of a rollout: versions, the groups, their samples that have come back, and records of the others."""
+    return {
+        "format": FORMAT,
+        "policy_version": engine.policy_version,
+        "next_request_id": engine.next_request_id,
+        "updates_per_round": updates_per_round,
+        "groups": [list(group) for group in groups.sizes()],
+        "finished": [result.serialize() for result in groups.results(groups)],
+        "unfinished": [record.serialize() for record in engine.snapshot()],
+    }
+
+
+def load(state: Any, engine: DynamicInferenceEngine) -> tuple[GroupLedger, int]:
+    """Put what `save` made into an engine that has no request. If it raises, nothing was loaded.
+
+    Returns:
+        The groups, and the updates per round.
+
+    Raises:
+        SerializationError: not such a state, or of another format; the message names the field.
+        InvalidRequestError: a request does not fit this engine (its pool is smaller than the saved one's, say).
+    """
+    if isinstance(state, dict) and state.get("format") != FORMAT:
+        refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
+    loaded = decode_fields("state", state, _FIELDS)
+    for name, least in (("policy_version", 0), ("next_request_id", 0), ("updates_per_round", 1)):
+        if loaded[name] < least:
+            refuse(f"state.{name}", loaded[name], f"an integer of at least {least}")
+    records: list[DynamicInferenceRequestRecord] = loaded["unfinished"]
+    groups = _ledger(loaded["groups"], loaded["finished"], records)
+    version = engine.policy_version
+    engine.weights_updated(loaded["policy_version"])
+    try:
+        for record in records:
+            engine.add_record(record)
+    except BaseException:
+        for group_id in groups:
+            engine.abort_request(group_id)
+        engine.take_ended()
+        engine.weights_updated(version)
+        raise
+    # Blocks cached here under the same version number may have been computed by other weights.
+    engine.flush_prefix_cache()
+    engine.reserve_request_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
+    return groups, int(loaded["updates_per_round"])
+
+
+def _ledger(
+    sizes: list[tuple[int, int]],
+    finished: list[DynamicInferenceRequest],
+    unfinished: list[DynamicInferenceRequestRecord],
+) -> GroupLedger:
+    groups = GroupLedger()
+    missing: dict[int, set[int]] = {}
+    for group_id, size in sizes:
+        if group_id in missing:
+            raise SerializationError(f"state.groups: group {group_id} is there twice")
+        groups.add(group_id, size)
+        missing[group_id] = set(range(size))
+    for name, samples in (("finished", finished), ("unfinished", unfinished)):
+        for sample in samples:
+            left = missing.get(sample.request_id, set())
+            if sample.sample_index not in left:
+                raise SerializationError(
+                    f"state.{name}: sample {sample.sample_index} of group {sample.request_id} is there twice, "
+                    "or state.groups knows no such sample"
+                )
+            left.remove(sample.sample_index)
+    for group_id, left in missing.items():
+        if left:
+            raise SerializationError(f"state.unfinished: samples {sorted(left)} of group {group_id} are missing")
+    for result in finished:
+        groups.take(result)
+    return groups
+
+
+def _decode_group(plain: Any) -> tuple[int, int]:
+    if not isinstance(plain, list | tuple) or len(plain) != 2:
+        refuse("group", plain, "[group id, number of samples]")
+    group_id, size = INT.decode(plain[0]), INT.decode(plain[1])
+    if group_id < 0 or size < 1:
+        refuse("group", plain, "a group id of at least 0 and at least 1 sample")
+    return group_id, size
+
+
+_FIELDS = {
+    "format": INT,
+    "policy_version": INT,
+    "next_request_id": INT,
+    "updates_per_round": INT,
+    "groups": list_of(Codec(list, _decode_group)),
+    "finished": list_of(Codec(DynamicInferenceRequest.serialize, DynamicInferenceRequest.deserialize)),
+    "unfinished": list_of(Codec(DynamicInferenceRequestRecord.serialize, DynamicInferenceRequestRecord.deserialize)),
+}

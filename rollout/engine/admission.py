@@ -1,0 +1,173 @@
+"""From what somebody asks to what the scheduler queues: prompts and records become samples, or are refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rollout.block_hash import compute_block_hashes_batched
+from rollout.config import InferenceConfig
+from rollout.engine.controller import TextGenerationController
+from rollout.engine.sampler import stream_key
+from rollout.engine.sequences import Sequence
+from rollout.errors import InvalidRequestError
+from rollout.record import DynamicInferenceRequestRecord
+from rollout.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+
+
+class Admission:
+    """Builds samples for one engine.
+
+    Args:
+        clock: seconds, for arrival times.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        controller: TextGenerationController,
+        max_sequence_length: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._controller = controller
+        self._max_sequence_length = max_sequence_length
+        self._clock = clock
+
+    def family(
+        self,
+        number: int,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        order: int,
+        version: int,
+        prompt: str | None,
+        priority: int,
+        metadata: Any,
+    ) -> Sequence:
+        """A new request's samples: the first, with the others as its unforked siblings.
+
+        Raises:
+            InvalidRequestError: it can never be served as asked.
+        """
+        self._controller.check_tokens(tokens)
+        self._controller.check_params(params)
+        params = self._clamped(number, len(tokens), params)
+        # Every request has a seed, so that its random stream survives checkpoints; one it brought or the engine's next.
+        seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
+        samples: list[Sequence] = []
+        for index in range(params.n):
+            request = DynamicInferenceRequest(
+                request_id=number,
+                sample_index=index,
+                prompt=prompt,
+                prompt_tokens=tokens,
+                sampling_params=params,
+                arrival_time=self._clock(),
+                priority=priority,
+                metadata=metadata,
+                seed=seed,
+                policy_version=version,
+                block_size_tokens=self._config.block_size_tokens,
+                enable_prefix_caching=self._config.enable_prefix_caching,
+                precomputed_block_hashes=samples[0].hashes if samples else [],
+            )
+            request.add_event_add_engine(timestamp=request.arrival_time)
+            samples.append(self.sample(DynamicInferenceRequestRecord.from_request(request), order))
+        samples[0].siblings = samples[1:]
+        return samples[0]
+
+    def continued(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sequence:
+        """An unfinished record, as a sample that goes on where it stands; the record is changed accordingly.
+
+        Raises:
+            InvalidRequestError: it can never be served here, or has seen a later version than `version`.
+        """
+        number = record.request_id
+        if record[-1].policy_version > version:
+            raise InvalidRequestError(
+                f"request {number} is of policy version {record[-1].policy_version} and the engine of {version}; call "
+                f"weights_updated({record[-1].policy_version}) first",
+                number,
+            )
+        if record[-1].generated_tokens:
+            record.checkpoint()
+        request = record[-1]
+        request.kv_spans.clear()
+        if not request.completion_tokens:
+            request.policy_spans.clear()
+        request.finished_chunk_token_count = 0
+        request.block_size_tokens = self._config.block_size_tokens
+        request.precomputed_block_hashes = compute_block_hashes_batched(
+            request.prompt_tokens, self._config.block_size_tokens
+        )
+        self._controller.check_tokens(request.prompt_tokens)
+        self._controller.check_params(request.sampling_params)
+        request.sampling_params = self._clamped(number, len(request.prompt_tokens), request.sampling_params)
+        record.advance_version(version, policy_only=True)
+        return self.sample(record, order)
+
+    def from_prompt(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sequence:
+        """The same sample as if it had just arrived: its tokens are given up."""
+        first = record[0]
+        fresh = DynamicInferenceRequest(
+            request_id=first.request_id,
+            sample_index=first.sample_index,
+            prompt=first.prompt,
+            prompt_tokens=first.prompt_tokens,
+            sampling_params=first.sampling_params,
+            arrival_time=first.arrival_time,
+            priority=first.priority,
+            metadata=first.metadata,
+            seed=first.seed,
+            policy_version=version,
+            block_size_tokens=first.block_size_tokens,
+            enable_prefix_caching=first.enable_prefix_caching,
+            precomputed_block_hashes=first.precomputed_block_hashes,
+        )
+        fresh.add_event_add_engine(timestamp=first.arrival_time)
+        return self.sample(DynamicInferenceRequestRecord.from_request(fresh), order)
+
+    def sample(self, record: DynamicInferenceRequestRecord, order: int) -> Sequence:
+        """A record's live segment as the scheduler queues it."""
+        request = record[-1]
+        params = request.sampling_params
+        length = len(request.prompt_tokens)
+        text = self._controller.completion_text(params)
+        completed = request.prompt_tokens[request.original_prompt_length :]
+        first = record[0].sampling_params
+        for position, token in enumerate(completed, 1):
+            if text is not None:
+                text.push(token, may_stop=position > first.min_tokens)
+        return Sequence(
+            record=record,
+            order=order,
+            tokens=np.asarray(request.prompt_tokens, np.int32),
+            stop_ids=self._controller.stop_ids(params),
+            max_length=length + params.max_tokens,
+            min_length=length + params.min_tokens,
+            hashes=request.precomputed_block_hashes,
+            text=text,
+            wants_prompt_logprobs=params.prompt_logprobs is not None and record[0].prompt_log_probs is None,
+        )
+
+    def _clamped(self, number: int, length: int, params: SamplingParams) -> SamplingParams:
+        room = self._max_sequence_length - length
+        if room < 0 or (room == 0 and params.max_tokens > 0):
+            raise InvalidRequestError(
+                f"request {number}: a prompt of {length} tokens leaves no room within max_sequence_length="
+                f"{self._max_sequence_length}; shorten it or raise max_sequence_length"
+            )
+        if params.max_tokens <= room:
+            return params
+        warnings.warn(
+            f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
+            f"{self._max_sequence_length} leaves after a prompt of {length} tokens",
+            stacklevel=5,
+        )
+        return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))

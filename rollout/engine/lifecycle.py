@@ -1,0 +1,91 @@
+"""The engine's state machine: what a control signal does in which state, and who waits for what. Knows no requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
+from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
+
+
+class Lifecycle:
+    """State of one engine. Every change happens under `lock`, at a step boundary.
+
+    Args:
+        lock: also held by whoever steps the engine.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.state = EngineState.RUNNING
+        self.cause_of_death: BaseException | None = None
+        self._lock = lock
+        self._changed = threading.Condition(lock)
+
+    def signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
+        """Act and move on; where the signal is harmless do nothing. If `act` raises, the state is as before.
+
+        Raises:
+            EngineStateError: the signal is not allowed in the present state.
+            EngineDeadError: the engine is dead.
+        """
+        acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
+        with self._lock:
+            if self.state in harmless_in:
+                return
+            self.refuse_when_stopped()
+            if self.state not in acts_in:
+                allowed = " or ".join(sorted(state.value for state in acts_in))
+                cure = "resume()" if self.state is EngineState.SUSPENDED else "pause()"
+                raise EngineStateError(
+                    f"{signal.value}() while {self.state.value}: allowed when {allowed}; call {cure} first"
+                )
+            before = self.state
+            self._move(through)
+            try:
+                act()
+            except BaseException:
+                self._move(before)
+                raise
+            self._move(to)
+
+    def die(self, cause: BaseException) -> None:
+        """Stop for good because of `cause`."""
+        self.cause_of_death = cause
+        self._move(EngineState.STOPPED)
+
+    def wait_until(self, state: EngineState, timeout_s: float) -> None:
+        """Block until the engine is in a stable state.
+
+        Raises:
+            ValueError: `state` is a transient one.
+            DeadlineError: not reached within `timeout_s`.
+        """
+        if state not in STABLE_ENGINE_STATES:
+            stable = ", ".join(sorted(each.value for each in STABLE_ENGINE_STATES))
+            raise ValueError(f"wait_until({state.value}): a transient state; wait for one of {stable}")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.state is state, timeout_s):
+                raise DeadlineError(f"the engine is {self.state.value}, not {state.value}, after {timeout_s} s")
+
+    def refuse_when_stopped(self) -> None:
+        """Raises: EngineDeadError, EngineStateError: no more work is taken."""
+        if (cause := self.cause_of_death) is not None:
+            raise EngineDeadError(
+                f"the engine is dead, too many steps in a row have failed, the last with {type(cause).__name__}: {cause}; "
+                "build another"
+            ) from cause
+        if self.state in (EngineState.STOPPING, EngineState.STOPPED):
+            raise EngineStateError(f"the engine is {self.state.value}: it takes no more work; build another")
+
+    def refuse_unless_running(self) -> None:
+        """Raises: EngineDeadError, EngineStateError: no step can be made now."""
+        self.refuse_when_stopped()
+        if self.state is not EngineState.RUNNING:
+            cure = "resume() and unpause()" if self.state is EngineState.SUSPENDED else "unpause()"
+            raise EngineStateError(f"step() while {self.state.value}: call {cure} first")
+
+    def _move(self, state: EngineState) -> None:
+        with self._lock:
+            self.state = state
+            self._changed.notify_all()

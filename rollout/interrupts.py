@@ -1,0 +1,48 @@
+"""Ctrl-C between two steps and never inside one.
+
+Half a step would leave queues, block tables and memory in disagreement, and the engine could not be used afterwards.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class _Deferral:
+    """A handler that remembers the first Ctrl-C and passes on the others."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+        self.pressed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed:
+            self.handler(number, frame)
+        self.pressed = True
+
+
+@contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """Ctrl-C inside the block takes effect at its end; a second one takes effect at once.
+
+    Whatever handles Ctrl-C handles it as before, only later. Does nothing in a thread (Python interrupts the main one
+    only), where no Python function handles Ctrl-C, and inside another such block. Costs about 5 µs.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not callable(handler) or isinstance(handler, _Deferral):
+        yield
+        return
+    deferral = _Deferral(handler)
+    signal.signal(signal.SIGINT, deferral)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if deferral.pressed:
+            handler(signal.SIGINT, None)
