@@ -1,8 +1,13 @@
-"""What is in flight, as plain data and back: msgpack and `torch.save` take it, and nothing in it is ever unpickled."""
+"""What is in flight, as one buffer and back. Nothing in it is ever unpickled.
+
+One buffer, and not a tree of lists, because `torch.load(weights_only=True)` refuses some plain values (empty bytes).
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+import msgpack
 
 from rollout.codec import INT, Codec, decode_fields, list_of, refuse
 from rollout.engine.engine import DynamicInferenceEngine
@@ -16,8 +21,7 @@ FORMAT = 1
 
 def save(engine: DynamicInferenceEngine, groups: GroupLedger, updates_per_round: int) -> dict[str, Any]:
     """The state of a rollout: versions, the groups, their samples that have come back, and records of the others."""
-    return {
-        "format": FORMAT,
+    fields = {
         "policy_version": engine.policy_version,
         "next_request_id": engine.next_request_id,
         "updates_per_round": updates_per_round,
@@ -25,28 +29,26 @@ def save(engine: DynamicInferenceEngine, groups: GroupLedger, updates_per_round:
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in engine.snapshot()],
     }
+    return {"format": FORMAT, "data": msgpack.packb(fields, use_bin_type=True)}
 
 
 def load(state: Any, engine: DynamicInferenceEngine) -> tuple[GroupLedger, int]:
-    """Put what `save` made into an engine that has no request. If it raises, nothing was loaded.
+    """Put what `save` made into an engine that has no request. If it raises, it has none afterwards either.
 
     Returns:
         The groups, and the updates per round.
 
     Raises:
         SerializationError: not such a state, or of another format; the message names the field.
+        ConfigError: the engine's policy version is beyond the state's.
         InvalidRequestError: a request does not fit this engine (its pool is smaller than the saved one's, say).
     """
-    if isinstance(state, dict) and state.get("format") != FORMAT:
-        refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
-    loaded = decode_fields("state", state, _FIELDS)
-    for name, least in (("policy_version", 0), ("next_request_id", 0), ("updates_per_round", 1)):
-        if loaded[name] < least:
-            refuse(f"state.{name}", loaded[name], f"an integer of at least {least}")
+    loaded = _decode(state)
     records: list[DynamicInferenceRequestRecord] = loaded["unfinished"]
     groups = _ledger(loaded["groups"], loaded["finished"], records)
-    version = engine.policy_version
     engine.weights_updated(loaded["policy_version"])
+    # Blocks cached here under the same version number may have been computed by other weights.
+    engine.flush_prefix_cache()
     try:
         for record in records:
             engine.add_record(record)
@@ -54,12 +56,39 @@ def load(state: Any, engine: DynamicInferenceEngine) -> tuple[GroupLedger, int]:
         for group_id in groups:
             engine.abort_request(group_id)
         engine.take_ended()
-        engine.weights_updated(version)
         raise
-    # Blocks cached here under the same version number may have been computed by other weights.
-    engine.flush_prefix_cache()
     engine.reserve_request_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     return groups, int(loaded["updates_per_round"])
+
+
+def check_portable(name: str, value: Any) -> None:
+    """Refuse now what `save` could not write later.
+
+    Raises:
+        TypeError: msgpack does not take it.
+    """
+    try:
+        msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise TypeError(
+            f"{name}={repr(value)[:80]}: must be made of None, bool, int, float, str, bytes, list and dict, so that it "
+            f"survives a checkpoint ({exc})"
+        ) from exc
+
+
+def _decode(state: Any) -> dict[str, Any]:
+    if isinstance(state, dict) and state.get("format") != FORMAT:
+        refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
+    data = decode_fields("state", state, {"format": INT, "data": _BUFFER})["data"]
+    try:
+        plain = msgpack.unpackb(data, strict_map_key=False)
+    except ValueError as exc:
+        raise SerializationError(f"state.data: {len(data)} bytes that are no msgpack ({exc}): cut off?") from exc
+    fields = decode_fields("state.data", plain, _FIELDS)
+    for name, least in (("policy_version", 0), ("next_request_id", 0), ("updates_per_round", 1)):
+        if fields[name] < least:
+            refuse(f"state.data.{name}", fields[name], f"an integer of at least {least}")
+    return fields
 
 
 def _ledger(
@@ -71,7 +100,7 @@ def _ledger(
     missing: dict[int, set[int]] = {}
     for group_id, size in sizes:
         if group_id in missing:
-            raise SerializationError(f"state.groups: group {group_id} is there twice")
+            raise SerializationError(f"state.data.groups: group {group_id} is there twice")
         groups.add(group_id, size)
         missing[group_id] = set(range(size))
     for name, samples in (("finished", finished), ("unfinished", unfinished)):
@@ -79,13 +108,13 @@ def _ledger(
             left = missing.get(sample.request_id, set())
             if sample.sample_index not in left:
                 raise SerializationError(
-                    f"state.{name}: sample {sample.sample_index} of group {sample.request_id} is there twice, "
-                    "or state.groups knows no such sample"
+                    f"state.data.{name}: sample {sample.sample_index} of group {sample.request_id} is there twice, "
+                    "or data.groups knows no such sample"
                 )
             left.remove(sample.sample_index)
     for group_id, left in missing.items():
         if left:
-            raise SerializationError(f"state.unfinished: samples {sorted(left)} of group {group_id} are missing")
+            raise SerializationError(f"state.data.unfinished: samples {sorted(left)} of group {group_id} are missing")
     for result in finished:
         groups.take(result)
     return groups
@@ -100,8 +129,14 @@ def _decode_group(plain: Any) -> tuple[int, int]:
     return group_id, size
 
 
+def _decode_buffer(plain: Any) -> bytes:
+    if not isinstance(plain, bytes):
+        refuse("buffer", plain, "bytes")
+    return plain
+
+
+_BUFFER = Codec(bytes, _decode_buffer)
 _FIELDS = {
-    "format": INT,
     "policy_version": INT,
     "next_request_id": INT,
     "updates_per_round": INT,

@@ -36,12 +36,12 @@ from rollout.errors import (
 )
 from rollout.groups import GroupLedger
 from rollout.interrupts import interrupt_deferred
-from rollout.lifecycle import Lifecycle, Mode
 from rollout.pacing import StalenessPacer
 from rollout.progress import ProgressBar
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
+from rollout.suspension import Mode, Suspension
 from rollout.telemetry import RolloutMetrics
 
 OnError = Literal["raise", "mask"]
@@ -80,7 +80,7 @@ class RolloutManager:
         self._clock = clock
         self._metrics = RolloutMetrics(self.engine, clock)
         self._groups = GroupLedger()
-        self._lifecycle = Lifecycle(self.engine, self._metrics)
+        self._suspension = Suspension(self.engine, self._metrics)
         self._closed = False
         self._pacer = StalenessPacer(self.config.max_staleness)
 
@@ -160,6 +160,8 @@ class RolloutManager:
         extras = [None] * len(prompts) if metadata is None else list(metadata)
         if len(extras) != len(prompts):
             raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
+        for index, extra in enumerate(extras):
+            checkpoint.check_portable(f"metadata[{index}]", extra)
         added: list[int] = []
         try:
             for prompt, each, extra in zip(prompts, params, extras, strict=True):
@@ -235,7 +237,7 @@ class RolloutManager:
 
     def pause(self) -> None:
         """Stop generating; `generate` refuses until `unpause`."""
-        self._lifecycle.pause()
+        self._suspension.pause()
 
     def unpause(self) -> None:
         """Allow generating again.
@@ -243,7 +245,7 @@ class RolloutManager:
         Raises:
             EngineStateError: stopped by an explicit `suspend`: call `resume`.
         """
-        self._lifecycle.unpause()
+        self._suspension.unpause()
 
     def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
         """Take the KV cache off the device; `generate` refuses until `resume`.
@@ -252,11 +254,11 @@ class RolloutManager:
             mode: `persist`, `offload` or `recompute`; None: the configuration's.
             keep_prefix_cache: keep cached blocks that no request holds, too; False before the weights change.
         """
-        return self._lifecycle.suspend(mode, keep_prefix_cache=keep_prefix_cache)
+        return self._suspension.suspend(mode, keep_prefix_cache=keep_prefix_cache)
 
     def resume(self) -> MemoryMove:
         """Bring the KV cache back and allow generating again, also after `pause`. Harmless when running."""
-        return self._lifecycle.resume()
+        return self._suspension.resume()
 
     def suspended(self, mode: Mode = None) -> AbstractContextManager[None]:
         """A `with` block in which the KV cache is off the device; the first `generate` afterwards brings it back.
@@ -264,14 +266,14 @@ class RolloutManager:
         Cached blocks that no request holds are dropped: the weights are about to change. An exception inside changes
         nothing: the next `generate` goes on.
         """
-        return self._lifecycle.suspended(mode)
+        return self._suspension.suspended(mode)
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
         """The weights are about to change: like entering `suspended()`, and nothing more inside it.
 
         Called by the optimizer hook.
         """
-        self._lifecycle.make_way(mode)
+        self._suspension.make_way(mode)
 
     # --- looking at it ------------------------------------------------------------------------------------------
 
@@ -299,17 +301,18 @@ class RolloutManager:
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, with every version and random stream: plain data, fit for torch.save or msgpack."""
+        """Everything in flight, with every version and random stream; torch.save (`weights_only`) and msgpack take it."""
         self._take_ended()
         return checkpoint.save(self.engine, self._groups, self._pacer.updates_per_round)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
 
-        If it raises, nothing was loaded.
+        If it raises, nothing is in flight.
 
         Raises:
             EngineStateError: requests are in flight here already.
+            ConfigError: this manager has a later policy version already.
             SerializationError: not a state of this package, or of another format; the message names the field.
             InvalidRequestError: a request does not fit this engine (a smaller pool than the one that saved it, say).
         """
@@ -435,7 +438,7 @@ class RolloutManager:
     def _ensure_running(self) -> None:
         if self._closed:
             raise EngineStateError("generating after close(): build another RolloutManager")
-        self._lifecycle.ensure_running()
+        self._suspension.ensure_running()
 
     def _sync_metrics(self) -> None:
         self._metrics.sync(self._groups.samples_missing, len(self._groups))

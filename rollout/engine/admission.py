@@ -11,7 +11,7 @@ import numpy as np
 from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import InferenceConfig
 from rollout.engine.controller import TextGenerationController
-from rollout.engine.sampler import stream_key
+from rollout.engine.random_stream import stream_key
 from rollout.engine.sequences import Sequence
 from rollout.errors import InvalidRequestError
 from rollout.record import DynamicInferenceRequestRecord

@@ -12,7 +12,7 @@ from torch import nn
 from rollout.engine.detokenizer import CompletionText
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import ModelLayout
-from rollout.engine.sampler import stream_key
+from rollout.engine.random_stream import stream_key
 from rollout.engine.sequences import Sequence as Sample
 from rollout.engine.step import ScheduledStep, StepTokens
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError

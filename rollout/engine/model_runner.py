@@ -18,7 +18,8 @@ from rollout.engine.kernels import cpu_decode
 from rollout.engine.kernels.torch_paged import MAX_TILE_SCORES, Tile, Workspace
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.model_support import ModelLayout
-from rollout.engine.sampler import SamplingTable, sample, token_logprobs
+from rollout.engine.sampler import sample, token_logprobs
+from rollout.engine.sampling_table import SamplingTable
 from rollout.engine.sequences import Sequence, SequenceTable
 from rollout.engine.step import ScheduledStep, StepTokens
 

@@ -16,8 +16,7 @@ logit (lowest id on ties) with temperature 1 and its filters off.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.random_stream import uniforms
+from rollout.engine.sampling_table import SamplingRows
+from rollout.engine.scratch import BLOCK, Scratch, upload
 from rollout.errors import ConfigError
-from rollout.sampling_params import SamplingParams
 
 UNIT = 2.0**42
 """Weight of the likeliest token. A sum over fewer than 2^21 tokens fits in 63 bits; cutting to integers moves no
@@ -36,253 +37,15 @@ log-prob by more than 2^-42 per token of the vocabulary."""
 LOWEST = -50.0
 """Logits this far below the largest, or farther, weigh exp(-50) * 2^42 < 1e-9, which is 0."""
 
-BLOCK = 128
-"""Tokens summed together; a draw finds its block first and then its token."""
-
 CPU_ELEMENTS = 2**19
 """Logits worked on together by one CPU thread: few enough for its cache, enough to make a call worth its overhead."""
 
 DEVICE_ELEMENTS = 2**27
 """The same elsewhere, where it only bounds the temporaries (about 20 bytes per logit)."""
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LAST_SHIFT = 31
 
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
 """Token ids of one row: (prompt, completion)."""
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-def stream_key(seed: int, sample_index: int) -> int:
-    """The key, in [0, 2^63), of the random stream of one sample: two rounds of splitmix64."""
-    return _mixed(_mixed(seed + _GOLDEN) + (sample_index + 1) * _GOLDEN) >> 1
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Uniform float64 [R] in [0, 1) for int64 keys [R] and positions [R]: splitmix64 at counter `positions`.
-
-    Equal bit for bit on every device. Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
-    """
-    state = (positions + 1).mul_(_signed(_GOLDEN)).add_(keys)
-    for shift, factor in _ROUNDS:
-        state = state.bitwise_xor_(_logical_shift(state, shift)).mul_(_signed(factor))
-    state = state.bitwise_xor_(_logical_shift(state, _LAST_SHIFT))
-    return _logical_shift(state, 11).to(torch.float64).mul_(2.0**-53)
-
-
-def _mixed(state: int) -> int:
-    state %= 2**64
-    for shift, factor in _ROUNDS:
-        state = (state ^ state >> shift) * factor % 2**64
-    return state ^ state >> _LAST_SHIFT
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _logical_shift(state: Tensor, shift: int) -> Tensor:
-    return (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-class Scratch:
-    """Buffers kept from step to step, for one thread.
-
-    On a CPU memory new from the system costs several times the arithmetic done in it. Elsewhere the device's own
-    allocator keeps memory, and the buffers here are new.
-    """
-
-    def __init__(self) -> None:
-        self._flat: dict[str, Tensor] = {}
-
-    def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[R, V] as `scores`, uninitialised. Overwrites what was taken by this name before; a name has one dtype."""
-        return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
-
-    def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised but for the padding past V."""
-        count, vocabulary = scores.shape
-        blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
-        blocks.flatten(1)[:, vocabulary:] = padding
-        return blocks
-
-    def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=device)
-        size, flat = math.prod(shape), self._flat.get(name)
-        if flat is None or flat.numel() < size:
-            # A tensor born in inference mode could not be written to outside it.
-            with torch.inference_mode(False):
-                flat = self._flat[name] = torch.empty(size, dtype=dtype)
-        return flat[:size].view(shape)
-
-
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
-Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""Per slot with a logit_bias: (token ids, biases)."""
-
-_NUMBERS = ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p")
-_INTEGERS = ("top_k", "key", "top_n", "greedy", "raw")
-_NO_TOP_K = 2**31 - 1
-
-
-class SamplingRows:
-    """The parameters of R rows: tensors on the device, and flags known without asking it.
-
-    Greedy rows stand here with temperature 1 and their filters off.
-
-    Attributes:
-        greedy, raw: [R] bool; `raw` rows report log-probs of the model's own logits.
-        key: [R] int64.
-        top_k: [R] int64, 2^31 - 1 where off.
-        top_p: [R] float64.
-        temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
-        limited: [L] int64, the rows with top_k or top_p.
-        limited_width: the largest top_k of the limited rows; None when one of them has top_p alone.
-        penalized: [N] numpy int64, the rows with a penalty.
-        bias: numpy (row, token id, bias) of every logit_bias.
-        top_n: the most top log-probs any row asks for.
-        scratch: buffers shared by all rows of a table.
-    """
-
-    def __init__(
-        self,
-        slots: NDArray[np.int64],
-        numbers: NDArray[np.float64],
-        integers: NDArray[np.int64],
-        biases: Biases,
-        scratch: Scratch,
-        device: torch.device,
-    ) -> None:
-        """`numbers` and `integers` hold one row of R values for every name of `_NUMBERS` and `_INTEGERS`."""
-        self._source = slots, numbers, integers, biases
-        self.scratch = scratch
-        self._parts: tuple[int, list[SamplingRows]] = len(slots), [self]
-        temperature, min_p, repetition, presence, frequency, top_p = numbers
-        top_k, key, top_n, greedy, raw = integers
-        occurrence = (presence != 0) | (frequency != 0)
-        limited = np.flatnonzero((top_k > 0) | (top_p < 1))
-        self.top_n = int(top_n.max(initial=0))
-        self.any_greedy, self.all_greedy = bool(greedy.any()), bool(greedy.all())
-        self.any_raw, self.all_raw = bool(raw.any()), bool(raw.all())
-        self.any_temperature = bool((temperature != 1).any())
-        self.any_top_k = bool(top_k.any())
-        self.any_top_p = bool((top_p < 1).any())
-        self.any_min_p = bool(min_p.any())
-        self.any_repetition = bool((repetition != 1).any())
-        self.any_occurrence = bool(occurrence.any())
-        self.any_penalty = self.any_repetition or self.any_occurrence
-        self.penalized = np.flatnonzero((repetition != 1) | occurrence)
-        self.bias = _biased(slots, biases)
-        self.any_bias = len(self.bias[0]) > 0
-        self.limited = _upload(limited, device)
-        bounded = len(limited) > 0 and bool((top_k[limited] > 0).all())
-        self.limited_width = int(top_k[limited].max()) if bounded else None
-        wide = _upload(numbers, device)
-        self.top_p = wide[-1]
-        self.temperature, self.min_p, self.repetition_penalty, self.presence_penalty, self.frequency_penalty = (
-            wide[:-1].to(torch.float32).unbind()
-        )
-        self.top_k, self.key = _upload(np.stack([np.where(top_k > 0, top_k, _NO_TOP_K), key]), device).unbind()
-        self.greedy, self.raw = _upload(np.stack([greedy, raw]) > 0, device).unbind()
-
-    def __len__(self) -> int:
-        return len(self._source[0])
-
-    def parts(self, size: int) -> list[SamplingRows]:
-        """These rows, at most `size` at a time."""
-        if size >= len(self):
-            return [self]
-        if self._parts[0] != size:
-            self._parts = size, [self._part(start, start + size) for start in range(0, len(self), size)]
-        return self._parts[1]
-
-    def _part(self, start: int, end: int) -> SamplingRows:
-        slots, numbers, integers, biases = self._source
-        cut = slice(start, end)
-        return SamplingRows(slots[cut], numbers[:, cut], integers[:, cut], biases, self.scratch, device=self.key.device)
-
-
-class SamplingTable:
-    """The sampling parameters of every slot, kept on the host; `select` sends those of a step to the device.
-
-    A step usually has the rows of the step before it: the last selection is kept and given again while nothing changed.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        self._numbers: NDArray[np.float64] = np.zeros((len(_NUMBERS), 0))
-        self._integers: NDArray[np.int64] = np.zeros((len(_INTEGERS), 0), np.int64)
-        self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
-        self._selected: tuple[NDArray[np.int64], SamplingRows] | None = None
-        self._scratch = Scratch()
-
-    def set(self, slot: int, params: SamplingParams, key: int) -> None:
-        """`slot` samples with `params` and the random stream `key` (`stream_key`) from now on."""
-        capacity = self._numbers.shape[1]
-        if slot >= capacity:
-            room = ((0, 0), (0, max(16, slot + 1, 2 * capacity) - capacity))
-            self._numbers, self._integers = np.pad(self._numbers, room), np.pad(self._integers, room)
-        greedy = params.greedy
-        if greedy:
-            params = params.replace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-        self._numbers[:, slot] = [getattr(params, name) for name in _NUMBERS]
-        self._integers[:, slot] = params.top_k, key, params.logprobs or 0, greedy, params.logprobs_mode == "raw"
-        # A new dict: the selection made before reads its own.
-        self._biases = {other: bias for other, bias in self._biases.items() if other != slot}
-        if params.logit_bias:
-            tokens, values = zip(*params.logit_bias.items(), strict=True)
-            self._biases[slot] = np.array(tokens, np.int64), np.array(values, np.float32)
-        self._selected = None
-
-    def select(self, slots: NDArray[np.integer]) -> SamplingRows:
-        """The parameters of rows that belong to `slots` [R]; a slot may come several times.
-
-        Raises:
-            ConfigError: a slot was never set.
-        """
-        if self._selected is None or not np.array_equal(self._selected[0], slots):
-            chosen = np.array(slots, np.int64)
-            self._check(chosen)
-            numbers, integers = self._numbers[:, chosen], self._integers[:, chosen]
-            rows = SamplingRows(chosen, numbers, integers, self._biases, self._scratch, self.device)
-            self._selected = chosen, rows
-        return self._selected[1]
-
-    def _check(self, slots: NDArray[np.int64]) -> None:
-        inside = (slots >= 0) & (slots < self._numbers.shape[1])
-        known = inside.copy()
-        # No temperature is stored as 0.
-        known[inside] = self._numbers[0, slots[inside]] != 0
-        if not known.all():
-            slot = slots[~known][0]
-            raise ConfigError(f"SamplingTable.select: slot {slot} was never set; call set({slot}, params, key) first")
-
-
-def _biased(
-    slots: NDArray[np.int64], biases: Biases
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    rows = [row for row, slot in enumerate(slots.tolist()) if slot in biases] if biases else []
-    pairs = [biases[int(slots[row])] for row in rows]
-    return (
-        np.repeat(np.array(rows, np.int64), [len(tokens) for tokens, _ in pairs]),
-        np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in pairs)]),
-        np.concatenate([np.zeros(0, np.float32), *(values for _, values in pairs)]),
-    )
-
-
-def _upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    # From pageable memory the copy would wait for the device.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -454,8 +217,8 @@ def _add_biases(scores: Tensor, rows: SamplingRows) -> None:
             f"SamplingParams.logit_bias names token {token.max()}: must be below the vocabulary size {vocabulary}; "
             "refuse the request when it is added"
         )
-    flat, index = scores.view(-1), _upload(row * vocabulary + token, scores.device)
-    flat[index] = flat[index] + _upload(bias, scores.device)
+    flat, index = scores.view(-1), upload(row * vocabulary + token, scores.device)
+    flat[index] = flat[index] + upload(bias, scores.device)
 
 
 def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
@@ -479,7 +242,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
     token = np.concatenate(tokens).astype(np.int64)
     inside = (token >= 0) & (token < vocabulary)
     row, token = row[inside], token[inside]
-    return _upload(np.stack([row, row * vocabulary + token]), scores.device)
+    return upload(np.stack([row, row * vocabulary + token]), scores.device)
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------

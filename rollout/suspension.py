@@ -25,7 +25,7 @@ Mode = KVCacheManagementMode | str | None
 """A mode, its name, or None for the configured one."""
 
 
-class Lifecycle:
+class Suspension:
     """Pause and suspend of one engine, by the trainer's calls and by the optimizer hook."""
 
     def __init__(self, engine: DynamicInferenceEngine, metrics: RolloutMetrics) -> None:

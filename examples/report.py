@@ -1,0 +1,188 @@
+"""What a run shows: rows while it goes, one picture at the end.
+
+Knows numbers by name, nothing of models. Times, lengths and speeds are the rollout's own metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from arithmetic import Problem, reward
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+PHASES = {"generate": "#4477aa", "resume": "#66ccee", "suspend": "#ee6677", "train": "#ccbb44"}
+INK, FAINT, BLUE, RED = "#222222", "#9aa0a6", "#4477aa", "#ee6677"
+COLUMNS = (
+    ("step", 5), ("reward", 7), ("", 12), ("held-out", 9), ("length", 7), ("stale", 6), ("Δlogp", 6), ("tok/s", 7),
+    ("gen", 5), ("train", 6), ("s", 6),
+)  # fmt: skip
+BAR = " ▏▎▍▌▋▊▉█"
+
+
+class Report:
+    """The rows of one run.
+
+    Args:
+        title: of the run.
+        folder: where `picture` puts its files; made if need be.
+    """
+
+    def __init__(self, title: str, folder: Path) -> None:
+        self.title = title
+        self.folder = folder
+        self.rows: list[dict[str, Any]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._header_is_due = True
+        self._console.print(Text(f"\n{title}", style="bold"))
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        self._console.print(line, markup=False)
+
+    def samples(self, problems: Sequence[Problem], texts: Sequence[str | None], count: int = 4) -> None:
+        """Print the first few completions, right or wrong."""
+        for problem, text in list(zip(problems, texts, strict=True))[:count]:
+            right = reward(text, problem.answer)
+            verdict = Text("  ✓ " if right else "  ✗ ", style="green" if right else "red")
+            self._console.print(verdict + Text(f"{problem.prompt} {text}", style="default"))
+
+    def row(
+        self,
+        step: int,
+        train: float,
+        held_out: float | None,
+        metrics: Mapping[str, float],
+        staleness: Tensor,
+    ) -> None:
+        """Take in one step; it is printed if its held-out reward was measured.
+
+        Args:
+            step: from 1.
+            train: mean reward of the batch.
+            held_out: mean reward on the held-out problems; None where it was not measured.
+            metrics: `rollout.metrics()` of the step.
+            staleness: int [tokens], the weight updates between the sampling of a token and its use in a loss.
+        """
+        ages = staleness.bincount().cpu()
+        self.rows.append(
+            {"step": step, "train": train, "held_out": held_out, "metrics": dict(metrics), "ages": ages.tolist()}
+        )
+        if held_out is None:
+            return
+        if self._header_is_due:
+            self._console.print(Text("".join(name.rjust(width) for name, width in COLUMNS), style="dim"))
+            self._header_is_due = False
+        seconds = {phase: metrics[f"rollout/{phase}_s"] for phase in PHASES}
+        cells = (
+            str(step), f"{train:.2f}", " " + _bar(train, 10), f"{held_out:.2f}",
+            f"{metrics['rollout/completion_length_mean']:.1f}", f"{float(staleness.float().mean()):.1f}",
+            f"{metrics['rollout/logprob_diff_mean']:.0e}".replace("e-0", "e-"),
+            f"{metrics.get('rollout/tokens_per_second', 0):,.0f}",
+            f"{seconds['generate'] / sum(seconds.values()):.0%}", f"{seconds['train'] / sum(seconds.values()):.0%}",
+            f"{sum(seconds.values()):.2f}",
+        )  # fmt: skip
+        line = Text()
+        for (name, width), cell in zip(COLUMNS, cells, strict=True):
+            style = {"": "blue", "held-out": "bold"}.get(name, "default")
+            line.append(cell.ljust(width) if name == "" else cell.rjust(width), style=style)
+        self._console.print(line)
+
+    def picture(self, name: str) -> Path:
+        """Draw the run into `<folder>/<name>.png`, and write its numbers to `<folder>/<name>.json`."""
+        (self.folder / f"{name}.json").write_text(json.dumps(self.rows), encoding="utf-8")
+        style = {
+            "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
+            "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.titlesize": 11,
+            "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 10, "axes.grid": True,
+            "axes.grid.axis": "y", "grid.color": "#e8eaed", "axes.axisbelow": True, "legend.frameon": False,
+        }  # fmt: skip
+        with mpl.rc_context(style):
+            figure = Figure(figsize=(11, 7.2), layout="constrained")
+            figure.suptitle(self.title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+            panels = figure.subplots(2, 2)
+            for axes, draw in zip(panels.flat, (self._rewards, self._lengths, self._times, self._ages), strict=True):
+                draw(axes)
+                axes.set_xlim(self.rows[0]["step"] - 0.5, self.rows[-1]["step"] + 0.5)
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            for axes in panels[1]:
+                axes.set_xlabel("step")
+            path = self.folder / f"{name}.png"
+            figure.savefig(path, dpi=150)
+        return path
+
+    def _rewards(self, axes: Axes) -> None:
+        train = self._values("train")
+        axes.plot(self._steps, train, color=FAINT, linewidth=0.8, alpha=0.6)
+        axes.plot(self._steps, _smooth(train), color=FAINT, linewidth=2, label="training problems")
+        measured = [(row["step"], row["held_out"]) for row in self.rows if row["held_out"] is not None]
+        axes.plot(*zip(*measured, strict=True), "o-", color=BLUE, linewidth=2, markersize=4, label="held-out problems")
+        for (step, value), ha in ((measured[0], "left"), (measured[-1], "right")):
+            axes.annotate(f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha=ha, color=BLUE)
+        axes.set(title="Exact match, sampled", ylim=(0, 1.03))
+        axes.legend(loc="lower right")
+
+    def _lengths(self, axes: Axes) -> None:
+        mean, p50, p99, longest = (
+            self._metric(f"rollout/completion_length_{stat}") for stat in ("mean", "p50", "p99", "max")
+        )
+        axes.fill_between(self._steps, p50, p99, color=BLUE, alpha=0.18, linewidth=0, label="median to 99th percentile")
+        axes.plot(self._steps, longest, ".", color=FAINT, markersize=4, label="longest")
+        axes.plot(self._steps, mean, color=BLUE, linewidth=2, label="mean")
+        axes.set(title="Completion length (tokens)", ylim=(0, max(longest) * 1.3))
+        axes.legend(loc="upper right", ncols=3)
+
+    def _times(self, axes: Axes) -> None:
+        seconds = [_smooth(self._metric(f"rollout/{phase}_s")) for phase in PHASES]
+        total = sum(values.sum() for values in seconds)
+        labels = [f"{phase} {values.sum() / total:.1%}" for phase, values in zip(PHASES, seconds, strict=True)]
+        axes.stackplot(self._steps, seconds, labels=labels, colors=list(PHASES.values()), linewidth=0)
+        axes.set(title="Where the time of a step goes (seconds)", ylim=(0, np.sum(seconds, axis=0).max() * 1.3))
+        axes.legend(loc="upper center", ncols=4, handlelength=1, columnspacing=1.2)
+
+    def _ages(self, axes: Axes) -> None:
+        oldest = max(len(row["ages"]) for row in self.rows)
+        counts = np.array([row["ages"] + [0] * (oldest - len(row["ages"])) for row in self.rows], dtype=float)
+        shares = counts / counts.sum(axis=1, keepdims=True)
+        shown = min(oldest, 6)
+        bands = [*shares[:, : shown - 1].T, shares[:, shown - 1 :].sum(axis=1)]
+        labels = [*map(str, range(shown - 1)), f"{shown - 1}" + " or more" * (oldest > shown)]
+        shades = mpl.colormaps["YlGnBu"](np.linspace(0.25, 0.9, shown))
+        axes.stackplot(self._steps, bands, labels=labels, colors=shades, linewidth=0)
+        mean = float((counts.sum(axis=0) * np.arange(oldest)).sum() / counts.sum())
+        axes.set(title=f"Staleness of the tokens trained on (weight updates; mean {mean:.2f})", ylim=(0, 1.15))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        axes.legend(loc="upper center", ncols=shown, handlelength=1, columnspacing=1.2)
+
+    @property
+    def _steps(self) -> list[int]:
+        return [row["step"] for row in self.rows]
+
+    def _values(self, name: str) -> np.ndarray:
+        return np.array([row[name] for row in self.rows], dtype=float)
+
+    def _metric(self, name: str) -> np.ndarray:
+        return np.array([row["metrics"].get(name, np.nan) for row in self.rows], dtype=float)
+
+
+def _smooth(values: np.ndarray, width: int = 5) -> np.ndarray:
+    """Mean over a centred window, which shrinks at the ends."""
+    half = width // 2
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def _bar(share: float, width: int) -> str:
+    """A bar of `width` characters when `share` is 1, drawn in eighths of a character."""
+    eighths = round(share * width * 8)
+    return BAR[8] * (eighths // 8) + BAR[eighths % 8].strip()

@@ -1,0 +1,52 @@
+"""Memory that is kept from step to step, and numpy arrays on their way to a device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 128
+"""Tokens summed together; a draw finds its block first and then its token."""
+
+
+class Scratch:
+    """Buffers kept from step to step, for one thread.
+
+    On a CPU memory new from the system costs several times the arithmetic done in it. Elsewhere the device's own
+    allocator keeps memory, and the buffers here are new.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[R, V] as `scores`, uninitialised. Overwrites what was taken by this name before; a name has one dtype."""
+        return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
+
+    def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised but for the padding past V."""
+        count, vocabulary = scores.shape
+        blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
+        blocks.flatten(1)[:, vocabulary:] = padding
+        return blocks
+
+    def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        size, flat = math.prod(shape), self._flat.get(name)
+        if flat is None or flat.numel() < size:
+            # A tensor born in inference mode could not be written to outside it.
+            with torch.inference_mode(False):
+                flat = self._flat[name] = torch.empty(size, dtype=dtype)
+        return flat[:size].view(shape)
+
+
+def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """`array` as a tensor on `device`, without waiting for the device."""
+    tensor = torch.from_numpy(array)
+    # From pageable memory the copy would wait for the device.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,120 @@
+"""Small engines on the models of `tests.models`, and the one question asked of all of them: is it what the trainer gives?
+
+Models are shared and made once: a test that changes weights or flags makes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rollout.config import InferenceConfig
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.record import DynamicInferenceRequestRecord
+from rollout.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from tests.models import VOCAB, greedy, make_model, trainer_logprobs
+
+Key = tuple[int, int]
+BLOCK = 4
+
+
+@cache
+def shared_model(name: str) -> PreTrainedModel:
+    """One model per architecture, never changed by a test."""
+    return make_model(name)
+
+
+def token_ids(length: int, seed: int = 0) -> list[int]:
+    """A random prompt without special tokens."""
+    return np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+
+
+def greedily(max_tokens: int, **options: Any) -> SamplingParams:
+    """The likeliest tokens, `max_tokens` of them."""
+    return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | options))
+
+
+def at_random(max_tokens: int, **options: Any) -> SamplingParams:
+    """Tokens drawn at temperature 1, `max_tokens` of them."""
+    return SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True, "seed": 11} | options))
+
+
+def make_engine(
+    model: PreTrainedModel | str,
+    tokenizer: Any = None,
+    *,
+    allocate: Callable[..., torch.Tensor] | None = None,
+    **options: Any,
+) -> DynamicInferenceEngine:
+    """An engine with blocks of four tokens and room for a few requests."""
+    defaults: dict[str, Any] = {"kv_cache_blocks": 64, "block_size_tokens": BLOCK, "max_requests": 8,
+                                "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
+    seams = {} if allocate is None else {"allocate": allocate}
+    chosen = shared_model(model) if isinstance(model, str) else model
+    return DynamicInferenceEngine(chosen, tokenizer, InferenceConfig(**(defaults | options)), **seams)
+
+
+def steps(engine: DynamicInferenceEngine, count: int) -> list[DynamicInferenceRequestRecord]:
+    """So many steps, or fewer when everything has ended; what has ended."""
+    ended: list[DynamicInferenceRequestRecord] = []
+    for _ in range(count):
+        if engine.has_unfinished:
+            ended += engine.step()
+    engine.context.scheduler.check()
+    return ended
+
+
+def finish(
+    engine: DynamicInferenceEngine, ended: Sequence[DynamicInferenceRequestRecord] = ()
+) -> dict[Key, DynamicInferenceRequest]:
+    """Run to the end; every request by (request_id, sample_index), each ended once, and no block held."""
+    records = [*ended, *steps(engine, 2000)]
+    assert not engine.has_unfinished
+    assert engine.context.allocator.num_used == 0, "a block leaked"
+    merged = {(record.request_id, record.sample_index): record.merge() for record in records}
+    assert len(merged) == len(records), "a request ended twice"
+    return merged
+
+
+def pass_suspended(engine: DynamicInferenceEngine, mode: str, **options: Any) -> None:
+    """Pause, suspend, resume, go on."""
+    engine.pause()
+    engine.suspend(mode, **options)
+    engine.resume()
+    engine.unpause()
+
+
+@cache
+def _expected(name: str, prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return tuple(greedy(shared_model(name), list(prompt), length))
+
+
+def expected(model: PreTrainedModel | str, prompt: list[int], length: int) -> list[int]:
+    """`model.generate`'s greedy continuation."""
+    if isinstance(model, str):
+        # A longer one has every shorter one in it.
+        return list(_expected(model, tuple(prompt), max(length, 12)))[:length]
+    return greedy(model, prompt, length)
+
+
+def logprob_error(model: PreTrainedModel | str, request: DynamicInferenceRequest) -> float:
+    """Largest difference between a completion's log-probs and the trainer's own forward."""
+    chosen = shared_model(model) if isinstance(model, str) else model
+    tokens = request.prompt_tokens + request.generated_tokens
+    reference = trainer_logprobs(chosen, tokens)[len(request.prompt_tokens) - 1 :].numpy()
+    assert len(reference) == len(request.generated_log_probs)
+    return float(np.abs(reference - np.array(request.generated_log_probs)).max(initial=0.0))
+
+
+def assert_greedy(model: PreTrainedModel | str, request: DynamicInferenceRequest, tolerance: float = 1e-5) -> None:
+    """Token for token what `generate` gives, and its log-probs what the trainer's forward gives."""
+    assert request.error is None
+    assert len(request.generated_tokens) == request.sampling_params.max_tokens
+    assert request.generated_tokens == expected(model, request.prompt_tokens, len(request.generated_tokens))
+    assert logprob_error(model, request) <= tolerance

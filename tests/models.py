@@ -1,0 +1,99 @@
+"""Small random Hugging Face models of every architecture the engine is held to, and a character tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB = 97
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16),
+    "llama": lambda: LlamaConfig(**SMALL),
+    "qwen2": lambda: Qwen2Config(**SMALL),
+    "gemma3": lambda: Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    "gemma2": lambda: Gemma2Config(**SMALL, head_dim=16, sliding_window=8, query_pre_attn_scalar=16,
+                                   attn_logit_softcapping=2.0),
+    "mistral": lambda: MistralConfig(**SMALL, sliding_window=8),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2,
+                                        moe_intermediate_size=32),
+    "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=512, bos_token_id=1,
+                               eos_token_id=2, pad_token_id=0),
+}  # fmt: skip
+
+
+def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A random model whose logits are spread out, so that greedy choices are not ties."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model.train()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, ids below VOCAB, with pad, bos and eos."""
+    characters = [chr(code) for code in range(32, 126)]
+    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {char: index + 3 for index, char in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+    """`model.generate`'s greedy continuation, never stopping early."""
+    model.eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
+    )
+    model.train()
+    return out[0, len(prompt) :].tolist()
+
+
+def trainer_logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens) - 1] log-prob of each token after the first, by the trainer's own forward, fp32."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
+    model.train(training)
+    return logits[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:], device=logits.device)[:, None])[:, 0]

@@ -1,0 +1,109 @@
+"""Small rollouts on the models of `tests.models`, a weight update, and the trainer's own forward of a batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from rollout.batch import RolloutBatch
+from rollout.config import InferenceConfig
+from rollout.engine.scheduler import ScheduledStep, StepTokens
+from rollout.engine.sequences import Sequence
+from rollout.manager import RolloutManager
+from rollout.request import DynamicInferenceRequest
+
+Key = tuple[int, int]
+
+
+def make_rollout(model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> RolloutManager:
+    """A manager with blocks of four tokens and room for 16 samples at once."""
+    clock = {"clock": options.pop("clock")} if "clock" in options else {}
+    defaults: dict[str, Any] = {"kv_cache_blocks": 256, "block_size_tokens": 4, "max_requests": 16,
+                                "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
+    return RolloutManager(model, tokenizer, InferenceConfig(**(defaults | options)), **clock)
+
+
+def update(model: PreTrainedModel, rollout: RolloutManager | None = None, seed: int = 0, size: float = 0.02) -> None:
+    """Change every weight in place, as an optimizer would; tells the rollout."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    if rollout is not None:
+        rollout.weights_updated()
+
+
+def trainer_logprobs_of(model: PreTrainedModel, batch: RolloutBatch) -> torch.Tensor:
+    """[N, T] of each token by the trainer's padded forward, 0 in column 0; differentiable."""
+    logits = model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits
+    chosen = logits[:, :-1].float().log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(chosen, (1, 0))
+
+
+def logprob_error(model: PreTrainedModel, batch: RolloutBatch) -> float:
+    """Largest difference between the batch's log-probs and the trainer's."""
+    with torch.no_grad():
+        difference = trainer_logprobs_of(model, batch) - batch.logprobs
+    return float(difference[batch.response_mask].abs().max())
+
+
+def completions(batch: RolloutBatch) -> list[list[int]]:
+    """Token ids per row."""
+    return [request.generated_tokens for request in batch]
+
+
+def assert_nothing_leaked(rollout: RolloutManager) -> None:
+    """Nobody in flight, no block held, queues and tables empty."""
+    engine = rollout.engine
+    engine.context.scheduler.check()
+    assert rollout.groups_in_flight == 0
+    assert not engine.has_unfinished
+    assert engine.context.allocator.num_used == 0
+
+
+class DenseLedger:
+    """Which version sampled each token and computed each position, written down token by token as steps are made.
+
+    For rollouts without prefix cache whose requests are never evicted nor recomputed.
+    """
+
+    def __init__(self, rollout: RolloutManager) -> None:
+        self.sampled: dict[Key, list[int]] = defaultdict(list)
+        self.computed: dict[Key, dict[int, int]] = defaultdict(dict)
+        self._rollout = rollout
+        self._scheduler = rollout.engine.context.scheduler
+        self._update = self._scheduler.update
+        self._scheduler.update = self._noting_update  # type: ignore[method-assign]
+
+    def _noting_update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
+        key_of = {slot: sequence.key for slot, sequence in self._scheduler._by_slot.items()}
+        version = self._rollout.policy_version
+        for slot, start, count in zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True):
+            for position in range(start, start + count):
+                self.computed[key_of[slot]][position] = version
+        for row, slot in zip(step.sample_rows.tolist(), step.sample_slots.tolist(), strict=True):
+            key, leader = key_of[slot], key_of[int(step.slots[row])]
+            self.sampled[key].append(version)
+            if key != leader:
+                self.computed[key] = dict(self.computed[leader])
+        return self._update(step, sampled)
+
+    def policy_versions(self, request: DynamicInferenceRequest) -> NDArray[np.int64]:
+        """Of the completion's tokens, int64 [G]."""
+        return np.array(self.sampled[request.request_id, request.sample_index], np.int64)
+
+    def kv_versions(self, request: DynamicInferenceRequest) -> NDArray[np.int64]:
+        """Of all positions but the last token's, whose KV nobody needed, int64 [T - 1]."""
+        written = self.computed[request.request_id, request.sample_index]
+        return np.array([written[position] for position in range(request.total_length - 1)], np.int64)
+
+
+def group_ids(batches: Iterable[RolloutBatch]) -> list[int]:
+    """Of all groups in these batches, in order."""
+    return [group for batch in batches for group, _ in batch.groups()]
