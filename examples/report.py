@@ -20,12 +20,19 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-PHASES = {"generate": "#4477aa", "resume": "#66ccee", "suspend": "#ee6677", "train": "#ccbb44"}
-INK, FAINT, BLUE, RED = "#222222", "#9aa0a6", "#4477aa", "#ee6677"
+PHASES = {"generate": "#2f6fb0", "resume": "#8fd0c8", "suspend": "#e4572e", "train": "#f2c25b"}
+INK, FAINT, BLUE = "#222222", "#9aa0a6", "#2f6fb0"
 COLUMNS = (
     ("step", 5), ("reward", 7), ("", 12), ("held-out", 9), ("length", 7), ("stale", 6), ("Δlogp", 6), ("tok/s", 7),
     ("gen", 5), ("train", 6), ("s", 6),
 )  # fmt: skip
+STYLE = {
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "text.color": INK,
+    "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 26,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e8eaed", "axes.axisbelow": True,
+    "legend.frameon": False, "legend.fontsize": 9,
+}  # fmt: skip
 BAR = " ▏▎▍▌▋▊▉█"
 
 
@@ -101,20 +108,18 @@ class Report:
     def picture(self, name: str) -> Path:
         """Draw the run into `<folder>/<name>.png`, and write its numbers to `<folder>/<name>.json`."""
         (self.folder / f"{name}.json").write_text(json.dumps(self.rows), encoding="utf-8")
-        style = {
-            "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
-            "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.titlesize": 11,
-            "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 10, "axes.grid": True,
-            "axes.grid.axis": "y", "grid.color": "#e8eaed", "axes.axisbelow": True, "legend.frameon": False,
-        }  # fmt: skip
-        with mpl.rc_context(style):
-            figure = Figure(figsize=(11, 7.2), layout="constrained")
-            figure.suptitle(self.title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        with mpl.rc_context(STYLE):
+            figure = Figure(figsize=(11, 7.5), layout="constrained")
+            figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+            figure.suptitle(self.title, x=0.015, ha="left", fontsize=14, fontweight="bold", color=INK)
             panels = figure.subplots(2, 2)
             for axes, draw in zip(panels.flat, (self._rewards, self._lengths, self._times, self._ages), strict=True):
                 draw(axes)
-                axes.set_xlim(self.rows[0]["step"] - 0.5, self.rows[-1]["step"] + 0.5)
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+                axes.set_xlim(1, self.rows[-1]["step"])
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+                axes.legend(
+                    loc="lower left", bbox_to_anchor=(-0.015, 0.985), ncols=6, handlelength=1.1, columnspacing=1.3
+                )
             for axes in panels[1]:
                 axes.set_xlabel("step")
             path = self.folder / f"{name}.png"
@@ -128,27 +133,26 @@ class Report:
         measured = [(row["step"], row["held_out"]) for row in self.rows if row["held_out"] is not None]
         axes.plot(*zip(*measured, strict=True), "o-", color=BLUE, linewidth=2, markersize=4, label="held-out problems")
         for (step, value), ha in ((measured[0], "left"), (measured[-1], "right")):
-            axes.annotate(f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha=ha, color=BLUE)
-        axes.set(title="Exact match, sampled", ylim=(0, 1.03))
-        axes.legend(loc="lower right")
+            axes.annotate(
+                f"{value:.2f}", (step, value), (0, 10), textcoords="offset points", ha=ha, color=BLUE, weight="bold"
+            )
+        axes.set(title="Reward: answers that are right", ylim=(0, 1.02))
 
     def _lengths(self, axes: Axes) -> None:
         mean, p50, p99, longest = (
             self._metric(f"rollout/completion_length_{stat}") for stat in ("mean", "p50", "p99", "max")
         )
+        axes.plot(self._steps, mean, color=BLUE, linewidth=2, label="mean")
         axes.fill_between(self._steps, p50, p99, color=BLUE, alpha=0.18, linewidth=0, label="median to 99th percentile")
         axes.plot(self._steps, longest, ".", color=FAINT, markersize=4, label="longest")
-        axes.plot(self._steps, mean, color=BLUE, linewidth=2, label="mean")
-        axes.set(title="Completion length (tokens)", ylim=(0, max(longest) * 1.3))
-        axes.legend(loc="upper right", ncols=3)
+        axes.set(title="Completion length in tokens", ylim=(0, max(longest) * 1.05))
 
     def _times(self, axes: Axes) -> None:
         seconds = [_smooth(self._metric(f"rollout/{phase}_s")) for phase in PHASES]
         total = sum(values.sum() for values in seconds)
-        labels = [f"{phase} {values.sum() / total:.1%}" for phase, values in zip(PHASES, seconds, strict=True)]
+        labels = [f"{phase} {_percent(values.sum() / total)}" for phase, values in zip(PHASES, seconds, strict=True)]
         axes.stackplot(self._steps, seconds, labels=labels, colors=list(PHASES.values()), linewidth=0)
-        axes.set(title="Where the time of a step goes (seconds)", ylim=(0, np.sum(seconds, axis=0).max() * 1.3))
-        axes.legend(loc="upper center", ncols=4, handlelength=1, columnspacing=1.2)
+        axes.set(title="Where the seconds of a step go", ylim=(0, np.sum(seconds, axis=0).max() * 1.05))
 
     def _ages(self, axes: Axes) -> None:
         oldest = max(len(row["ages"]) for row in self.rows)
@@ -157,13 +161,11 @@ class Report:
         shown = min(oldest, 6)
         bands = [*shares[:, : shown - 1].T, shares[:, shown - 1 :].sum(axis=1)]
         labels = [*map(str, range(shown - 1)), f"{shown - 1}" + " or more" * (oldest > shown)]
-        shades = mpl.colormaps["YlGnBu"](np.linspace(0.25, 0.9, shown))
+        shades = mpl.colormaps["YlGnBu"](np.linspace(0.2, 0.75, shown))
         axes.stackplot(self._steps, bands, labels=labels, colors=shades, linewidth=0)
         mean = float((counts.sum(axis=0) * np.arange(oldest)).sum() / counts.sum())
-        axes.set(title=f"Staleness of the tokens trained on (weight updates; mean {mean:.2f})", ylim=(0, 1.15))
+        axes.set(title=f"Staleness of the tokens trained on, in updates (mean {mean:.1f})", ylim=(0, 1))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        axes.legend(loc="upper center", ncols=shown, handlelength=1, columnspacing=1.2)
 
     @property
     def _steps(self) -> list[int]:
@@ -180,6 +182,10 @@ def _smooth(values: np.ndarray, width: int = 5) -> np.ndarray:
     """Mean over a centred window, which shrinks at the ends."""
     half = width // 2
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.005 or not share else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
 def _bar(share: float, width: int) -> str:

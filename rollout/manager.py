@@ -27,13 +27,7 @@ from rollout.config import InferenceConfig
 from rollout.engine.context import MemoryMove
 from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import (
-    ConfigError,
-    DeadlineError,
-    EngineStateError,
-    InvalidRequestError,
-    RolloutFailedError,
-)
+from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
 from rollout.groups import GroupLedger
 from rollout.interrupts import interrupt_deferred
 from rollout.pacing import StalenessPacer
@@ -333,11 +327,11 @@ class RolloutManager:
     def _close(self, stacklevel: int) -> None:
         if self._closed:
             return
-        self._closed = True
-        if self.engine.state is not EngineState.STOPPED:
-            self.engine.pause()
-            self.engine.stop()
-        self.engine.cache.drop()
+        with interrupt_deferred():
+            if self.engine.state is not EngineState.STOPPED:
+                self.engine.pause()
+                self.engine.stop()
+            self._closed = True
         self._metrics.enter_phase(None)
         given_up = len(self._groups)
         self._groups = GroupLedger()

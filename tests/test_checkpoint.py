@@ -285,7 +285,7 @@ def test_a_malformed_state_is_refused_by_name_and_nothing_is_loaded(uninterrupte
 
 def test_a_pool_too_small_for_a_request_loads_nothing(uninterrupted):
     model, state, *_ = uninterrupted
-    rollout = make_rollout(model, make_tokenizer(), kv_cache_blocks=9)
+    rollout = make_rollout(model, make_tokenizer(), kv_cache_blocks=11)
     with pytest.raises(InvalidRequestError, match="raise kv_cache_blocks"):
         rollout.load_state_dict(state)
     assert_nothing_leaked(rollout)

@@ -35,7 +35,9 @@ from rollout.manager import RolloutManager
 from rollout.metrics import PHASES
 from rollout.pacing import StalenessPacer
 from rollout.progress import ProgressBar
+from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.spans import VersionSpans
 from rollout.state import EngineState
 from tests.models import greedy, make_model, make_tokenizer
 from tests.rollouts import (
@@ -152,12 +154,14 @@ def test_without_a_tokenizer_token_ids_do_and_texts_are_none(frozen):
 
 def test_samples_of_a_prompt_are_side_by_side_and_prompts_in_order(rollout, tokenizer):
     prompts = ["one", "two!", "three"]
-    batch = rollout.generate(prompts, tokens(12, n=3))
+    batch = rollout.generate(prompts, SamplingParams(max_tokens=60, n=3, stop_token_ids=range(5, 12)))
     assert [tokenizer.decode(request.prompt_tokens) for request in batch] == [p for p in prompts for _ in range(3)]
     assert batch.sample_indices.tolist() == [0, 1, 2] * 3
     assert [rows for _, rows in batch.groups()] == [slice(0, 3), slice(3, 6), slice(6, 9)]
     for _, rows in batch.groups():
         assert len({tuple(request.generated_tokens) for request in batch.requests[rows]}) == 3
+    # They came back in another order than they were asked for.
+    assert sorted(batch.response_lengths.tolist()) != batch.response_lengths.tolist()
 
 
 def test_each_prompt_may_have_its_own_parameters(rollout):
@@ -266,8 +270,11 @@ def test_generating_is_refused_until_an_explicit_stop_is_undone(rollout):
     rollout.suspend()
     with pytest.raises(EngineStateError, match=r"while suspended: call rollout\.resume\(\) first"):
         rollout.generate(["a"], GREEDY)
+    rollout.pause()
     with pytest.raises(EngineStateError, match="suspended"):
         rollout.unpause()
+    with pytest.raises(EngineStateError, match=r"call rollout\.resume\(\) first"):
+        rollout.generate(["a"], GREEDY)
     rollout.resume()
     rollout.generate(["a"], GREEDY)
     rollout.engine.pause()
@@ -403,7 +410,9 @@ def test_aborted_groups_are_gone_at_once_and_unknown_ones_ignored(rollout):
     rollout.abort([0, 99])
     rollout.abort(ids)
     assert group_ids([rollout.generate([], min_groups=9)]) == [1]
-    assert rollout.metrics()["rollout/requests_aborted"] == 2
+    metrics = rollout.metrics()
+    assert metrics["rollout/requests_aborted"] == 2
+    assert (metrics["rollout/requests_running"], metrics["rollout/requests_waiting"]) == (0, 0)
     assert_nothing_leaked(rollout)
 
 
@@ -509,7 +518,7 @@ def test_partial_ends_what_is_too_old_and_a_loss_sees_only_what_is_not(model):
     for _ in range(3):
         rollout.engine.step()
     rollout.weights_updated()
-    batch = rollout.generate([], min_groups=1)
+    batch = rollout.generate([], min_groups=0)
     assert (batch.finish_reasons, batch.response_lengths.tolist()) == (["stale"], [8])
     assert batch.policy_staleness[0, 3:].tolist() == [2] * 5 + [1] * 3
     assert batch.response_mask[0, 3:].tolist() == [False] * 5 + [True] * 3
@@ -536,6 +545,9 @@ def test_mask_goes_on_and_takes_old_tokens_out_of_the_loss(model):
     assert batch.finish_reasons == ["length"]
     assert batch.response_mask[0, 3:].tolist() == [False] * 5 + [True] * 35
     assert batch.policy_staleness[0, 3:].tolist() == [2] * 5 + [0] * 35
+    metrics = rollout.metrics()
+    assert metrics["rollout/policy_staleness_mean"] == 2 * 5 / 40
+    assert metrics["rollout/policy_staleness_nonzero_share"] == 5 / 40
 
 
 def test_a_group_that_ended_before_the_update_ages_until_it_is_handed_out(model):
@@ -549,6 +561,18 @@ def test_a_group_that_ended_before_the_update_ages_until_it_is_handed_out(model)
     assert batch.response_mask.sum() == 0
 
 
+def test_a_sample_comes_back_once_and_only_to_who_waits_for_it():
+    groups = GroupLedger()
+    groups.add(4, 2)
+    sample = DynamicInferenceRequest(request_id=4, sample_index=1, prompt_tokens=[5])
+    assert groups.take(sample)
+    assert not groups.take(sample)
+    assert not groups.take(DynamicInferenceRequest(request_id=5, prompt_tokens=[5]))
+    assert (groups.samples_missing, groups.complete()) == (1, [])
+    groups.drop([4, 5])
+    assert (groups.samples_missing, len(groups), groups.unfinished) == (0, 0, set())
+
+
 def test_the_pacer_counts_samples_that_have_come_back_and_learns_the_updates_of_a_round():
     groups = GroupLedger()
     for group_id in (1, 2, 3):
@@ -560,6 +584,10 @@ def test_the_pacer_counts_samples_that_have_come_back_and_learns_the_updates_of_
     assert pacer.updates_per_round == 1
     pacer.begin_round(12)
     assert pacer.too_old(groups, [(1, 3), (2, 2), (3, 1)], 12) == {1, 2}
+    early = {"request_id": 3, "prompt_tokens": [5], "generated_tokens": [6, 7]}
+    assert groups.take(DynamicInferenceRequest(**early, sample_index=1, policy_spans=VersionSpans([(9, 2), (10, 1)])))
+    assert pacer.too_old(groups, [], 10) == set()
+    assert pacer.too_old(groups, [], 11) == {3}
     assert StalenessPacer(None).too_old(groups, [(1, 99)], 12) == set()
     assert StalenessPacer(0).too_old(groups, [], 12) == {1, 2, 3}
 
@@ -660,6 +688,30 @@ def test_wall_time_is_shared_out_without_a_gap_and_a_hook_inside_suspended_count
     assert metrics["rollout/suspend_bytes"] > 0
     clock.now += 5
     assert rollout.metrics()["rollout/train_s"] == 5
+
+
+def test_training_before_the_first_rollout_is_training(model):
+    clock = Clock()
+    rollout = make_rollout(model, clock=clock)
+    with rollout.suspended():
+        clock.now += 7
+    assert rollout.metrics()["rollout/train_s"] == 7
+
+
+def test_suspended_keeps_what_runs_and_drops_what_is_only_cached(model):
+    rollout = make_rollout(model)
+    rollout.generate([list(range(3, 30))], GREEDY)
+    assert rollout.engine.stats()["kv_blocks_cached"] > 0
+    with rollout.suspended():
+        assert rollout.engine.stats()["kv_blocks_cached"] == 0
+    assert rollout.metrics()["rollout/suspend_bytes"] == 0
+    rollout.generate([list(range(3, 30))], GREEDY)
+    move = rollout.suspend()
+    assert move.bytes_copied == rollout.metrics()["rollout/suspend_bytes"] > 0
+    rollout.resume()
+    rollout.metrics()
+    rollout.generate([list(range(3, 30))], GREEDY)
+    assert rollout.metrics()["rollout/prefill_tokens_saved"] > 0
 
 
 def test_peaks_are_what_was_held_between_two_snapshots(model):

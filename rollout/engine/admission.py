@@ -37,6 +37,7 @@ class Admission:
         self._controller = controller
         self._max_sequence_length = max_sequence_length
         self._clock = clock
+        self._said_clamped = False
 
     def family(
         self,
@@ -165,9 +166,11 @@ class Admission:
             )
         if params.max_tokens <= room:
             return params
-        warnings.warn(
-            f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
-            f"{self._max_sequence_length} leaves after a prompt of {length} tokens",
-            stacklevel=5,
-        )
+        if not self._said_clamped:
+            self._said_clamped = True
+            warnings.warn(
+                f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
+                f"{self._max_sequence_length} leaves after a prompt of {length} tokens; said once, later ones are clamped too",
+                stacklevel=5,
+            )
         return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))

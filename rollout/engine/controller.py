@@ -137,13 +137,16 @@ class TextGenerationController:
         tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
         paged = self.runner.paged_logits(tokens, length - length // 2).float()
         expected = self.forward_logits(tokens).float()
-        tolerance = 2e-3 if self.layout.kv_dtype == torch.float32 else 1e-1
+        tolerance = 2e-3 if self.layout.narrowest_dtype == torch.float32 else 1e-1
         worst = float((paged - expected).abs().max()) / max(1.0, float(expected.abs().max()))
         if not worst <= tolerance:
+            implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: {length} tokens in two chunks through the paged path differ from the "
-                f"model's own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}); some layer keeps state "
-                "that the engine does not see. If you know better, set InferenceConfig.verify_model=False"
+                f"model's own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}). Either some layer "
+                f"keeps state that the engine does not see, or the model's own attention ({implementation!r}) leaves out "
+                "what the layers ask for (sdpa ignores soft-capping in some versions of transformers: load the model "
+                "with attn_implementation='eager'). If you know better, set InferenceConfig.verify_model=False"
             )
 
     def _require_tokenizer(self, what: str) -> Any:

@@ -33,6 +33,7 @@ from rollout.errors import (
     InvalidRequestError,
     RequestError,
 )
+from rollout.interrupts import interrupt_deferred
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -132,7 +133,7 @@ class DynamicInferenceEngine:
             EngineStateError: the engine is stopping or stopped.
         """
         params = sampling_params or SamplingParams()
-        with self._lock:
+        with self._lock, interrupt_deferred():
             self._lifecycle.refuse_when_stopped()
             number = self._next_request_id if request_id is None else request_id
             tokens = self.controller.tokenize(prompt)
@@ -159,7 +160,7 @@ class DynamicInferenceEngine:
         Raises:
             InvalidRequestError: it can never be served here; nothing was queued.
         """
-        with self._lock:
+        with self._lock, interrupt_deferred():
             self._lifecycle.refuse_when_stopped()
             number = record.request_id
             if record.sample_index in self._live.get(number, ()):
@@ -175,7 +176,7 @@ class DynamicInferenceEngine:
         Returns:
             How many samples were ended (0: it had finished, or never was).
         """
-        with self._lock:
+        with self._lock, interrupt_deferred():
             removed = self.context.scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
             for sample in removed:
                 self._end(sample, FinishReason.ABORT, f"RequestAbortedError: request {request_id} was aborted")
@@ -205,11 +206,12 @@ class DynamicInferenceEngine:
             if self._lifecycle.cause_of_death is not None and self._ended:
                 return self.take_ended()
             self._lifecycle.refuse_unless_running()
-            step = self.last_step = self.context.scheduler.schedule()
-            if step is not None:
-                self._run(step)
-            elif not self._ended and self.has_unfinished:
-                raise EngineStateError(f"no request can run, which must not happen; please report: {self.stats()}")
+            with interrupt_deferred():
+                step = self.last_step = self.context.scheduler.schedule()
+                if step is not None:
+                    self._run(step)
+                elif not self._ended and self.has_unfinished:
+                    raise EngineStateError(f"no request can run, which must not happen; please report: {self.stats()}")
             return self.take_ended()
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:
@@ -277,11 +279,12 @@ class DynamicInferenceEngine:
         try:
             with self.installation:
                 while not mine.isdisjoint(self._live) or self._ended:
-                    for record in self.step():
-                        if record.request_id in mine:
-                            done[record.request_id, record.sample_index] = record
-                        else:
-                            others.append(record)
+                    with interrupt_deferred():
+                        for record in self.step():
+                            if record.request_id in mine:
+                                done[record.request_id, record.sample_index] = record
+                            else:
+                                others.append(record)
         except BaseException:
             others += done.values()
             raise
@@ -327,8 +330,13 @@ class DynamicInferenceEngine:
         Args:
             keep_prefix_cache: also keep cached blocks that no request holds. Pass False before the weights change:
                 they could not be used afterwards.
+
+        Raises:
+            ConfigError: there is no such mode.
+            EngineStateError: the engine is not PAUSED.
         """
-        chosen = self.config.kv_cache_management_mode if mode is None else KVCacheManagementMode(mode)
+        config = self.config if mode is None else self.config.replace(kv_cache_management_mode=mode)
+        chosen = config.kv_cache_management_mode
         moves: list[MemoryMove] = []
 
         def act() -> None:
@@ -376,7 +384,7 @@ class DynamicInferenceEngine:
         Raises:
             ConfigError: `version` is below the present one.
         """
-        with self._lock:
+        with self._lock, interrupt_deferred():
             self._lifecycle.refuse_when_stopped()
             scheduler = self.context.scheduler
             if version is not None and version < scheduler.version:

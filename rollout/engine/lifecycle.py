@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
+from rollout.interrupts import interrupt_deferred
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
 
 
@@ -30,7 +31,7 @@ class Lifecycle:
             EngineDeadError: the engine is dead.
         """
         acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
-        with self._lock:
+        with self._lock, interrupt_deferred():
             if self.state in harmless_in:
                 return
             self.refuse_when_stopped()

@@ -33,6 +33,8 @@ class ModelLayout:
     layers: tuple[LayerShape, ...]
     layer_of: dict[nn.Module, int]
     kv_dtype: torch.dtype
+    narrowest_dtype: torch.dtype
+    """Of keys and values: under a trainer's autocast they differ."""
     device: torch.device
     vocab_size: int
     max_position_embeddings: int | None
@@ -41,6 +43,7 @@ class ModelLayout:
 class _Watcher:
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
+        self.dtypes: set[torch.dtype] = set()
 
     def attend(
         self,
@@ -53,6 +56,7 @@ class _Watcher:
     ) -> Tensor:
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         self.calls.append((module, shape, key.dtype, arguments))
+        self.dtypes |= {key.dtype, value.dtype}
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -87,6 +91,7 @@ def inspect_model(model: nn.Module) -> ModelLayout:
         layers=tuple(shape for _, shape, _, _ in watcher.calls),
         layer_of={module: index for index, (module, _, _, _) in enumerate(watcher.calls)},
         kv_dtype=watcher.calls[0][2],
+        narrowest_dtype=min(watcher.dtypes, key=lambda dtype: dtype.itemsize),
         device=embedding.device,
         vocab_size=int(text_config.vocab_size),
         max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
@@ -99,15 +104,35 @@ def _watch(model: nn.Module, device: torch.device) -> _Watcher:
     keep = torch.tensor([PROBE_TOKENS - 1], device=device)
     with Installation(model):
         try:
-            model(
+            output = model(
                 input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=keep, **{BATCH_ARGUMENT: watcher}
             )  # fmt: skip
-        except TypeError as exc:
+        except (TypeError, AttributeError, ValueError) as exc:
             raise UnsupportedModelError(
-                f"{type(model).__name__}.forward does not take the engine's arguments ({exc}); it needs position_ids, "
-                "logits_to_keep and keyword arguments that reach its attention layers"
+                f"{type(model).__name__}: module {_innermost(model, exc)!r} does not run with the engine's arguments "
+                f"({type(exc).__name__}: {exc}); the forward must take position_ids, logits_to_keep and keyword "
+                "arguments that reach its attention layers, and these must go through transformers' attention interface"
             ) from exc
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.ndim != 3 or logits.shape[1] != 1:
+        shown = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives {shown} for logits_to_keep=[{PROBE_TOKENS - 1}]: it must be a causal language "
+            "model (…ForCausalLM) that honours logits_to_keep"
+        )
     return watcher
+
+
+def _innermost(model: nn.Module, exc: BaseException) -> str:
+    """Name of the innermost module in whose code an exception was raised."""
+    names = {module: name for name, module in model.named_modules()}
+    found, trace = type(model).__name__, exc.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found = names.get(module) or found
+        trace = trace.tb_next
+    return found
 
 
 def _refuse_recurrent(model: nn.Module, config: Any) -> None:

@@ -62,7 +62,7 @@ def finish_exact(engine: DynamicInferenceEngine, count: int) -> None:
         assert_greedy("qwen3", request)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
@@ -154,39 +154,37 @@ def test_the_mode_is_the_configurations_unless_the_call_says_otherwise() -> None
     engine.pause()
     assert engine.suspend("persist").tokens_given_up == 0
     engine.resume()
-    with pytest.raises(ValueError, match=r"'ofload'.*'offload'"):
+    with pytest.raises(ValueError, match=r"'ofload': must be one of 'persist', 'offload', 'recompute'"):
         engine.suspend("ofload")
     assert engine.state is EngineState.PAUSED
     engine.unpause()
     finish_exact(engine, 4)
 
 
-def test_a_thousand_suspends_with_live_requests_grow_nothing() -> None:
-    engine = make_engine("qwen3", kv_cache_blocks=512, block_size_tokens=16, max_tokens_per_step=256)
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_a_thousand_suspends_with_live_requests_grow_nothing(mode: str) -> None:
+    engine = make_engine("qwen3", kv_cache_blocks=512, block_size_tokens=16, max_tokens_per_step=1024)
     for seed in range(4):
-        engine.add_request(token_ids(40 + seed, seed), at_random(400))
-    steps(engine, 2)
-    process = psutil.Process()
+        engine.add_request(token_ids(40 + seed, seed), at_random(200))
     device, host, resident = set(), set(), []
-    for cycle in range(1000):
-        pass_suspended(engine, "offload" if cycle % 10 else "recompute")
-        if cycle % 10 == 0:
+    for cycle in range(1, 1001):
+        if cycle % 10 == 1:
             steps(engine, 1)
+            assert engine.context.scheduler.num_active == 4
+        pass_suspended(engine, mode)
         device.add(engine.cache.device_bytes)
-        if cycle % 100 == 99:
+        host.add(engine.cache.host_bytes)
+        if cycle % 200 == 0:
             gc.collect()
-            resident.append(process.memory_info().rss)
-            host.add(engine.cache.host_bytes)
-    assert len(device) == 1
-    assert max(host) <= min(host) * 2, (
-        "the host pool follows the most live blocks there ever were, and no count of cycles"
-    )
-    assert max(host) < next(iter(device))
-    assert resident[-1] - resident[1] < 3 * 2**20
-    assert engine.context.scheduler.num_active == 4
+            resident.append(psutil.Process().memory_info().rss)
+    assert device == {512 * engine.cache.block_bytes}
+    assert len(host) <= 3, "the host pool follows the most live blocks there ever were, and no count of cycles"
+    assert max(host) < max(device) // 4
+    # With recompute every step prefills longer prompts than the one before. A pool per cycle would be 6 GiB.
+    assert resident[-1] - resident[0] < (24 if mode == "recompute" else 2) * 2**20
 
 
-# --- order --------------------------------------------------------------------------------------------------------------
+# --- order ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
@@ -201,17 +199,16 @@ def test_the_order_of_arrival_survives(mode: str) -> None:
         engine.add_request(token_ids(6, seed), greedily(4))
     engine.add_request(token_ids(6, 6), greedily(4), priority=1)
     engine.resume()
+    queue = [sample.record.request_id for sample in engine.context.scheduler.waiting]
+    assert queue == ([6, 0, 1, 2, 3, 4, 5] if mode == "recompute" else [6, 2, 3, 4, 5])
     engine.unpause()
     while engine.has_unfinished:
         ended += steps(engine, 1)
-    order = [record.request_id for record in ended]
-    if mode == "recompute":
-        assert order == [6, 0, 1, 2, 3, 4, 5], "higher priority first, then by arrival"
-    else:
-        assert order == [0, 1, 6, 2, 3, 4, 5]
+    first = {record.request_id: record[0].events for record in ended}
+    assert sorted(first, key=lambda number: first[number][1].timestamp) == [0, 1, 6, 2, 3, 4, 5], "order of admission"
 
 
-# --- memory that does not come back ---------------------------------------------------------------------------------------
+# --- memory that does not come back -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
@@ -250,9 +247,9 @@ def test_what_does_not_fit_any_more_is_computed_again_youngest_first() -> None:
     device.leave_room_for(9, engine)
     move = engine.resume()
     assert engine.cache.num_blocks == 8
-    assert move.requests_given_up == 2
-    assert move.tokens_given_up == 9 + 3 + 11 + 3
-    assert [sample.key for sample in engine.context.scheduler.waiting] == [(2, 0), (3, 0)]
+    assert move.requests_given_up == 1
+    assert move.tokens_given_up == 11 + 3
+    assert [sample.key for sample in engine.context.scheduler.waiting] == [(3, 0)]
     engine.context.scheduler.check()
     engine.unpause()
     finish_exact(engine, 4)
@@ -373,7 +370,7 @@ def test_a_block_that_held_nan_is_not_zeroed_under_its_new_owner_after_a_resume(
     steps(engine, 1)
     engine.context.scheduler.leave(engine.context.scheduler.active()[-1], FinishReason.ERROR, "as if it had met NaN")
     engine._live.pop(4)
-    assert engine.context.scheduler.poisoned
+    assert engine.context.scheduler.blocks.poisoned
     engine.pause()
     engine.suspend("offload")
     device.leave_room_for(20, engine)
@@ -382,7 +379,7 @@ def test_a_block_that_held_nan_is_not_zeroed_under_its_new_owner_after_a_resume(
     finish_exact(engine, 4)
 
 
-# --- lifecycle ------------------------------------------------------------------------------------------------------------
+# --- lifecycle --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", [None, 1])

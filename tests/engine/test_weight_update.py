@@ -138,7 +138,7 @@ def test_a_request_evicted_before_an_update_comes_back_under_the_new_weights(nam
         assert (done[number, 0].policy_versions[:made] == 0).all()
 
 
-# --- running requests ---------------------------------------------------------------------------------------------------
+# --- running requests -------------------------------------------------------------------------------------------------
 
 
 @both
@@ -177,7 +177,7 @@ def test_after_recompute_a_running_request_is_what_the_new_weights_make_of_it(na
     assert_greedy(model, fresh)
 
 
-# --- versions -----------------------------------------------------------------------------------------------------------
+# --- versions ---------------------------------------------------------------------------------------------------------
 
 
 @modes
@@ -321,7 +321,7 @@ def test_the_version_only_rises() -> None:
     assert engine.policy_version == 7
 
 
-# --- max_staleness ------------------------------------------------------------------------------------------------------
+# --- max_staleness ----------------------------------------------------------------------------------------------------
 
 
 def test_a_request_too_stale_ends_as_partial_with_the_tokens_it_has() -> None:

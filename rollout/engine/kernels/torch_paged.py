@@ -118,7 +118,8 @@ def paged_attention(
         k, v = key, value
         if tile.fresh and index is not None:
             k, v = key.index_select(0, index), value.index_select(0, index)
-        part = _attend_tile(q, k, v, caches, tile, workspace, rules)
+        # Under autocast it comes in another type than the queries.
+        part = _attend_tile(q, k, v, caches, tile, workspace, rules).to(out.dtype)
         if index is None:
             out[:count] = part
         elif tile.valid is None:

@@ -1,0 +1,241 @@
+"""Whenever no call of the engine is running, the trainer's model is exactly as the trainer left it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import RequestError, UnsupportedModelError
+from tests.engines import assert_greedy, at_random, finish, greedily, logprob_error, make_engine, steps, token_ids
+from tests.models import CONFIGS, make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+]
+
+PROMPTS = [token_ids(length, length) for length in (3, 9, 14)]
+
+
+def left_padded() -> dict[str, torch.Tensor]:
+    rows = [token_ids(length, 20 + length) for length in (4, 12, 7)]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def trainer_forward(model: PreTrainedModel) -> torch.Tensor:
+    """As a trainer does it: in training mode, with gradients. Dropout, where there is some, from one seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        logits: torch.Tensor = model(**left_padded(), use_cache=False).logits
+        return logits
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything about the model and the process that a trainer may have set."""
+    modules = list(model.modules())
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    return {
+        "attention": [config._attn_implementation for config in configs.values()],
+        "use_cache": [config.use_cache for config in configs.values()],
+        "configs": [config.to_dict() for config in configs.values()],
+        "training": [module.training for module in modules],
+        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in modules],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
+        "attributes": [sorted(vars(module)) for module in modules],
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "grad": [parameter.grad for parameter in model.parameters()],
+        "weights": [parameter._version for parameter in model.parameters()],
+        "random": torch.get_rng_state().tolist(),
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    }
+
+
+def oddly_set(name: str = "qwen3", attention: str = "sdpa") -> PreTrainedModel:
+    """A model whose flags are none of the defaults everywhere."""
+    model = make_model(name)
+    model.set_attn_implementation(attention)
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = attention == "eager"
+    for index, module in enumerate(model.modules()):
+        if index % 5 == 3:
+            module.training = False
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_left_padded_forward_is_the_same_bit_for_bit_after_generating(name: str) -> None:
+    model = make_model(name)
+    before = trainer_forward(model)
+    engine = make_engine(model, verify_model=True)
+    engine.generate(PROMPTS, at_random(6, n=2))
+    assert torch.equal(before, trainer_forward(model))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_flag_is_as_before_after_building_and_generating(attention: str) -> None:
+    model = oddly_set(attention=attention)
+    before, logits = state_of(model), trainer_forward(model)
+    engine = make_engine(model, verify_model=True)
+    assert state_of(model) == before
+    engine.generate(PROMPTS, at_random(6, n=2))
+    engine.add_request(PROMPTS[0], at_random(6))
+    engine.step()
+    assert state_of(model) == before, "between two steps nothing is installed"
+    assert torch.equal(logits, trainer_forward(model))
+
+
+class BrokenError(Exception):
+    """Something in the model raises."""
+
+
+@pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError])
+@pytest.mark.parametrize("call", ["generate", "step"])
+def test_every_flag_is_as_before_after_an_exception_inside_the_forward(error: type[BaseException], call: str) -> None:
+    model = oddly_set()
+    engine = make_engine(model)
+    before, logits = state_of(model), trainer_forward(model)
+
+    def interrupt(*_: Any) -> None:
+        raise error("inside the second layer")
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    if call == "generate":
+        with pytest.raises(RequestError if issubclass(error, Exception) else error):
+            engine.generate(PROMPTS, at_random(6))
+    else:
+        engine.add_request(PROMPTS[0], at_random(6))
+        if issubclass(error, Exception):
+            (record,) = engine.step()
+            assert record[-1].failed()
+        else:
+            with pytest.raises(error):
+                engine.step()
+    handle.remove()
+    assert state_of(model) == before
+    assert torch.equal(logits, trainer_forward(model))
+    finish(engine)
+    (request,) = engine.generate([PROMPTS[1]], greedily(5))
+    assert_greedy(model, request)
+
+
+def test_every_flag_is_as_before_after_a_model_was_refused() -> None:
+    model = oddly_set()
+    model.model.layers[2].self_attn.is_causal = False
+    before, logits = state_of(model), trainer_forward(model)
+    with pytest.raises(UnsupportedModelError):
+        DynamicInferenceEngine(model)
+    assert state_of(model) == before
+    assert torch.equal(logits, trainer_forward(model))
+
+
+def test_a_failing_probe_leaves_every_flag_as_before() -> None:
+    model = oddly_set()
+    before = state_of(model)
+
+    def interrupt(*_: Any) -> None:
+        raise BrokenError("while being looked at")
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(BrokenError):
+        DynamicInferenceEngine(model)
+    handle.remove()
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_training_step_right_after_generating_has_the_gradients_it_would_have_had(name: str) -> None:
+    model = make_model(name)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    twin = copy.deepcopy(model)
+    engine = make_engine(model)
+    for seed in range(2):
+        engine.add_request(token_ids(6, seed), greedily(8))
+    steps(engine, 3)
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), 1e-2)
+        trainer_forward(each).float().logsumexp(-1).mean().backward()
+        assert all(parameter.grad is not None for parameter in each.parameters())
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+        assert torch.equal(ours, theirs)
+    engine.weights_updated()
+    assert len(finish(engine)) == 2
+
+
+def test_generating_makes_no_graph_and_keeps_no_activation() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    engine.generate(PROMPTS, at_random(6))
+    for index in range(3):
+        for part in engine.cache.layer(index):
+            assert not part.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_forward_of_the_trainer_under_our_attention_raises_instead_of_dropping_its_mask() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    logits = trainer_forward(model)
+    with engine.installation, pytest.raises(RuntimeError, match=r"rollout_paged.*a forward of the trainer started"):
+        trainer_forward(model)
+    assert torch.equal(logits, trainer_forward(model))
+
+
+def test_installing_nests_and_restores_once() -> None:
+    model = oddly_set()
+    engine = make_engine(model)
+    before = state_of(model)
+    with engine.installation:
+        with engine.installation:
+            pass
+        assert model.config._attn_implementation == "rollout_paged"
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+    assert state_of(model) == before
+
+
+def test_a_trainer_that_freezes_or_thaws_between_two_steps_is_followed() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    engine.add_request(PROMPTS[0], greedily(6))
+    steps(engine, 2)
+    model.eval()
+    model.set_attn_implementation("eager")
+    steps(engine, 1)
+    assert not model.training
+    assert model.config._attn_implementation == "eager"
+    (request,) = finish(engine).values()
+    assert_greedy(model, request)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["around the call", "around the model's forward"])
+def test_generating_under_the_trainers_autocast_is_as_near_as_bfloat16_is(name: str, wrapped: bool) -> None:
+    model = make_model(name)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    if wrapped:
+        model.forward = autocast(model.forward)
+        engine = make_engine(model, verify_model=True)
+        requests = engine.generate(PROMPTS, greedily(6))
+    else:
+        engine = make_engine(model)
+        with autocast:
+            requests = engine.generate(PROMPTS, greedily(6))
+    with autocast:
+        for request in requests:
+            assert request.error is None
+            assert logprob_error(model, request) < 0.5
+    if not wrapped:
+        (request,) = engine.generate([token_ids(8, 50)], greedily(6))
+        assert_greedy(model, request)
