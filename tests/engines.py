@@ -117,4 +117,5 @@ def assert_greedy(model: PreTrainedModel | str, request: DynamicInferenceRequest
     assert request.error is None
     assert len(request.generated_tokens) == request.sampling_params.max_tokens
     assert request.generated_tokens == expected(model, request.prompt_tokens, len(request.generated_tokens))
-    assert logprob_error(model, request) <= tolerance
+    error = logprob_error(model, request)
+    assert error <= tolerance, f"log-probs differ by {error:.3g}"

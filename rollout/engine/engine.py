@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -472,15 +473,26 @@ class DynamicInferenceEngine:
         record, request = sample.record, sample.request
         if (counter := _COUNTED.get(request.finish_reason)) is not None:
             self.counters[counter] += 1
-        if sample.text is not None:
-            record.completion_text = sample.text.text()
-        else:
-            record.completion_text = self.controller.detokenize(request.completion_tokens)
+        record.completion_text = self._text(sample)
         record.latency = self._clock() - record[0].arrival_time
         self._ended.append(record)
         self._live[record.request_id].discard(record.sample_index)
         if not self._live[record.request_id]:
             del self._live[record.request_id]
+
+    def _text(self, sample: Sample) -> str | None:
+        if sample.text is not None:
+            return str(sample.text.text())
+        request = sample.request
+        try:
+            return self.controller.detokenize(request.completion_tokens)
+        except Exception as exc:  # noqa: BLE001 - a tokenizer that cannot read a token harms this request's text alone
+            warnings.warn(
+                f"request {request.request_id} sample {sample.record.sample_index} has tokens and no text: the tokenizer "
+                f"raised {type(exc).__name__}: {exc}",
+                stacklevel=2,
+            )
+            return None
 
     def _staleness(self, sample: Sample) -> int:
         request = sample.request

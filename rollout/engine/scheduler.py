@@ -299,7 +299,11 @@ class Scheduler:
             )
         if sequence.text is not None:
             may_stop = bool(self.table.length[sequence.slot] > self.table.min_length[sequence.slot])
-            sequence.stop_string = sequence.text.push(token, may_stop=may_stop)
+            try:
+                sequence.stop_string = sequence.text.push(token, may_stop=may_stop)
+            except Exception as exc:  # noqa: BLE001 - a tokenizer that cannot read a token harms this request alone
+                sequence.request.error = f"{type(exc).__name__}: {exc}"
+                return FinishReason.ERROR
             if sequence.stop_string is not None:
                 sequence.request.stop_reason = sequence.stop_string
                 return FinishReason.STOP

@@ -46,6 +46,32 @@ def test_greedy_tokens_and_logprobs_are_the_trainers_for_every_architecture(name
         assert_greedy(name, request)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_a_compiler_plain_torch_decodes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engine.model_runner.cpu_decode.load", lambda: None)
+    for request in serve(make_engine(name), RAGGED, 12):
+        assert_greedy(name, request)
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_prefix_caching": False}, {"prefix_caching_eviction_policy": "ref_zero"}],
+    ids=["off", "ref_zero"],
+)
+@pytest.mark.parametrize("blocks", [16, 64])
+def test_other_ways_to_keep_prefixes_change_nothing(name: str, options: dict[str, Any], blocks: int) -> None:
+    engine = make_engine(name, kv_cache_blocks=blocks, **options)
+    prefix = token_ids(9, 4)
+    for _ in range(2):
+        for request in serve(engine, [prefix + token_ids(length, length) for length in (1, 4, 6)], 8):
+            assert_greedy(name, request)
+        engine.add_request(prefix, at_random(6, n=3))
+        pass_suspended(engine, "offload")
+        assert max(logprob_error(name, request) for request in finish(engine).values()) <= 1e-5
+    assert engine.stats()["kv_blocks_cached"] == 0
+
+
 @both
 @pytest.mark.parametrize(("budget", "requests"), [(1, 1), (2, 2), (3, 2), (5, 4), (7, 4), (11, 8)])
 def test_chunked_prefill_changes_nothing(name: str, budget: int, requests: int) -> None:

@@ -197,6 +197,14 @@ def test_prompt_logprobs_can_be_had_without_a_completion(name: str) -> None:
         assert np.allclose(request.prompt_log_probs, reference, atol=1e-5)
 
 
+def test_more_top_logprobs_than_there_are_tokens_are_all_there_are() -> None:
+    engine = make_engine("qwen3")
+    (request,) = engine.generate([token_ids(4)], greedily(3, logprobs=VOCAB + 5, prompt_logprobs=VOCAB + 5))
+    assert [len(row) for row in request.generated_top_n_logprobs] == [VOCAB] * 3
+    assert request.prompt_top_n_logprobs is not None
+    assert [len(row) for row in request.prompt_top_n_logprobs] == [VOCAB] * 3
+
+
 @both
 def test_logprobs_are_of_the_distribution_sampled_from_or_raw_if_asked(name: str) -> None:
     prompt = token_ids(6, 6)
@@ -291,6 +299,8 @@ def test_a_budget_of_no_tokens_computes_the_prompt_and_ends() -> None:
     assert request.finish_reason is FinishReason.LENGTH
     assert request.succeeded()
     assert engine.stats()["prefill_tokens_computed"] == 9
+    samples = engine.generate([prompt], SamplingParams(max_tokens=0, n=3))
+    assert [sample.generated_tokens for sample in samples] == [[], [], []]
     (again,) = engine.generate([prompt], greedily(3))
     assert again.num_cached_tokens == 8
     assert_greedy("qwen3", again)
@@ -347,6 +357,43 @@ def test_text_prompts_chats_and_texts_back() -> None:
     for request in (texts, chats, arrays, tensors):
         assert_greedy("qwen3", request)
         assert request.generated_text == text_of(request.generated_tokens)
+
+
+class Illiterate:
+    """A tokenizer that cannot read some ids of the model's vocabulary, as sentencepiece cannot those that are padding."""
+
+    def __init__(self, unreadable: int) -> None:
+        self._inner, self._unreadable = make_tokenizer(), unreadable
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        if self._unreadable in ids:
+            raise IndexError("piece id is out of range")
+        return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        return self._inner.convert_ids_to_tokens(token)
+
+
+@pytest.mark.parametrize("stop", [[], ["never"]])
+def test_a_token_that_the_tokenizer_cannot_read_harms_one_request_alone(stop: list[str]) -> None:
+    prompt, other = token_ids(6, 8), token_ids(6, 9)
+    tokens = expected("qwen3", prompt, 8)
+    unreadable = next(token for token in tokens if token not in expected("qwen3", other, 8))
+    engine = make_engine("qwen3", Illiterate(unreadable))
+    engine.add_request(prompt, greedily(8, stop=stop))
+    engine.add_request(other, greedily(8, stop=stop))
+    if stop:
+        done = finish(engine)
+        assert done[0, 0].finish_reason is FinishReason.ERROR
+        assert done[0, 0].error == "IndexError: piece id is out of range"
+        assert done[0, 0].generated_tokens == tokens[: tokens.index(unreadable) + 1]
+    else:
+        with pytest.warns(UserWarning, match="request 0 sample 0 has tokens and no text.*IndexError: piece id"):
+            done = finish(engine)
+        assert done[0, 0].generated_tokens == tokens
+        assert done[0, 0].generated_text is None
+    assert_greedy("qwen3", done[1, 0])
+    assert done[1, 0].generated_text == text_of(done[1, 0].generated_tokens)
 
 
 # --- penalties and biases against Hugging Face's processors -----------------------------------------------------------
@@ -726,6 +773,13 @@ def test_nan_of_one_request_harms_neither_its_neighbours_nor_who_gets_its_blocks
         assert request.generated_tokens == expected(model, prompt, 3)
 
 
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the decode kernel, which never looks behind the end of a sequence."""
+    monkeypatch.setattr("rollout.engine.model_runner.cpu_decode.load", lambda: None)
+
+
+@pytest.mark.usefixtures("plain_torch")
 def test_nan_written_by_a_step_that_then_raises_harms_nobody_later() -> None:
     model = make_model("qwen3")
     engine = make_engine(model, kv_cache_blocks=8)
@@ -738,6 +792,7 @@ def test_nan_written_by_a_step_that_then_raises_harms_nobody_later() -> None:
     assert_greedy(model, engine.generate([token_ids(6, 4)], greedily(5))[0])
 
 
+@pytest.mark.usefixtures("plain_torch")
 def test_nan_of_an_aborted_prefill_harms_nobody_later() -> None:
     model = with_a_bad_token()
     engine = make_engine(model, kv_cache_blocks=8, max_tokens_per_step=8)

@@ -223,16 +223,20 @@ def test_a_trainer_that_freezes_or_thaws_between_two_steps_is_followed() -> None
 @pytest.mark.parametrize("wrapped", [False, True], ids=["around the call", "around the model's forward"])
 def test_generating_under_the_trainers_autocast_is_as_near_as_bfloat16_is(name: str, wrapped: bool) -> None:
     model = make_model(name)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def autocast() -> torch.autocast:
+        # A new one each time: an instance entered inside itself never ends.
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
     if wrapped:
-        model.forward = autocast(model.forward)
+        model.forward = autocast()(model.forward)
         engine = make_engine(model, verify_model=True)
         requests = engine.generate(PROMPTS, greedily(6))
     else:
         engine = make_engine(model)
-        with autocast:
+        with autocast():
             requests = engine.generate(PROMPTS, greedily(6))
-    with autocast:
+    with autocast():
         for request in requests:
             assert request.error is None
             assert logprob_error(model, request) < 0.5

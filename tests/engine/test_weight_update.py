@@ -120,6 +120,28 @@ def test_a_running_request_with_old_kv_lends_none_of_it_to_a_new_one(name: str) 
 
 
 @both
+@pytest.mark.parametrize("mode", [None, "persist", "offload"])
+@pytest.mark.parametrize("chunk", [3, 10], ids=["less than a block", "some blocks"])
+def test_a_prompt_half_computed_before_an_update_lends_nothing_either(name: str, mode: str | None, chunk: int) -> None:
+    model = make_model(name)
+    engine = make_engine(model, max_tokens_per_step=chunk, max_requests=3)
+    prompt = token_ids(26, 2)
+    engine.add_request(prompt, greedily(4))
+    steps(engine, 1)
+    if mode is not None:
+        pass_suspended(engine, mode)
+    update(engine)
+    engine.add_request(prompt, greedily(8))
+    ended = steps(engine, 12)
+    engine.add_request([*prompt, 5], greedily(8))
+    done = finish(engine, ended)
+    assert done[0, 0].kv_versions.tolist() == [0] * chunk + [1] * (30 - chunk)
+    assert done[0, 0].policy_versions.tolist() == [0] * 26 + [1] * 4
+    assert_greedy(model, done[1, 0])
+    assert_greedy(model, done[2, 0])
+
+
+@both
 def test_a_request_evicted_before_an_update_comes_back_under_the_new_weights(name: str) -> None:
     model = make_model(name)
     engine = make_engine(model, kv_cache_blocks=9, max_requests=3)

@@ -1,0 +1,207 @@
+"""What the engine cannot honour it refuses when it is built, naming the layer and what the layer asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from rollout.config import InferenceConfig
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import UnsupportedModelError
+from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
+from tests.models import SMALL, VOCAB, make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+DENSE = TINY | {"intermediate_size": 64}
+
+
+def build(model: nn.Module, **options: Any) -> DynamicInferenceEngine:
+    return DynamicInferenceEngine(model, None, InferenceConfig(kv_cache_blocks=32, block_size_tokens=4, **options))
+
+
+def longrope() -> hf.PreTrainedModel:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 6, "short_factor": [1.0] * 6,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    return hf.Phi3ForCausalLM(
+        hf.Phi3Config(**DENSE, pad_token_id=0, max_position_embeddings=512, original_max_position_embeddings=64,
+                      rope_parameters=rope)
+    )  # fmt: skip
+
+
+def dynamic_rope() -> hf.PreTrainedModel:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**DENSE, max_position_embeddings=64, rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hf.FalconForCausalLM(hf.FalconConfig(**TINY)), r"transformer\.h\.0\.self_attention.*attention interface"),
+        (lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=4)),
+         "Bloom.*0 of 2 layers go through transformers' attention interface"),
+        (lambda: hf.GPTJForCausalLM(hf.GPTJConfig(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, rotary_dim=12)),
+         "GPTJ.*0 of 2 layers"),
+        (lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=VOCAB, d_model=48, n_layers=2, n_heads=4)),
+         "Mpt.*'transformer' does not run"),
+        (lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2)), "Mamba"),
+        (lambda: hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(
+            **DENSE, num_key_value_heads=2, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32,
+            shared_expert_intermediate_size=32)), "layer 0 is 'linear_attention'"),
+        (lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(
+            **DENSE, num_key_value_heads=2, layer_types=["full_attention", "conv"])), "layer 1 is 'conv'"),
+        (lambda: hf.GptOssForCausalLM(hf.GptOssConfig(
+            **DENSE, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
+         r"'model\.layers\.0\.self_attn' passes s_aux=a tensor of shape \(4,\)"),
+        (lambda: hf.DogeForCausalLM(hf.DogeConfig(**DENSE, num_key_value_heads=2)),
+         r"'model\.layers\.0\.self_attn' passes attention_mask=a tensor"),
+        (lambda: hf.T5ForConditionalGeneration(hf.T5Config(
+            vocab_size=VOCAB, d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4)), "encoder-decoder"),
+        (lambda: hf.BertLMHeadModel(hf.BertConfig(**DENSE)),
+         r"'bert\.encoder\.layer\.0\.attention\.self' is bidirectional"),
+        (longrope, r"'longrope'.*passes 64 tokens.*max_sequence_length=512.*max_sequence_length <= 64"),
+        (lambda: hf.Qwen3Model(hf.Qwen3Config(**SMALL, head_dim=16)), "Qwen3Model gives no logits"),
+        (lambda: hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**SMALL, head_dim=16)), r"logits of shape \(1, 2\)"),
+        (lambda: nn.Linear(2, 2), "Linear is no Hugging Face PreTrainedModel.*pass the model itself"),
+        (lambda: nn.Sequential(make_model("qwen3")), "Sequential is no Hugging Face PreTrainedModel"),
+    ],
+    ids=["falcon", "bloom", "gpt-j", "mpt", "mamba", "qwen3-next", "lfm2", "gpt-oss", "doge", "t5", "bert", "longrope",
+         "no head", "classifier", "plain module", "wrapper"],
+)  # fmt: skip
+def test_a_model_that_cannot_be_served_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        # What is refused is refused by looking, before any number is compared.
+        build(make(), verify_model=False)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1, 4, 4, 4), 0.5, "alibi"])
+def test_an_argument_of_one_layer_that_nobody_knows_is_refused_with_its_name_and_its_layers(value: Any) -> None:
+    model = make_model("qwen3")
+    model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"position_bias": value}), with_kwargs=True
+    )
+    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.1\.self_attn' passes position_bias="):
+        build(model)
+
+
+def test_a_layer_that_runs_twice_is_refused() -> None:
+    model = make_model("qwen3")
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.0\.self_attn' runs twice"):
+        build(model)
+
+
+def test_a_layer_made_bidirectional_is_refused() -> None:
+    model = make_model("qwen3")
+    model.model.layers[2].self_attn.is_causal = False
+    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.2\.self_attn' is bidirectional"):
+        build(model)
+
+
+class Shifted(nn.Module):
+    """A feed-forward layer that also looks at the token before: state that no attention layer tells of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        out: torch.Tensor = self.inner(hidden + 0.5 * before)
+        return out
+
+
+def test_hidden_state_between_positions_is_found_by_comparing_numbers() -> None:
+    model = make_model("qwen3")
+    model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
+    with pytest.raises(
+        UnsupportedModelError, match=r"12 tokens in two chunks.*keeps state that the engine does not see"
+    ):
+        build(model)
+    build(model, verify_model=False)
+
+
+def test_positions_beyond_a_table_of_them_are_refused_and_not_met_in_a_step() -> None:
+    model = make_model("gpt2")
+    with pytest.raises(UnsupportedModelError, match=r"max_position_embeddings=512 .*max_sequence_length <= 512"):
+        build(model, max_sequence_length=513)
+    assert build(model, max_sequence_length=512).max_sequence_length == 512
+    assert build(make_model("qwen3"), max_sequence_length=1024).max_sequence_length == 1024
+
+
+@pytest.mark.parametrize("make", [longrope, dynamic_rope])
+def test_rotary_variants_that_grow_are_served_up_to_where_they_grow(make: Callable[[], hf.PreTrainedModel]) -> None:
+    model = make().train()
+    with pytest.raises(UnsupportedModelError, match="max_sequence_length <= 64"):
+        build(model, max_sequence_length=65)
+    engine = make_engine(model, max_sequence_length=64, verify_model=True)
+    engine.add_request(token_ids(40), greedily(24))
+    (request,) = finish(engine).values()
+    assert_greedy(model, request)
+
+
+def mla() -> hf.PreTrainedModel:
+    return hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
+            **DENSE, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12,
+            n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+            first_k_dense_replace=1,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        mla,
+        lambda: hf.Cohere2ForCausalLM(hf.Cohere2Config(**DENSE, num_key_value_heads=2, sliding_window=8)),
+        lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**DENSE)),
+        lambda: hf.OPTForCausalLM(
+            hf.OPTConfig(**TINY, ffn_dim=64, max_position_embeddings=128, word_embed_proj_dim=48)
+        ),
+        lambda: hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, scale_attn_by_inverse_layer_idx=True)
+        ),
+        lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**DENSE, num_key_value_heads=1, pad_token_id=0, sliding_window=8)),
+    ],
+    ids=["values narrower than keys", "layers without positions", "gpt-neox", "opt", "a scale per layer", "one kv head"],
+)  # fmt: skip
+def test_other_shapes_of_attention_are_served_exactly(make: Callable[[], hf.PreTrainedModel]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    engine = make_engine(model.train(), max_tokens_per_step=13, max_sequence_length=64, verify_model=True)
+    for length in (1, 3, 9, 17, 26):
+        engine.add_request(token_ids(length, length), greedily(8))
+    for request in finish(engine).values():
+        assert_greedy(model, request)
+
+
+def test_the_pool_is_sized_by_blocks_or_by_memory() -> None:
+    model = make_model("qwen3")
+    block = make_engine(model).cache.block_bytes
+    assert block == 4 * 3 * 2 * 2 * 16 * 4
+    engine = DynamicInferenceEngine(
+        model, None, InferenceConfig(block_size_tokens=4, kv_cache_memory_gb=10 * block / 2**30, max_requests=2)
+    )
+    assert engine.cache.num_blocks == 10
+    engine = DynamicInferenceEngine(model, None, InferenceConfig(block_size_tokens=4, max_requests=2))
+    assert engine.cache.num_blocks == 2 * 512 / 4, "never more than its requests can use"
+    with pytest.raises(ValueError, match=r"does not hold one block.*raise kv_cache_memory_gb"):
+        DynamicInferenceEngine(model, None, InferenceConfig(block_size_tokens=4, kv_cache_memory_gb=1e-9))
+
+
+def test_a_model_of_one_position_at_a_time_is_served() -> None:
+    engine = make_engine("qwen3", max_sequence_length=2, verify_model=True)
+    (request,) = engine.generate([[5]], greedily(1))
+    assert len(request.generated_tokens) == 1
+    assert logprob_error("qwen3", request) <= 1e-5
