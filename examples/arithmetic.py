@@ -1,10 +1,8 @@
 """Arithmetic with its working shown: problems whose answers a program checks.
 
     47+38=   7+8=15 4+3+1=8 85      a sum, column by column from the right
-    50%7=    43 36 29 22 15 8 1     a remainder, by repeated subtraction
 
-The last word is the answer, and only the answer is marked. Sums are all about as long; remainders have a long tail: a
-few take fifty subtractions, most take three. Knows problems and marks, nothing of models.
+The last word is the answer, and only the answer is marked. Knows problems and marks, nothing of models.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ALPHABET = "0123456789+=% "
+ALPHABET = "0123456789+= "
 """Every character of a problem and of its solution."""
 
 
@@ -65,9 +63,17 @@ def sums() -> list[Problem]:
     return [Problem(f"{a}+{b}=", _by_columns(a, b)) for a in range(100) for b in range(100)]
 
 
-def remainders() -> list[Problem]:
-    """All 1,620 remainders of a two-digit number by one from 2 to 19."""
-    return [Problem(f"{a}%{b}=", _by_subtraction(a, b)) for a in range(10, 100) for b in range(2, 20)]
+def long_tailed_sums(count: int = 10_000, seed: int = 0) -> list[Problem]:
+    """`count` sums whose numbers have one to eight digits: most have one or two, a few have many (log-normal)."""
+    source = random.Random(seed)
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        digits = min(8, max(1, round(source.lognormvariate(0.5, 0.6))))
+        a, b = (source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for _ in range(2))
+        problem = Problem(f"{a}+{b}=", _by_columns(a, b))
+        if digits > 1 or source.random() < 0.05:
+            found[problem.prompt] = problem
+    return list(found.values())
 
 
 def _by_columns(a: int, b: int) -> str:
@@ -77,10 +83,3 @@ def _by_columns(a: int, b: int) -> str:
         columns.append(f"{a % 10}+{b % 10}{'+1' * carry}={column}")
         a, b, carry = a // 10, b // 10, column // 10
     return " ".join([*columns, str(total)])
-
-
-def _by_subtraction(a: int, b: int) -> str:
-    left = [a]
-    while left[-1] >= b:
-        left.append(left[-1] - b)
-    return " ".join(str(number) for number in left[1:] or left)

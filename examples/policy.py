@@ -93,7 +93,7 @@ def warm_up(
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        running = 0.8 * min(running, 3.0) + 0.2 * float(loss)
+        running = 0.8 * min(running, 3.0) + 0.2 * loss.item()
     return step
 
 

@@ -170,7 +170,8 @@ class Admission:
             self._said_clamped = True
             warnings.warn(
                 f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
-                f"{self._max_sequence_length} leaves after a prompt of {length} tokens; said once, later ones are clamped too",
+                f"{self._max_sequence_length} leaves after a prompt of {length} tokens; said once, later ones are clamped "
+                "too",
                 stacklevel=5,
             )
         return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
