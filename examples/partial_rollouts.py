@@ -47,7 +47,7 @@ def train(
     attach(optimizer, rollout)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for step in range(1, options.steps + 1):
-        new = problems.sample(options.groups + options.extra * (step == 1))
+        new = problems.sample(options.groups + options.extra - rollout.groups_in_flight)
         batch = rollout.generate(
             [p.prompt for p in new], params, min_groups=options.groups, metadata=[p.answer for p in new]
         )

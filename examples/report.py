@@ -164,7 +164,7 @@ class Report:
         shades = mpl.colormaps["YlGnBu"](np.linspace(0.2, 0.75, shown))
         axes.stackplot(self._steps, bands, labels=labels, colors=shades, linewidth=0)
         mean = float((counts.sum(axis=0) * np.arange(oldest)).sum() / counts.sum())
-        axes.set(title=f"Staleness of the tokens trained on, in updates (mean {mean:.1f})", ylim=(0, 1))
+        axes.set(title=f"Staleness of trained tokens, in updates (mean {mean:.1f})", ylim=(0, 1))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
 
     @property
