@@ -1,8 +1,12 @@
 """Arithmetic with its working shown: problems whose answers a program checks.
 
-    47+38=   7+8=15 4+3+1=8 85      a sum, column by column from the right
+    47+38=    7+8=15 4+3+1=8 85      a sum, column by column from the right
+    12+7*3=   19:2 26:1 33:0         a sum of equal numbers, one by one, with how many are still to come
 
-The last word is the answer, and only the answer is marked. Knows problems and marks, nothing of models.
+The last word is the answer, and only the answer is marked. Solutions of the first kind are all about as long; those of
+the second have a long tail: half of them take three additions or fewer, a few take nineteen.
+
+Knows problems and marks, nothing of models.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ALPHABET = "0123456789+= "
+ALPHABET = "0123456789+*=: "
 """Every character of a problem and of its solution."""
 
 
@@ -29,7 +33,7 @@ class Problem:
 
 
 class Problems:
-    """Two lots of problems that have none in common, drawn from `problems` by `seed`.
+    """Two lots of problems that have none in common, dealt from `problems` by `seed`.
 
     Attributes:
         held_out: for measuring; at most a quarter of all.
@@ -63,17 +67,14 @@ def sums() -> list[Problem]:
     return [Problem(f"{a}+{b}=", _by_columns(a, b)) for a in range(100) for b in range(100)]
 
 
-def long_tailed_sums(count: int = 10_000, seed: int = 0) -> list[Problem]:
-    """`count` sums whose numbers have one to eight digits: most have one or two, a few have many (log-normal)."""
-    source = random.Random(seed)
-    found: dict[str, Problem] = {}
-    while len(found) < count:
-        digits = min(8, max(1, round(source.lognormvariate(0.5, 0.6))))
-        a, b = (source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for _ in range(2))
-        problem = Problem(f"{a}+{b}=", _by_columns(a, b))
-        if digits > 1 or source.random() < 0.05:
-            found[problem.prompt] = problem
-    return list(found.values())
+def repeated_sums(below: int = 40) -> list[Problem]:
+    """All `start+step*times=` with a step from 2 to 9 and a result under `below`; 1,306 for 40."""
+    return [
+        Problem(f"{start}+{step}*{times}=", _one_by_one(start, step, times))
+        for step in range(2, 10)
+        for times in range(1, below)
+        for start in range(below - step * times)
+    ]
 
 
 def _by_columns(a: int, b: int) -> str:
@@ -83,3 +84,7 @@ def _by_columns(a: int, b: int) -> str:
         columns.append(f"{a % 10}+{b % 10}{'+1' * carry}={column}")
         a, b, carry = a // 10, b // 10, column // 10
     return " ".join([*columns, str(total)])
+
+
+def _one_by_one(start: int, step: int, times: int) -> str:
+    return " ".join(f"{start + step * done}:{times - done}" for done in range(1, times + 1))

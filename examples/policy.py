@@ -1,14 +1,11 @@
-"""The policy: a small Qwen3 model and its character tokenizer, made on the spot, and the lessons before GRPO.
-
-Knows models and solved problems, nothing of rollouts but the tensors of a batch.
-"""
+"""The policy: a small Qwen3 model and its character tokenizer, made on the spot, the lessons before GRPO, the exam."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from arithmetic import ALPHABET, Problem, Problems
+from arithmetic import ALPHABET, Problem, Problems, reward
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -21,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollout import RolloutBatch
+from rollout import RolloutBatch, RolloutManager, SamplingParams
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 
@@ -117,3 +114,13 @@ def token_logprobs(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     chosen = logits.gather(2, batch.input_ids[:, 1:, None]).squeeze(2) - logits.logsumexp(2)
     return pad(chosen, (1, 0))
+
+
+def exact_match(
+    rollout: RolloutManager, problems: Sequence[Problem], *, max_tokens: int, greedy: bool = False
+) -> float:
+    """Share of the problems solved by one completion each. The interval of the metrics begins anew afterwards."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0 if greedy else 1.0)
+    batch = rollout.generate([problem.prompt for problem in problems], params, progress=False)
+    rollout.metrics()
+    return sum(map(reward, batch.texts, (problem.answer for problem in problems))) / len(problems)

@@ -6,13 +6,13 @@ Knows numbers by name, nothing of models. Times, lengths and speeds are the roll
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from arithmetic import Problem, reward
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -36,6 +36,20 @@ STYLE = {
 BAR = " ▏▎▍▌▋▊▉█"
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step of training came to."""
+
+    reward: float
+    """Mean of the batch."""
+
+    loss: float
+    """Of the last update of the step."""
+
+    staleness: Tensor
+    """int [tokens]: of every token trained on, the weight updates between its sampling and its use."""
+
+
 class Report:
     """The rows of one run.
 
@@ -57,33 +71,18 @@ class Report:
         """Print one line."""
         self._console.print(line, markup=False)
 
-    def samples(self, problems: Sequence[Problem], texts: Sequence[str | None], count: int = 4) -> None:
-        """Print the first few completions, right or wrong."""
-        for problem, text in list(zip(problems, texts, strict=True))[:count]:
-            right = reward(text, problem.answer)
-            verdict = Text("  ✓ " if right else "  ✗ ", style="green" if right else "red")
-            self._console.print(verdict + Text(f"{problem.prompt} {text}", style="default"))
-
-    def row(
-        self,
-        step: int,
-        train: float,
-        held_out: float | None,
-        metrics: Mapping[str, float],
-        staleness: Tensor,
-    ) -> None:
+    def row(self, number: int, step: Step, held_out: float | None, metrics: Mapping[str, float]) -> None:
         """Take in one step; it is printed if its held-out reward was measured.
 
         Args:
-            step: from 1.
-            train: mean reward of the batch.
+            number: of the step, from 1.
+            step: what it trained on.
             held_out: mean reward on the held-out problems; None where it was not measured.
             metrics: `rollout.metrics()` of the step.
-            staleness: int [tokens], the weight updates between the sampling of a token and its use in a loss.
         """
-        ages = staleness.bincount().cpu()
+        ages = step.staleness.bincount().cpu().tolist()
         self.rows.append(
-            {"step": step, "train": train, "held_out": held_out, "metrics": dict(metrics), "ages": ages.tolist()}
+            {"step": number, "train": step.reward, "held_out": held_out, "metrics": dict(metrics), "ages": ages}
         )
         if held_out is None:
             return
@@ -92,8 +91,8 @@ class Report:
             self._header_is_due = False
         seconds = {phase: metrics[f"rollout/{phase}_s"] for phase in PHASES}
         cells = (
-            str(step), f"{train:.2f}", " " + _bar(train, 10), f"{held_out:.2f}",
-            f"{metrics['rollout/completion_length_mean']:.1f}", f"{float(staleness.float().mean()):.1f}",
+            str(number), f"{step.reward:.2f}", " " + _bar(step.reward, 10), f"{held_out:.2f}",
+            f"{metrics['rollout/completion_length_mean']:.1f}", f"{step.staleness.float().mean():.1f}",
             f"{metrics['rollout/logprob_diff_mean']:.0e}".replace("e-0", "e-"),
             f"{metrics.get('rollout/tokens_per_second', 0):,.0f}",
             f"{seconds['generate'] / sum(seconds.values()):.0%}", f"{seconds['train'] / sum(seconds.values()):.0%}",

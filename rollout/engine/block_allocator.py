@@ -261,16 +261,15 @@ class BlockAllocator:
             return None
         mapping = np.full(self.num_blocks, NO_BLOCK, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
-        old = (self.ref_count, self.registered, self._hash, self._block_version, self._tokens, self._parent)
+        names = ("ref_count", "registered", "_hash", "_block_version", "_tokens")
+        kept_rows = {name: getattr(self, name)[live] for name in names}
+        parents = self._parent[live]
         tables = (self._current, self._outdated)
         queues = (self._lru, self._lru_outdated)
         self._reset(num_blocks)
         kept = len(live)
-        for new, before in zip(
-            (self.ref_count, self.registered, self._hash, self._block_version, self._tokens), old[:5], strict=True
-        ):
-            new[:kept] = before[live]
-        parents = old[5][live]
+        for name, rows in kept_rows.items():
+            getattr(self, name)[:kept] = rows
         self._parent[:kept] = np.where(parents == NO_BLOCK, NO_BLOCK, mapping[parents])
         self._free = list(range(num_blocks - 1, kept - 1, -1))
         self._current, self._outdated = ({key: int(mapping[block]) for key, block in t.items()} for t in tables)
