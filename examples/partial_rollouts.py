@@ -66,6 +66,7 @@ def partial_rollouts(
             optimizer.step()
         schedule.step()
         yield Step(rewards.mean().item(), loss.item(), batch.policy_staleness[batch.response_mask])
+    rollout.generate([], min_groups=rollout.groups_in_flight)
 
 
 def parse_options() -> argparse.Namespace:
@@ -73,12 +74,12 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=150, help="of training")
-    parser.add_argument("--groups", type=int, default=24, help=f"complete groups to wait for, {GROUP} samples each")
-    parser.add_argument("--in-flight", type=int, default=48, help="groups in flight when a step begins to generate")
+    parser.add_argument("--groups", type=int, default=48, help=f"complete groups to wait for, {GROUP} samples each")
+    parser.add_argument("--in-flight", type=int, default=80, help="groups in flight when a step begins to generate")
     parser.add_argument("--kv-mode", choices=[m.value for m in KVCacheManagementMode], default="offload",
                         help="what becomes of the unfinished groups' KV cache during an update")  # fmt: skip
-    parser.add_argument("--lr", type=float, default=4e-4, help="highest learning rate")
-    parser.add_argument("--warm-up", type=float, default=0.35, help="loss that ends the supervised steps before")
+    parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate")
+    parser.add_argument("--warm-up", type=float, default=0.25, help="loss that ends the supervised steps before")
     parser.add_argument("--every", type=int, default=10, help="steps between two looks at the held-out problems")
     parser.add_argument("--out", type=Path, default=Path("runs/partial_rollouts"),
                         help="folder of the picture and of wandb's files")  # fmt: skip

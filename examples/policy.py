@@ -108,12 +108,25 @@ def trapezoid(optimizer: Optimizer, steps: int, *, rise: int, fall: float) -> La
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise, (steps - step) / (fall * steps)))
 
 
-def token_logprobs(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
-    """float32 [N, T]: the model's log-prob of every token of the batch, aligned like `batch.logprobs`."""
-    inputs = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")}
-    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    chosen = logits.gather(2, batch.input_ids[:, 1:, None]).squeeze(2) - logits.logsumexp(2)
-    return pad(chosen, (1, 0))
+def token_logprobs(model: PreTrainedModel, batch: RolloutBatch, *, rows: int = 64) -> Tensor:
+    """float32 [N, T]: the model's log-prob of every token of the batch, aligned like `batch.logprobs`; 0 on padding.
+
+    Samples of similar length go through the model together, `rows` at a time and without the padding they share.
+    """
+    lengths, width = batch.attention_mask.sum(1), batch.input_ids.shape[1]
+    order = lengths.argsort()
+    return torch.cat(
+        [pad(_logprobs(model, batch, some), (1, width - int(lengths[some].max()))) for some in order.split(rows)]
+    )[order.argsort()]
+
+
+def _logprobs(model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
+    longest = int(batch.attention_mask[rows].sum(1).max())
+    ids, mask, positions = (
+        tensor[rows, :longest] for tensor in (batch.input_ids, batch.attention_mask, batch.position_ids)
+    )
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, :-1].float()
+    return (logits.gather(2, ids[:, 1:, None]).squeeze(2) - logits.logsumexp(2)) * mask[:, 1:]
 
 
 def exact_match(

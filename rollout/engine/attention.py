@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from rollout.engine.kernels.cpu_decode import PagedDecode
 from rollout.engine.kernels.torch_paged import Tile, Workspace, paged_attention
 from rollout.engine.kv_cache import KVCache
+from rollout.interrupts import interrupt_deferred
 
 IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
@@ -141,6 +142,23 @@ class Installation:
         if self._depth:
             self._depth += 1
             return
+        try:
+            with interrupt_deferred():
+                self._install()
+        except BaseException:
+            self._restore.close()
+            raise
+        self._depth = 1
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with interrupt_deferred():
+            self._depth -= 1
+            if not self._depth:
+                self._restore.close()
+
+    def _install(self) -> None:
         with ExitStack() as stack:
             for config in _configs(self._model):
                 stack.callback(setattr, config, _IMPLEMENTATION_FIELD, config._attn_implementation)
@@ -150,14 +168,6 @@ class Installation:
             _set_training(training, False)
             stack.enter_context(torch.no_grad())
             self._restore = stack.pop_all()
-        self._depth = 1
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._restore.close()
 
 
 _IMPLEMENTATION_FIELD = "_attn_implementation_internal"
