@@ -9,7 +9,6 @@ Promises:
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from rollout.engine.admission import Admission
 from rollout.engine.attention import Installation
 from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_size
 from rollout.engine.controller import Prompt, TextGenerationController
+from rollout.engine.fair_lock import FairLock
 from rollout.engine.kv_cache import Allocate, KVCache, zeros
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.model_runner import ModelRunner
@@ -82,7 +82,7 @@ class DynamicInferenceEngine:
         self.model = model
         self.config = config or InferenceConfig()
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._lifecycle = Lifecycle(self._lock)
         layout = inspect_model(model)
         self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or 2048

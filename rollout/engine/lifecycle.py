@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from rollout.engine.fair_lock import FairLock
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
 from rollout.interrupts import interrupt_deferred
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
@@ -17,11 +18,12 @@ class Lifecycle:
         lock: also held by whoever steps the engine.
     """
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self, lock: FairLock) -> None:
         self.state = EngineState.RUNNING
         self.cause_of_death: BaseException | None = None
         self._lock = lock
-        self._changed = threading.Condition(lock)
+        # Not the engine's lock: whoever waits for a state must not queue behind the steps.
+        self._changed = threading.Condition()
 
     def signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
         """Act and move on; where the signal is harmless do nothing. If `act` raises, the state is as before.
@@ -87,6 +89,6 @@ class Lifecycle:
             raise EngineStateError(f"step() while {self.state.value}: call {cure} first")
 
     def _move(self, state: EngineState) -> None:
-        with self._lock:
+        with self._changed:
             self.state = state
             self._changed.notify_all()

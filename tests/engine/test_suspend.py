@@ -546,21 +546,26 @@ def test_wait_until_ends_at_its_deadline_and_refuses_a_state_that_does_not_last(
 
 
 def test_a_pause_from_another_thread_waits_for_the_step_and_no_longer() -> None:
-    engine = busy_engine(max_tokens=60)
+    """With a plain lock, the loop took it again before the waiting thread woke up, step after step."""
+    engine = busy_engine(max_tokens=400, kv_cache_blocks=440)
     failures: list[BaseException] = []
+    stepped = threading.Event()
 
     def run() -> None:
         try:
             while engine.has_unfinished:
                 engine.step()
+                stepped.set()
         except EngineStateError as exc:
             failures.append(exc)
 
     runner = threading.Thread(target=run)
     runner.start()
+    assert stepped.wait(20.0)
     engine.pause()
     runner.join(20.0)
     assert [str(failure) for failure in failures] == ["step() while paused: call unpause() first"]
+    assert engine.has_unfinished
     engine.context.scheduler.check()
     engine.unpause()
     finish_exact(engine, 4)
