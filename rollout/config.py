@@ -57,6 +57,9 @@ class InferenceConfig:
     track_generated_token_events: bool = False
     """Record one GENERATED_TOKEN event per token (costs Python time per token)."""
 
+    fused_forward: bool = True
+    """On a CPU, run a Llama-like decoder through one C++ forward over the module's own parameters; False: its own."""
+
     verify_model: bool = True
     """At construction, compare a few tokens through the paged path with the model's own forward."""
 
@@ -88,7 +91,7 @@ class InferenceConfig:
             "None or an integer of at least 0",
         )
         self._check("seed", _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
-        for name in ("enable_prefix_caching", "track_generated_token_events", "verify_model"):
+        for name in ("enable_prefix_caching", "track_generated_token_events", "fused_forward", "verify_model"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, self._member(name, kind))

@@ -48,6 +48,7 @@ FLOORS = {
     "rollout.engine.sampler": 2,
     "rollout.engine.weights": 2,
     "rollout.engine.model_support": 3,
+    "rollout.engine.fused_forward": 3,
     "rollout.engine.model_runner": 3,
     "rollout.engine.context": 3,
     "rollout.engine.controller": 3,
@@ -82,6 +83,7 @@ NEIGHBOURS = [
     {"rollout.engine.scratch", "rollout.engine.sampling_table"},
     {
         "rollout.engine.model_support",
+        "rollout.engine.fused_forward",
         "rollout.engine.model_runner",
         "rollout.engine.context",
         "rollout.engine.controller",

@@ -7,7 +7,6 @@ code is not running: `Installation` is a context manager that restores it whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rollout.engine.kernels.cpu_decode import PagedDecode
-from rollout.engine.kernels.torch_paged import Tile, Workspace, paged_attention
+from rollout.engine.kernels.torch_paged import PagedAttention
 from rollout.engine.kv_cache import KVCache
 from rollout.interrupts import interrupt_deferred
 
@@ -72,26 +70,17 @@ class PagedBatch:
     Args:
         cache: where K and V live.
         layer_of: index of each attention module's layer in the cache.
-        write_index: [P] int64, flat token slot (block * block_size + offset) of each of the step's positions.
-        tiles: cover the P positions.
-        decode: a kernel for decoding, where there is one.
+        slots: [P] int64, token slot (block * block_size + offset) of each of the step's positions.
+        attention: the kernel, for this step.
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        layer_of: dict[nn.Module, int],
-        write_index: Tensor,
-        tiles: Sequence[Tile],
-        workspace: Workspace,
-        decode: PagedDecode | None = None,
+        self, cache: KVCache, layer_of: dict[nn.Module, int], slots: Tensor, attention: PagedAttention
     ) -> None:
         self._cache = cache
         self._layer_of = layer_of
-        self._write_index = write_index
-        self._tiles = tiles
-        self._workspace = workspace
-        self._decode = decode
+        self._slots = slots
+        self._attention = attention
 
     def attend(
         self,
@@ -106,20 +95,17 @@ class PagedBatch:
         key_cache, value_cache = self._cache.layer(self._layer_of[module])
         keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         # A trainer under autocast computes K in another type than the one probed.
-        key_cache.flatten(0, 1).index_copy_(0, self._write_index, keys.to(key_cache.dtype))
-        value_cache.flatten(0, 1).index_copy_(0, self._write_index, values.to(value_cache.dtype))
-        out = paged_attention(
+        key_cache.flatten(0, 1).index_copy_(0, self._slots, keys.to(key_cache.dtype))
+        value_cache.flatten(0, 1).index_copy_(0, self._slots, values.to(value_cache.dtype))
+        out = self._attention(
             query[0].transpose(0, 1).contiguous(),
             keys,
             values,
             key_cache,
             value_cache,
-            self._tiles,
-            self._workspace,
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=arguments.get("sliding_window"),
             softcap=arguments.get("softcap"),
-            decode=self._decode,
         )
         return out[None]
 
@@ -137,6 +123,8 @@ class Installation:
         self._model = model
         self._depth = 0
         self._restore = ExitStack()
+        self.entries = 0
+        """How often the model came from the trainer's hands into ours."""
 
     def __enter__(self) -> None:
         if self._depth:
@@ -149,6 +137,7 @@ class Installation:
             self._restore.close()
             raise
         self._depth = 1
+        self.entries += 1
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None

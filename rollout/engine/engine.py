@@ -93,7 +93,10 @@ class DynamicInferenceEngine:
         )
         self.context = DynamicInferenceContext(self.config, self.cache, clock)
         self.controller = TextGenerationController(
-            model, tokenizer, layout, ModelRunner(model, layout, self.cache, self.context.scheduler.table)
+            model,
+            tokenizer,
+            layout,
+            ModelRunner(model, layout, self.cache, self.context.scheduler.table, fused=self.config.fused_forward),
         )
         self._order = 0
         self._next_request_id = 0

@@ -6,7 +6,6 @@ The positions of one step travel as one packed row [1, P]: decoding sequences fi
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,8 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.attention import BATCH_ARGUMENT, Installation, PagedBatch
-from rollout.engine.kernels import cpu_decode
-from rollout.engine.kernels.torch_paged import MAX_TILE_SCORES, Tile, Workspace
+from rollout.engine.fused_forward import FusedForward
+from rollout.engine.kernels import cpu_library
+from rollout.engine.kernels.cpu_attention import CpuPagedAttention
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.model_support import ModelLayout
 from rollout.engine.sampler import sample, token_logprobs
@@ -27,26 +29,18 @@ PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose full-vocabulary log-softmax is made at once: bounds the memory."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Packed:
-    """The positions of one step, in order."""
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    write_index: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    """[R + 1], where each row's positions begin."""
-
-
 class ModelRunner:
     """Runs steps on one model."""
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, table: SequenceTable) -> None:
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, cache: KVCache, table: SequenceTable, *, fused: bool = True
+    ) -> None:
         self.model = model
         self.layout = layout
         self.cache = cache
         self.table = table
-        self._decode = cpu_decode.load() if layout.device.type == "cpu" else None
+        self._library = cpu_library.load() if layout.device.type == "cpu" else None
+        self.fused = FusedForward(model, layout, cache, self._library) if fused and self._library else None
         self.installation = Installation(model)
         self.sampling = SamplingTable(layout.device)
         self.workspace = Workspace()
@@ -58,12 +52,12 @@ class ModelRunner:
         """
         if step.copies:
             self.cache.copy_blocks(step.copies)
-        packed = self._pack(step)
+        ids, packed = self._pack(step)
         rows, repeats = np.unique(step.sample_rows, return_inverse=True)
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[rows + 1] - 1
         spans = self._prompt_spans(step, packed, wanted)
-        logits = self._forward(packed, self._tiles(step, packed), np.concatenate([keep, *(span for _, span in spans)]))
+        logits = self._forward(ids, packed, np.concatenate([keep, *(span for _, span in spans)]))
         start = len(rows)
         for sequence, span in spans:
             self._take_prompt_logprobs(sequence, logits[start : start + len(span)], packed.positions[span])
@@ -81,84 +75,52 @@ class ModelRunner:
         blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
         logits = torch.empty(0)
         for start, end in ((0, cut), (cut, len(tokens))):
-            positions = np.arange(start, end)
-            tile = Tile(None, None, self._to_device(positions[None]), self._to_device(blocks), fresh=False)
-            packed = _Packed(np.asarray(tokens[start:end], np.int64), positions, positions, np.array([0, end - start]))
-            logits = self._forward(packed, [tile], np.array([end - start - 1]))[0]
+            rows = PagedRows(np.array([0, end - start]), np.arange(start, end), blocks[None], size)
+            logits = self._forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
         self.cache.zero_blocks(blocks.tolist())
-        return logits
+        return logits.clone()
 
     def release_workspace(self) -> None:
         """Give back buffers that the next step would allocate anyway."""
         self.workspace.clear()
+        if self.fused is not None:
+            self.fused.release()
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def _pack(self, step: ScheduledStep) -> _Packed:
+    def _pack(self, step: ScheduledStep) -> tuple[NDArray[np.int64], PagedRows]:
+        """Token ids [P] and where they stand."""
         table = self.table
         offsets = np.zeros(len(step.slots) + 1, np.int64)
         np.cumsum(step.counts, out=offsets[1:])
         rows = np.repeat(np.arange(len(step.slots)), step.counts)
         positions = np.arange(offsets[-1]) - offsets[rows] + step.starts[rows]
-        slots = step.slots[rows]
-        blocks = table.blocks[slots, positions // table.block_size]
-        write = blocks.astype(np.int64) * table.block_size + positions % table.block_size
-        return _Packed(table.tokens[slots, positions].astype(np.int64), positions, write, offsets)
+        width = -(-int((step.starts + step.counts).max()) // table.block_size)
+        tables = table.blocks[step.slots, :width].astype(np.int64)
+        ids = table.tokens[step.slots[rows], positions].astype(np.int64)
+        return ids, PagedRows(offsets, positions, tables, table.block_size)
 
-    def _tiles(self, step: ScheduledStep, packed: _Packed) -> list[Tile]:
-        decodes = step.num_decodes
-        tiles = [self._tile(step, packed, np.arange(decodes))] if decodes else []
-        chunks = np.arange(decodes, len(step.slots))
-        ends = step.starts + step.counts
-        # Like with like: padding is what a rectangle wastes.
-        chunks = chunks[np.lexsort((ends[chunks], step.counts[chunks]))[::-1]]
-        group: list[int] = []
-        for row in chunks.tolist():
-            if group and not _fits(step.counts, ends, group, row):
-                tiles.append(self._tile(step, packed, np.asarray(group)))
-                group = []
-            group.append(row)
-        if group:
-            tiles.append(self._tile(step, packed, np.asarray(group)))
-        return tiles
-
-    def _tile(self, step: ScheduledStep, packed: _Packed, rows: NDArray[np.int64]) -> Tile:
-        table = self.table
-        counts, starts = step.counts[rows], step.starts[rows]
-        batch, length = len(rows), int(counts.max())
-        steps = np.arange(length)
-        inside = steps < counts[:, None]
-        positions = np.where(inside, starts[:, None] + steps, 0)
-        index = np.where(inside, packed.offsets[rows][:, None] + steps, 0).reshape(-1)
-        used = -(-int((starts + counts).max()) // table.block_size)
-        slots = step.slots[rows]
-        # Padding reads a block of the row's own: another's may hold NaN, and a masked NaN is NaN still.
-        held = np.arange(used) < table.num_blocks[slots][:, None]
-        blocks = np.where(held, table.blocks[slots, :used], table.blocks[slots, :1]).reshape(-1).astype(np.int64)
-        leading = bool((rows == np.arange(batch)).all() and inside.all())
-        return Tile(
-            query_index=None if leading else self._to_device(index),
-            valid=None if inside.all() else self._to_device(np.flatnonzero(inside.reshape(-1))),
-            positions=self._to_device(positions),
-            blocks=self._to_device(blocks),
-            fresh=batch == 1 and int(starts[0]) == 0,
-        )
-
-    def _forward(self, packed: _Packed, tiles: list[Tile], keep: NDArray[np.int64]) -> Tensor:
-        """Logits [len(keep), V] at packed positions `keep`."""
-        batch = PagedBatch(
-            self.cache, self.layout.layer_of, self._to_device(packed.write_index), tiles, self.workspace, self._decode
-        )  # fmt: skip
+    def _forward(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+        """Logits [len(keep), V] at packed positions `keep`, valid until the next call."""
         with self.installation:
+            if self.fused is not None and self.fused.ready(self.installation.entries):
+                return self.fused.run(ids, rows, keep)
+            batch = PagedBatch(
+                self.cache, self.layout.layer_of, self._to_device(rows.slots), self._attention(rows)
+            )  # fmt: skip
             output = self.model(
-                input_ids=self._to_device(packed.ids)[None],
-                position_ids=self._to_device(packed.positions)[None],
+                input_ids=self._to_device(ids)[None],
+                position_ids=self._to_device(rows.positions)[None],
                 use_cache=False,
-                logits_to_keep=self._to_device(keep if len(keep) else packed.offsets[-1:] - 1),
+                logits_to_keep=self._to_device(keep if len(keep) else rows.offsets[-1:] - 1),
                 **{BATCH_ARGUMENT: batch},
             )
         logits: Tensor = output.logits[0]
         return logits
+
+    def _attention(self, rows: PagedRows) -> PagedAttention:
+        plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
+        return plain if self._library is None else CpuPagedAttention(self._library, rows, plain)
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -189,7 +151,7 @@ class ModelRunner:
         return StepTokens(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), top)
 
     def _prompt_spans(
-        self, step: ScheduledStep, packed: _Packed, wanted: Rows[Sequence]
+        self, step: ScheduledStep, packed: PagedRows, wanted: Rows[Sequence]
     ) -> list[tuple[Sequence, NDArray[np.int64]]]:
         """Per sequence that wants prompt log-probs: the packed positions whose successor is a prompt token."""
         spans = []
@@ -210,13 +172,3 @@ class ModelRunner:
             if top_ids is not None and top_values is not None:
                 for ids, scores in zip(top_ids.tolist(), top_values.tolist(), strict=True):
                     sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
-
-
-def _fits(counts: NDArray[np.int32], ends: NDArray[np.int32], group: list[int], row: int) -> bool:
-    """Whether `row` may share a rectangle: at most twice its size, and a bounded number of scores."""
-    longest, span = int(counts[group[0]]), int(max(ends[each] for each in (*group, row)))
-    return (
-        2 * int(counts[row]) >= longest
-        and 2 * int(ends[row]) >= span
-        and (len(group) + 1) * longest * span <= MAX_TILE_SCORES
-    )

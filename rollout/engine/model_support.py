@@ -27,10 +27,22 @@ PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True)
+class AttentionCall:
+    """What one attention layer asks for."""
+
+    num_heads: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
 class ModelLayout:
     """What the engine needs to know of a model."""
 
     layers: tuple[LayerShape, ...]
+    calls: tuple[AttentionCall, ...]
+    """One per layer, like `layers`."""
     layer_of: dict[nn.Module, int]
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
@@ -43,6 +55,7 @@ class ModelLayout:
 class _Watcher:
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
+        self.asked: list[AttentionCall] = []
         self.dtypes: set[torch.dtype] = set()
 
     def attend(
@@ -56,6 +69,9 @@ class _Watcher:
     ) -> Tensor:
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         self.calls.append((module, shape, key.dtype, arguments))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        asked = AttentionCall(query.shape[1], scaling, arguments.get("sliding_window"), arguments.get("softcap"))
+        self.asked.append(asked)
         self.dtypes |= {key.dtype, value.dtype}
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -89,6 +105,7 @@ def inspect_model(model: nn.Module) -> ModelLayout:
         _refuse_arguments(names[module], module, arguments)
     return ModelLayout(
         layers=tuple(shape for _, shape, _, _ in watcher.calls),
+        calls=tuple(watcher.asked),
         layer_of={module: index for index, (module, _, _, _) in enumerate(watcher.calls)},
         kv_dtype=watcher.calls[0][2],
         narrowest_dtype=min(watcher.dtypes, key=lambda dtype: dtype.itemsize),

@@ -47,8 +47,14 @@ def test_greedy_tokens_and_logprobs_are_the_trainers_for_every_architecture(name
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_without_a_compiler_plain_torch_decodes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engine.model_runner.cpu_decode.load", lambda: None)
+def test_the_modules_own_forward_gives_the_same(name: str) -> None:
+    for request in serve(make_engine(name, fused_forward=False), RAGGED, 12):
+        assert_greedy(name, request)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_a_compiler_plain_torch_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engine.model_runner.cpu_library.load", lambda: None)
     for request in serve(make_engine(name), RAGGED, 12):
         assert_greedy(name, request)
 

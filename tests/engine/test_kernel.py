@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.kernels import cpu_decode
-from rollout.engine.kernels.torch_paged import Tile, Workspace, paged_attention
+from rollout.engine.kernels import cpu_library
+from rollout.engine.kernels.cpu_attention import CpuPagedAttention
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import PagedAttention, Tile, TorchPagedAttention, Workspace, attend_tiles
 
 BLOCKS = 40
 
@@ -120,13 +122,33 @@ class Step:
                 out.append(torch.einsum("hs,shd->hd", scores.softmax(-1), values))
         return torch.stack(out)
 
+    def paged_rows(self) -> PagedRows:
+        width = max(len(row.blocks) for row in self.rows)
+        # Whatever stands behind a sequence's blocks is not read: an id that does not exist would show it.
+        tables = np.array([row.blocks + [10**9] * (width - len(row.blocks)) for row in self.rows])
+        positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in self.rows])
+        return PagedRows(self.offsets.astype(np.int64), positions, tables, self.block_size)
+
+    def attention(self, *, kernel: bool) -> PagedAttention:
+        rows = self.paged_rows()
+        plain = TorchPagedAttention(rows, torch.device("cpu"), Workspace())
+        library = cpu_library.load()
+        return plain if library is None or not kernel else CpuPagedAttention(library, rows, plain)
+
     def run(
-        self, tiles: list[Tile], scaling: float, window: int | None, softcap: float | None, *, kernel: bool = False
+        self,
+        tiles: list[Tile],
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        *,
+        kernel: bool | None = None,
     ) -> Tensor:
-        return paged_attention(
-            self.query, self.key, self.value, self.keys, self.values, tiles, Workspace(),
-            scaling=scaling, window=window, softcap=softcap, decode=cpu_decode.load() if kernel else None,
-        )  # fmt: skip
+        """By plain torch over `tiles`, or (`kernel`) by the C++ kernel or plain torch over tiles of its own choice."""
+        given = self.query, self.key, self.value, self.keys, self.values
+        if kernel is not None:
+            return self.attention(kernel=kernel)(*given, scaling=scaling, window=window, softcap=softcap)
+        return attend_tiles(*given, tiles, Workspace(), scaling=scaling, window=window, softcap=softcap)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -144,7 +166,7 @@ def test_random_steps_equal_dense_attention(
 ) -> None:
     for seed in range(6):
         step = Step(seed, groups=groups)
-        for kernel in (False, True):
+        for kernel in (None, False, True):
             actual = step.run(step.tiles(3, plain=plain), 0.3, window, softcap, kernel=kernel)
             assert_close(actual, step.expected(0.3, window, softcap))
 
@@ -155,7 +177,7 @@ def test_steps_of_decodes_alone_and_of_prefill_alone(shape: tuple[int, int], win
     decodes, chunks = shape
     for seed in range(6):
         step = Step(seed, groups=2, decodes=decodes, chunks=chunks)
-        for kernel in (False, True):
+        for kernel in (None, False, True):
             actual = step.run(step.tiles(decodes, plain=False), 0.25, window, None, kernel=kernel)
             assert_close(actual, step.expected(0.25, window, None))
 
@@ -165,7 +187,7 @@ def test_steps_of_decodes_alone_and_of_prefill_alone(shape: tuple[int, int], win
 def test_any_head_size_and_any_number_of_heads_to_a_group(head_dim: int, value_dim: int, groups: int) -> None:
     step = Step(groups, groups=groups, head_dim=head_dim, value_dim=value_dim)
     scaling = head_dim**-0.5
-    for kernel in (False, True):
+    for kernel in (None, False, True):
         actual = step.run(step.tiles(3, plain=False), scaling, None, None, kernel=kernel)
         assert_close(actual, step.expected(scaling, None, None))
 
@@ -175,7 +197,7 @@ def test_any_head_size_and_any_number_of_heads_to_a_group(head_dim: int, value_d
 def test_bfloat16_is_right_to_its_precision(softcap: float | None, window: int | None) -> None:
     for seed in range(4):
         step = Step(seed, groups=2, head_dim=32, dtype=torch.bfloat16)
-        for kernel in (False, True):
+        for kernel in (None, False, True):
             actual = step.run(step.tiles(3, plain=False), 0.2, window, softcap, kernel=kernel)
             assert actual.dtype == torch.bfloat16
             assert_close(actual, step.expected(0.2, window, softcap))
@@ -188,7 +210,7 @@ def test_nan_of_one_sequence_stays_in_it() -> None:
         step.keys[sick.blocks], step.values[sick.blocks] = torch.nan, torch.nan
         span = slice(int(step.offsets[4]), int(step.offsets[5]))
         step.key[span], step.value[span], step.query[span] = torch.nan, torch.nan, torch.nan
-        for kernel in (False, True):
+        for kernel in (None, False, True):
             actual = step.run(step.tiles(3, plain=False), 0.3, None, None, kernel=kernel)
             expected = step.expected(0.3, None, None)
             healthy = torch.ones(len(actual), dtype=torch.bool)
@@ -202,14 +224,14 @@ def test_a_workspace_gives_the_same_whatever_it_held_before() -> None:
     results = []
     for dirt in (0, 7, 3):
         other = Step(dirt, groups=1, head_dim=32)
-        paged_attention(
+        attend_tiles(
             other.query, other.key, other.value, other.keys, other.values, other.tiles(3, plain=True), workspace,
             scaling=0.3,
         )  # fmt: skip
         step = Step(5, groups=2)
         tiles = [step.tile([index], plain=True) for index in range(6)]
         results.append(
-            paged_attention(step.query, step.key, step.value, step.keys, step.values, tiles, workspace, scaling=0.3)
+            attend_tiles(step.query, step.key, step.value, step.keys, step.values, tiles, workspace, scaling=0.3)
         )
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

@@ -776,7 +776,7 @@ def test_nan_of_one_request_harms_neither_its_neighbours_nor_who_gets_its_blocks
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the decode kernel, which never looks behind the end of a sequence."""
-    monkeypatch.setattr("rollout.engine.model_runner.cpu_decode.load", lambda: None)
+    monkeypatch.setattr("rollout.engine.model_runner.cpu_library.load", lambda: None)
 
 
 @pytest.mark.usefixtures("plain_torch")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.engine.kernels.cpu_decode import PagedDecode, serves
+from rollout.engine.kernels.rows import PagedRows
 
 MAX_TILE_SCORES = 1 << 22
 """Most query x key pairs in one tile: bounds the mask."""
@@ -78,7 +81,118 @@ class Workspace:
         self._buffers.clear()
 
 
-def paged_attention(
+class PagedAttention(Protocol):
+    """Attention of a step's queries over the paged cache, into which their own K and V are already written."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [P, H, D] contiguous, the step's positions in packed order.
+            key, value: [P, Hkv, D], [P, Hkv, Dv] of the same positions.
+            key_cache, value_cache: [num_blocks, block_size, Hkv, D], [..., Dv].
+            window: a query sees the `window` last positions up to its own; None: all.
+            softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2).
+
+        Returns:
+            [P, H, Dv].
+        """
+        ...
+
+
+class TorchPagedAttention:
+    """`PagedAttention` of one step in plain torch.
+
+    Args:
+        rows: the step's positions.
+    """
+
+    def __init__(self, rows: PagedRows, device: torch.device, workspace: Workspace) -> None:
+        self._rows = rows
+        self._device = device
+        self._workspace = workspace
+        self._tiles: list[Tile] | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `PagedAttention`."""
+        if self._tiles is None:
+            self._tiles = make_tiles(self._rows, self._device)
+        return attend_tiles(
+            query, key, value, key_cache, value_cache, self._tiles, self._workspace,
+            scaling=scaling, window=window, softcap=softcap,
+        )  # fmt: skip
+
+
+def make_tiles(rows: PagedRows, device: torch.device) -> list[Tile]:
+    """Cut a step into tiles: rows of one position together, the others like with like."""
+    counts, ends = rows.counts, rows.ends
+    order = np.lexsort((ends, counts))[::-1]
+    tiles, group = [], list[int]()
+    for row in order.tolist():
+        if group and not _fits(counts, ends, group, row):
+            tiles.append(_tile(rows, np.sort(group), device))
+            group = []
+        group.append(row)
+    if group:
+        tiles.append(_tile(rows, np.sort(group), device))
+    return tiles
+
+
+def _fits(counts: NDArray[np.int64], ends: NDArray[np.int64], group: list[int], row: int) -> bool:
+    """Whether `row` may share a rectangle: at most twice its size, and a bounded number of scores."""
+    longest, span = int(counts[group[0]]), int(max(ends[each] for each in (*group, row)))
+    alike = 2 * int(counts[row]) >= longest and 2 * int(ends[row]) >= span
+    return (alike or longest == 1) and (len(group) + 1) * longest * span <= MAX_TILE_SCORES
+
+
+def _tile(rows: PagedRows, members: NDArray[np.int64], device: torch.device) -> Tile:
+    counts, ends = rows.counts[members], rows.ends[members]
+    batch, length = len(members), int(counts.max())
+    steps = np.arange(length)
+    inside = steps < counts[:, None]
+    positions = np.where(inside, (ends - counts)[:, None] + steps, 0)
+    index = np.where(inside, rows.offsets[members][:, None] + steps, 0).reshape(-1)
+    used = -(-int(ends.max()) // rows.block_size)
+    # Padding reads a block of the row's own: another's may hold NaN, and a masked NaN is NaN still.
+    held = np.arange(used) < -(-ends[:, None] // rows.block_size)
+    blocks = np.where(held, rows.tables[members, :used], rows.tables[members, :1]).reshape(-1)
+    leading = bool((members == np.arange(batch)).all() and inside.all() and rows.offsets[members[0]] == 0)
+
+    def upload(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Tile(
+        query_index=None if leading else upload(index),
+        valid=None if inside.all() else upload(np.flatnonzero(inside.reshape(-1))),
+        positions=upload(positions),
+        blocks=upload(blocks),
+        fresh=batch == 1 and int(ends[0]) == length,
+    )
+
+
+def attend_tiles(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -90,23 +204,9 @@ def paged_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
-    decode: PagedDecode | None = None,
 ) -> Tensor:
-    """Attention of a step's queries over the paged cache, into which their own K and V are already written.
-
-    Args:
-        query: [P, H, D], the step's positions in packed order.
-        key, value: [P, Hkv, D], [P, Hkv, Dv] of the same positions.
-        key_cache, value_cache: [num_blocks, block_size, Hkv, D], [..., Dv].
-        tiles: cover the P positions, each once.
-        window: a query sees the `window` last positions up to its own; None: all.
-        decode: a kernel for tiles of one position per sequence, used where it serves.
-        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2).
-
-    Returns:
-        [P, H, Dv].
-    """
-    rules = _Rules(scaling, window, softcap, decode)
+    """Attention cut into `tiles`, which cover the P positions, each once; the rest as in `PagedAttention`."""
+    rules = _Rules(scaling, window, softcap)
     caches = key_cache, value_cache
     if len(tiles) == 1 and tiles[0].query_index is None:
         return _attend_tile(query, key, value, caches, tiles[0], workspace, rules)
@@ -134,7 +234,6 @@ class _Rules:
     scaling: float
     window: int | None
     softcap: float | None
-    decode: PagedDecode | None
 
 
 def _attend_tile(
@@ -153,8 +252,6 @@ def _attend_tile(
     groups = heads // kv_heads
     if tile.fresh and softcap is None and (window is None or length <= window):
         return _causal(query[:length], key[:length], value[:length], groups, scaling)
-    if length == 1 and rules.decode is not None and softcap is None and serves(query, key_cache, value_cache):
-        return rules.decode(query, key_cache, value_cache, tile.blocks.view(batch, -1), tile.positions, window, scaling)
     keys = workspace.gather("keys", key_cache, tile.blocks).view(batch, -1, kv_heads, key_cache.shape[3])
     values = workspace.gather("values", value_cache, tile.blocks).view(batch, -1, kv_heads, value_cache.shape[3])
     span = keys.shape[1]

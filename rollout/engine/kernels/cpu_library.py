@@ -1,6 +1,6 @@
-"""Builds and calls `cpu_decode.cpp`: decode attention that reads the blocks where they lie.
+"""Builds and loads `cpu_kernels.cpp`.
 
-Compiled on first use (about 4 seconds), never at import, and kept in the user's cache directory under a key of the source,
+Compiled on first use (about 5 seconds), never at import, and kept in the user's cache directory under a key of the source,
 the compiler and the processor. Without a compiler `load` returns None, says once what would make decoding faster, and the
 plain-torch path serves.
 """
@@ -16,90 +16,50 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 128, 256})
+_SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_matmul.h", "cpu_lanes.h")
 COMPILE_TIMEOUT_S = 120
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno")
 _log = logging.getLogger(__name__)
 
-PagedDecode = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int | None, float], Tensor]
-
-
-class _Args(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "table", "positions")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "width", "block_size", "window")),
-        ("scaling", ctypes.c_float),
-    )
-
 
 @cache
-def load() -> PagedDecode | None:
-    """The kernel, compiled if need be; None where it cannot be."""
+def load() -> ctypes.CDLL | None:
+    """The library, compiled if need be; None where it cannot be."""
     try:
-        library = ctypes.CDLL(str(_built()))
+        return ctypes.CDLL(str(_built()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
-        _log.warning("decoding runs on plain torch (%s); with g++ installed it would be faster", exc)
+        _log.warning("the CPU runs plain torch (%s); with g++ installed it would be several times as fast", exc)
         return None
-    function = library.rollout_paged_decode
-    function.argtypes = (ctypes.POINTER(_Args), ctypes.c_int64, ctypes.c_int)
-
-    def paged_decode(
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        window: int | None,
-        scaling: float,
-    ) -> Tensor:
-        batch, heads, head_dim = query.shape
-        out = torch.empty_like(query)
-        args = _Args(
-            query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), table.data_ptr(), positions.data_ptr(),
-            batch, heads, keys.shape[2], table.shape[1], keys.shape[1], window or 0, scaling,
-        )  # fmt: skip
-        if function(ctypes.byref(args), head_dim, int(query.dtype == torch.bfloat16)):
-            raise RuntimeError(f"head_dim={head_dim}: must be one of {sorted(HEAD_DIMS)}")
-        return out
-
-    return paged_decode
-
-
-def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel takes these shapes and types: contiguous float32 or bfloat16, equal and known head sizes."""
-    return (
-        query.dtype in (torch.float32, torch.bfloat16)
-        and query.dtype == keys.dtype
-        and keys.shape == values.shape
-        and query.shape[-1] in HEAD_DIMS
-        and query.is_contiguous()
-    )
 
 
 def _built() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise RuntimeError("there is no C++ compiler")
-    source = Path(__file__).with_suffix(".cpp")
+    sources = [Path(__file__).with_name(name) for name in _SOURCES]
     openmp = _openmp_runtime()
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=10, check=True).stdout
     key = hashlib.sha256(
-        b"\0".join([source.read_bytes(), version, str(openmp).encode(), _processor().encode(), repr(_FLAGS).encode()])
+        b"\0".join(
+            [
+                *(source.read_bytes() for source in sources),
+                version,
+                str(openmp).encode(),
+                _processor().encode(),
+                repr(_FLAGS).encode(),
+            ]
+        )
     ).hexdigest()[:20]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rollout-engine"
-    target = folder / f"cpu_decode-{key}.so"
+    target = folder / f"cpu_kernels-{key}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / "kernel.so"
-            _compile(compiler, source, built, openmp)
+            _compile(compiler, sources[0], built, openmp)
             # Several ranks may build at once: each makes its own, the last rename wins, and all are the same.
             built.replace(target)
     return target

@@ -1,0 +1,298 @@
+"""On a CPU: the whole forward of a Llama-like decoder in C++, from the module's own parameters, where they lie.
+
+Which models: those whose layers are exactly classes of transformers that we know (`_FAMILIES`), with nothing added: no
+hook, no replaced forward, no adapter, no quantised layer, one dtype. Everything is looked at again whenever the trainer
+may have had the model in hands, and what is not as expected goes through the module itself, which is always right.
+Parameters are never copied or packed: a weight update is seen by the next step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils.parametrize import is_parametrized
+
+from rollout.engine.kernels.cpu_attention import MAX_GROUP
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kv_cache import KVCache
+from rollout.engine.model_support import ModelLayout
+
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_log = logging.getLogger(__name__)
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` in cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "input_norm", "post_norm", "query", "key", "value", "output", "gate", "up", "down",
+            "query_bias", "key_bias", "value_bias", "output_bias", "query_norm", "key_norm", "keys", "values",
+        )),
+        ("window", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Model(ctypes.Structure):
+    """`Model` in cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "norm", "head", "cosines", "sines")),
+        *((name, ctypes.c_int64) for name in (
+            "count", "hidden", "inner", "heads", "kv_heads", "head_dim", "vocabulary",
+        )),
+        *((name, ctypes.c_float) for name in ("epsilon", "scaling")),
+    )  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    """`Step` in cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "ids", "positions", "slots", "offsets", "tables", "keep", "logits", "workspace",
+        )),
+        *((name, ctypes.c_int64) for name in ("count", "sequences", "width", "block_size", "kept", "threads")),
+    )  # fmt: skip
+
+
+class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forward runs
+    """Why a model runs its own forward."""
+
+
+class FusedForward:
+    """The forward of one model.
+
+    Args:
+        library: see `cpu_library.load`.
+        cache: where K and V live.
+    """
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL) -> None:
+        self._model = model
+        self._layout = layout
+        self._cache = cache
+        self._library = library
+        library.rollout_workspace_bytes.restype = ctypes.c_int64
+        self._bound: _Bound | None = None
+        self._handover = -1
+        self._why = ""
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._logits = torch.empty(0)
+
+    def ready(self, handover: int) -> bool:
+        """Whether the model can go through `run` as it is now.
+
+        Args:
+            handover: changes whenever the trainer may have had the model in hands.
+        """
+        moved = self._bound is not None and not self._bound.still_there(self._cache)
+        if moved or handover != self._handover:
+            self._bind()
+            self._handover = handover
+        return self._bound is not None and not torch.is_autocast_enabled("cpu") and not _global_hooks()
+
+    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+        """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
+
+        Args:
+            ids: [P] token ids.
+            rows: the P positions.
+        """
+        bound = self._bound
+        assert bound is not None
+        bound.reach(int(rows.positions.max()) + 1)
+        threads, kept = torch.get_num_threads(), len(keep)
+        need = self._library.rollout_workspace_bytes(
+            ctypes.byref(bound.model),
+            ctypes.c_int64(len(ids)),
+            ctypes.c_int64(kept),
+            ctypes.c_int64(threads),
+            bound.narrow,
+        )
+        if self._workspace.numel() < need:
+            self._workspace = torch.empty(need, dtype=torch.uint8)
+        if self._logits.numel() < kept * bound.model.vocabulary or self._logits.dtype != bound.dtype:
+            self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype)
+        slots = rows.slots
+        step = _Step(
+            ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
+            rows.tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
+            len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
+        )  # fmt: skip
+        self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
+        return self._logits[: kept * bound.model.vocabulary].view(kept, bound.model.vocabulary)
+
+    def release(self) -> None:
+        """Give back buffers that the next step would allocate anyway."""
+        self._workspace, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+
+    def _bind(self) -> None:
+        try:
+            self._bound, why = _Bound(self._model, self._layout, self._cache), ""
+        except (Unfusable, AttributeError) as exc:
+            self._bound, why = None, str(exc)
+        if why and why != self._why:
+            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
+        self._why = why
+
+
+class _Bound:
+    """Addresses of everything a forward reads."""
+
+    def __init__(self, model: Any, layout: ModelLayout, cache: KVCache) -> None:
+        self._sites: list[tuple[dict[str, Any], str, int]] = []
+        self._epsilons: set[float] = set()
+        family = next((name for name in _FAMILIES if _is(model, f"{name}ForCausalLM")), None)
+        if family is None:
+            raise Unfusable(
+                f"{type(model).__name__} is none of {', '.join(f'{each}ForCausalLM' for each in _FAMILIES)}"
+            )
+        _plain(model, "lm_head", "model")
+        decoder = model.model
+        _require(_is(decoder, f"{family}Model"), "its decoder is of another class")
+        _plain(decoder, "embed_tokens", "layers", "norm", "rotary_emb")
+        _require(type(decoder.layers) is nn.ModuleList, "its layers are no plain list")
+        _require(type(decoder.embed_tokens) is nn.Embedding, "its embedding is no nn.Embedding")
+        _plain(decoder.embed_tokens)
+        _require(decoder.embed_tokens.max_norm is None, "its embedding has a max_norm")
+        _plain(decoder.rotary_emb)
+        self._rotary = decoder.rotary_emb
+        self.dtype = decoder.embed_tokens.weight.dtype
+        _require(self.dtype in (torch.float32, torch.bfloat16), f"its dtype is {self.dtype}")
+        _require(layout.kv_dtype == self.dtype == cache.dtype, "its KV cache has another dtype")
+        self.narrow = int(self.dtype == torch.bfloat16)
+        _require_known_attention(model.config, layout)
+        embedding = self._address(decoder.embed_tokens)
+        self._pool = cache.layer(0)[0].data_ptr()
+        self._layers = (_Layer * len(decoder.layers))()
+        widths = {
+            self._fill(out, layer, family, layout, cache)
+            for out, layer in zip(self._layers, decoder.layers, strict=True)
+        }
+        _require(len(widths) == 1, "its layers differ in shape")
+        self._tables = torch.empty(0, 0), torch.empty(0, 0)
+        norm, (head, _) = self._norm(decoder.norm, family), self._linear(model.lm_head, bias=False)
+        self.model = _Model(
+            ctypes.addressof(self._layers), embedding, norm, head,
+            None, None, len(decoder.layers), model.config.hidden_size, widths.pop(),
+            layout.calls[0].num_heads, layout.layers[0].num_kv_heads, layout.layers[0].head_dim,
+            model.lm_head.weight.shape[0], decoder.norm.variance_epsilon, layout.calls[0].scaling,
+        )  # fmt: skip
+
+    def still_there(self, cache: KVCache) -> bool:
+        """Whether every parameter and the pool lie where they did."""
+        return cache.layer(0)[0].data_ptr() == self._pool and all(
+            (parameter := parameters.get(name)) is not None and parameter.data_ptr() == address
+            for parameters, name, address in self._sites
+        )
+
+    def reach(self, length: int) -> None:
+        """Have cosines and sines for positions below `length`, as the module's own rotary embedding gives them."""
+        if self._tables[0].shape[0] < length:
+            positions = torch.arange(max(length, min(4096, 2 * length)))
+            with torch.no_grad():
+                cosines, sines = self._rotary(torch.empty(1, 1, 1, dtype=self.dtype), positions[None])
+            self._tables = cosines[0].contiguous(), sines[0].contiguous()
+            self.model.cosines, self.model.sines = (table.data_ptr() for table in self._tables)
+
+    def _fill(self, out: _Layer, layer: Any, family: str, layout: ModelLayout, cache: KVCache) -> int:
+        """Addresses of one decoder layer; returns the width of its MLP."""
+        _require(_is(layer, f"{family}DecoderLayer"), "a layer is of another class")
+        _plain(layer, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+        attention, mlp = layer.self_attn, layer.mlp
+        _require(
+            _is(attention, f"{family}Attention") and _is(mlp, f"{family}MLP"), "a layer's parts are of other classes"
+        )
+        norms = ("q_norm", "k_norm") if family == "Qwen3" else ()
+        _plain(attention, "q_proj", "k_proj", "v_proj", "o_proj", *norms)
+        _plain(mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
+        _require(
+            type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation"), f"its activation is {type(mlp.act_fn).__name__}"
+        )
+        out.input_norm = self._norm(layer.input_layernorm, family)
+        out.post_norm = self._norm(layer.post_attention_layernorm, family)
+        for name, short in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
+            weight, bias = self._linear(getattr(attention, f"{short}_proj"))
+            setattr(out, name, weight)
+            setattr(out, f"{name}_bias", bias)
+        for name in ("gate", "up", "down"):
+            setattr(out, name, self._linear(getattr(mlp, f"{name}_proj"), bias=False)[0])
+        if norms:
+            out.query_norm, out.key_norm = self._norm(attention.q_norm, family), self._norm(attention.k_norm, family)
+        index = layout.layer_of.get(attention)
+        if index is None:
+            raise Unfusable("an attention layer was replaced after the engine was built")
+        keys, values = cache.layer(index)
+        out.keys, out.values = keys.data_ptr(), values.data_ptr()
+        out.window = layout.calls[index].window or 0
+        return int(mlp.gate_proj.weight.shape[0])
+
+    def _norm(self, module: Any, family: str) -> int:
+        _require(_is(module, f"{family}RMSNorm"), "a norm is of another class")
+        _plain(module)
+        self._epsilons.add(module.variance_epsilon)
+        _require(len(self._epsilons) == 1, "its norms have several epsilons")
+        return self._address(module)
+
+    def _linear(self, module: Any, *, bias: bool = True) -> tuple[int, int | None]:
+        _require(type(module) is nn.Linear, f"a projection is {type(module).__name__}, not nn.Linear")
+        _plain(module)
+        _require(bias or module.bias is None, "a projection has a bias where none is known")
+        return self._address(module), None if module.bias is None else self._address(module, "bias")
+
+    def _address(self, module: nn.Module, name: str = "weight") -> int:
+        parameters = module._parameters
+        parameter = parameters[name]
+        if type(parameter) is not nn.Parameter or parameter.dtype != self.dtype or not parameter.is_contiguous():
+            raise Unfusable(f"a parameter is no contiguous {self.dtype} tensor of its own")
+        address = parameter.data_ptr()
+        self._sites.append((parameters, name, address))
+        return address
+
+
+def _require_known_attention(config: Any, layout: ModelLayout) -> None:
+    """Refuse what the C++ forward does not compute."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    _require(
+        rope.get("rope_type", "default") not in ("dynamic", "longrope"), "its rotary embedding changes with the length"
+    )
+    shape, call = layout.layers[0], layout.calls[0]
+    _require(all(each == shape for each in layout.layers), "its layers differ in shape")
+    _require(shape.value_dim == shape.head_dim and shape.head_dim % 2 == 0, f"its head size is {shape.head_dim}")
+    _require(
+        all((c.num_heads, c.scaling, c.softcap) == (call.num_heads, call.scaling, None) for c in layout.calls),
+        "its attention layers differ, or cap their scores",
+    )
+    _require(call.num_heads <= MAX_GROUP * shape.num_kv_heads, f"more than {MAX_GROUP} query heads share a KV head")
+
+
+def _global_hooks() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _is(module: Any, name: str) -> bool:
+    return type(module).__name__ == name and type(module).__module__.startswith("transformers.models.")
+
+
+def _require(ok: bool, why: str) -> None:
+    if not ok:
+        raise Unfusable(why)
+
+
+def _plain(module: nn.Module, *children: str) -> None:
+    """Refuse a module that does more, or has other children, than its class says."""
+    name = type(module).__name__
+    _require(
+        "forward" not in module.__dict__ and "__call__" not in module.__dict__, f"the forward of {name} was replaced"
+    )
+    _require(not module._forward_hooks and not module._forward_pre_hooks, f"{name} has forward hooks")
+    _require(not is_parametrized(module), f"{name} is parametrised")
+    _require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")

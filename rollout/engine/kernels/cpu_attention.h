@@ -1,0 +1,255 @@
+// Attention over the paged KV cache, keys and values read where they lie.
+//
+// A *task* is up to ROWS queries of one KV head that look at the same keys: the positions of a prefill chunk, the samples of
+// a group over their common prompt. Keys come in tiles of KEYS positions that begin at multiples of KEYS, and each row
+// carries its own running maximum and sum (online softmax, arXiv 1805.02867) from tile to tile. So a row's bits depend on
+// its own keys alone, not on which rows share its task.
+
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#include "cpu_matmul.h"
+
+constexpr int64_t ROWS = 64, KEYS = 64;
+
+struct Attention {
+    const void *query, *keys, *values;  // [P, H, D], [blocks, block_size, Hkv, D], [blocks, block_size, Hkv, Dv]
+    void* out;                          // [P, H, Dv]
+    const int64_t* offsets;             // [R + 1], where each sequence's positions begin
+    const int64_t* positions;           // [P], a query sees positions 0 to its own
+    const int64_t* tables;              // [R, width], block ids
+    int64_t sequences, width, block_size, heads, kv_heads, head_dim, value_dim;
+    int64_t query_stride, out_stride;   // elements from one position to the next
+    int64_t window;                     // how many positions a query sees, 0: all
+    float scaling, softcap;             // softcap 0: none
+};
+
+struct Task {
+    int64_t first, last;  // sequences; where several, each has one position
+    int64_t begin, end;   // packed positions
+    int64_t shared;       // positions 0 to here are the same blocks for all of them; a multiple of KEYS
+};
+
+static int64_t common_blocks(const Attention& a, int64_t one, int64_t other) {
+    const int64_t *x = a.tables + one * a.width, *y = a.tables + other * a.width;
+    const int64_t least = std::min(a.positions[a.offsets[one]], a.positions[a.offsets[other]]) / a.block_size;
+    int64_t same = 0;
+    while (same < least && x[same] == y[same]) same++;
+    return same;
+}
+
+// The tasks of a step, for one KV head; each is done once per KV head.
+static std::vector<Task> plan(const Attention& a) {
+    std::vector<Task> tasks;
+    const int64_t group = a.heads / a.kv_heads, most = std::max<int64_t>(1, ROWS / group);
+    const auto decoding = [&](int64_t s) { return s < a.sequences && a.offsets[s + 1] - a.offsets[s] == 1; };
+    for (int64_t s = 0; s < a.sequences;) {
+        if (!decoding(s)) {
+            for (int64_t at = a.offsets[s]; at < a.offsets[s + 1]; at += most)
+                tasks.push_back({s, s, at, std::min(at + most, a.offsets[s + 1]), 0});
+            s++;
+            continue;
+        }
+        // Neighbours that share as much with each other as with the next: the samples of one group, or of one system prompt.
+        int64_t last = s, shared = decoding(s + 1) && !a.window ? common_blocks(a, s, s + 1) : 0;
+        if (shared * a.block_size >= KEYS && !(decoding(s + 2) && common_blocks(a, s + 1, s + 2) > shared))
+            for (last = s + 1; last - s + 1 < most && decoding(last + 1) && common_blocks(a, last, last + 1) == shared;) last++;
+        tasks.push_back({s, last, a.offsets[s], a.offsets[last] + 1, last > s ? shared * a.block_size / KEYS * KEYS : 0});
+        s = last + 1;
+    }
+    return tasks;
+}
+
+static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+// Floats of scratch one thread needs.
+static int64_t attention_scratch(int64_t head_dim, int64_t value_dim) {
+    return ROWS * (padded(head_dim) + padded(value_dim) + KEYS + 2);
+}
+
+template <int N>
+using Count = std::integral_constant<int, N>;
+
+// J vectors of M rows: acc = acc * decay + weights · values.
+template <int M, int J, typename T>
+static inline void weigh(const float* weights, const T* const* values, int64_t column, int64_t from, int64_t to,
+                         float* acc, int64_t stride, const float* decay, int64_t tail) {
+    vec sum[M][J];
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < J; j++) sum[m][j] = load(acc + m * stride + column + j * LANES) * decay[m];
+    for (int64_t s = from; s < to; s++) {
+        vec v[J];
+        for (int j = 0; j < J; j++)
+            v[j] = tail && j == J - 1 ? load_first(values[s] + column + j * LANES, tail) : load(values[s] + column + j * LANES);
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < J; j++) sum[m][j] += v[j] * weights[m * KEYS + s];
+    }
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < J; j++) store(acc + m * stride + column + j * LANES, sum[m][j]);
+}
+
+template <int J, typename T>
+static inline void weigh_rows(int64_t rows, const float* weights, const T* const* values, int64_t column, int64_t from,
+                              int64_t to, float* acc, int64_t stride, const float* decay, int64_t tail) {
+    const auto some = [&](auto m, int64_t r) {
+        weigh<decltype(m)::value, J>(weights + r * KEYS, values, column, from, to, acc + r * stride, stride, decay + r, tail);
+    };
+    int64_t r = 0;
+    for (; r + TILE_ROWS <= rows; r += TILE_ROWS) some(Count<TILE_ROWS>{}, r);
+    switch (rows - r) {
+        case 1: some(Count<1>{}, r); break;
+        case 2: if constexpr (TILE_ROWS > 2) some(Count<2>{}, r); break;
+        case 3: if constexpr (TILE_ROWS > 3) some(Count<3>{}, r); break;
+        case 4: if constexpr (TILE_ROWS > 4) some(Count<4>{}, r); break;
+        case 5: if constexpr (TILE_ROWS > 5) some(Count<5>{}, r); break;
+    }
+}
+
+// One row's scores become weights: scaled, cut to [low, high), exponentiated. Returns what its sums so far shrink by.
+static inline float soften(float* row, int64_t low, int64_t high, float scaling, float softcap, float& peak, float& total) {
+    if (low >= high) {
+        for (int64_t i = 0; i < KEYS; i += LANES) store(row + i, vec{});
+        return 1.0f;
+    }
+    vec top = vec{} - INFINITY;
+    for (int64_t i = 0; i < KEYS; i += LANES) {
+        vec x = load(row + i) * scaling;
+        if (softcap != 0.0f) {  // softcap * tanh(x / softcap)
+            const vec e = exponential(x * (2.0f / softcap));
+            x = softcap - 2.0f * softcap / (e + 1.0f);
+        }
+        if (i < low || i + LANES > high)
+            for (int64_t lane = 0; lane < LANES; lane++)
+                if (i + lane < low || i + lane >= high) x[lane] = -INFINITY;
+        top = x > top ? x : top;
+        // A NaN must come out as one: the comparison above drops it.
+        store(row + i, x);
+    }
+    const float now = std::max(peak, largest(top));
+    const float base = now == -INFINITY ? 0.0f : now, decay = exponential(vec{} + (peak - base))[0];
+    vec partial = vec{};
+    for (int64_t i = 0; i < KEYS; i += LANES) {
+        const vec e = exponential(load(row + i) - base);
+        store(row + i, e);
+        partial += e;
+    }
+    total = total * decay + sum(partial);
+    peak = now;
+    return decay;
+}
+
+// use(position, its slot in the pool) for the positions [from, to).
+template <typename Use>
+static inline void each_slot(const Attention& a, const int64_t* table, int64_t from, int64_t to, Use&& use) {
+    int64_t block = from / a.block_size, offset = from - block * a.block_size;
+    for (int64_t at = from; at < to; block++, offset = 0) {
+        int64_t slot = table[block] * a.block_size + offset;
+        for (const int64_t end = std::min(to, at + a.block_size - offset); at < end; at++, slot++) use(at, slot);
+    }
+}
+
+template <typename T>
+static inline void fetch(const T* p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i);
+}
+
+// The keys [from, to) of one block table for rows [begin, end) of a task.
+template <typename T>
+static void scan(const Attention& a, const int64_t* table, int64_t kv_head, int64_t from, int64_t to, int64_t begin,
+                 int64_t end, const int64_t* seen, float* scratch) {
+    const int64_t key_width = padded(a.head_dim), value_width = padded(a.value_dim);
+    T* query = reinterpret_cast<T*>(scratch);
+    float* acc = scratch + ROWS * key_width;
+    float* weights = acc + ROWS * value_width;
+    float* peak = weights + ROWS * KEYS;
+    float* total = peak + ROWS;
+    const T *keys = static_cast<const T*>(a.keys), *values = static_cast<const T*>(a.values);
+    for (int64_t start = from / KEYS * KEYS; start < to; start += KEYS) {
+        const int64_t low = std::max<int64_t>(0, from - start), high = std::min(KEYS, to - start);
+        const T *key[KEYS], *value[KEYS];
+        each_slot(a, table, start + low, start + high, [&](int64_t at, int64_t slot) {
+            key[at - start] = keys + (slot * a.kv_heads + kv_head) * a.head_dim;
+            value[at - start] = values + (slot * a.kv_heads + kv_head) * a.value_dim;
+            fetch(value[at - start], a.value_dim);
+        });
+        each_slot(a, table, start + KEYS, std::min(start + 2 * KEYS, to), [&](int64_t, int64_t slot) {
+            fetch(keys + (slot * a.kv_heads + kv_head) * a.head_dim, a.head_dim);
+        });
+        for (int64_t s = low / 4 * 4; s < high; s += 4) {
+            const T* four[4];
+            for (int64_t i = 0; i < 4; i++) four[i] = key[std::min(std::max(s + i, low), high - 1)];
+            tiles(query + begin * key_width, key_width, end - begin, four, a.head_dim, 0,
+                  [&](int64_t row, vec4 v) { *reinterpret_cast<vec4*>(weights + (begin + row) * KEYS + s) = v; });
+        }
+        float decay[ROWS];
+        for (int64_t row = begin; row < end; row++) {
+            const int64_t above = std::min(high, seen[row] + 1 - start);
+            const int64_t below = a.window ? std::max(low, seen[row] + 1 - a.window - start) : low;
+            decay[row] = soften(weights + row * KEYS, below, above, a.scaling, a.softcap, peak[row], total[row]);
+        }
+        for (int64_t column = 0; column < a.value_dim; column += 4 * LANES) {
+            const int64_t left = a.value_dim - column, tail = left < 4 * LANES ? left % LANES : 0;
+            const auto part = [&](auto j) {
+                weigh_rows<decltype(j)::value>(end - begin, weights + begin * KEYS, value, column, low, high,
+                                               acc + begin * value_width, value_width, decay + begin, tail);
+            };
+            switch (std::min<int64_t>(4, (left + LANES - 1) / LANES)) {
+                case 1: part(Count<1>{}); break;
+                case 2: part(Count<2>{}); break;
+                case 3: part(Count<3>{}); break;
+                case 4: part(Count<4>{}); break;
+            }
+        }
+    }
+}
+
+template <typename T>
+static void attend(const Attention& a, const Task& task, int64_t kv_head, float* scratch) {
+    const int64_t group = a.heads / a.kv_heads, key_width = padded(a.head_dim), value_width = padded(a.value_dim);
+    const int64_t rows = (task.end - task.begin) * group;
+    T* query = reinterpret_cast<T*>(scratch);
+    float* acc = scratch + ROWS * key_width;
+    float* peak = acc + ROWS * value_width + ROWS * KEYS;
+    float* total = peak + ROWS;
+    int64_t seen[ROWS];
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t at = task.begin + row / group, head = kv_head * group + row % group;
+        std::memcpy(query + row * key_width, static_cast<const T*>(a.query) + at * a.query_stride + head * a.head_dim,
+                    a.head_dim * sizeof(T));
+        seen[row] = a.positions[at];
+        peak[row] = -INFINITY;
+        total[row] = 0.0f;
+    }
+    std::fill(acc, acc + rows * value_width, 0.0f);
+    const int64_t* table = a.tables + task.first * a.width;
+    if (task.shared) scan<T>(a, table, kv_head, 0, task.shared, 0, rows, seen, scratch);
+    if (task.first == task.last) {
+        const int64_t oldest = a.window ? std::max<int64_t>(0, seen[0] + 1 - a.window) : 0;
+        scan<T>(a, table, kv_head, oldest, seen[rows - 1] + 1, 0, rows, seen, scratch);
+    } else {
+        for (int64_t s = task.first; s <= task.last; s++, table += a.width) {
+            const int64_t row = (s - task.first) * group;
+            scan<T>(a, table, kv_head, task.shared, seen[row] + 1, row, row + group, seen, scratch);
+        }
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t at = task.begin + row / group, head = kv_head * group + row % group;
+        T* out = static_cast<T*>(a.out) + at * a.out_stride + head * a.value_dim;
+        const float scale = 1.0f / total[row];
+        for (int64_t d = 0; d < a.value_dim; d += LANES) {
+            const vec v = load(acc + row * value_width + d) * scale;
+            if (d + LANES <= a.value_dim) store(out + d, v);
+            else store_first(out + d, v, a.value_dim - d);
+        }
+    }
+}
+
+// Shares the work of a parallel region; ends with a barrier. `scratch`: this thread's own.
+template <typename T>
+static void attention(const Attention& a, const std::vector<Task>& tasks, float* scratch) {
+    const int64_t count = static_cast<int64_t>(tasks.size());
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < count * a.kv_heads; job++) attend<T>(a, tasks[job / a.kv_heads], job % a.kv_heads, scratch);
+}

@@ -1,0 +1,86 @@
+"""Paged attention on a CPU for a model that runs its own forward: the C++ kernel where it serves, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import TorchPagedAttention
+
+MAX_GROUP = 64
+"""Query heads of one KV head that the kernel takes (`ROWS` in cpu_attention.h)."""
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` in cpu_attention.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "offsets", "positions", "tables")),
+        *((name, ctypes.c_int64) for name in (
+            "sequences", "width", "block_size", "heads", "kv_heads", "head_dim", "value_dim", "query_stride", "out_stride",
+            "window",
+        )),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+    )  # fmt: skip
+
+
+class CpuPagedAttention:
+    """Attention of one step. A row's bits depend on its own keys alone, whatever rows share its step.
+
+    Args:
+        library: see `cpu_library.load`.
+        rows: the step's positions.
+        fallback: serves what the kernel does not (`serves`).
+    """
+
+    def __init__(self, library: ctypes.CDLL, rows: PagedRows, fallback: TorchPagedAttention) -> None:
+        self._attend = library.rollout_attention
+        self._attend.argtypes = (ctypes.POINTER(_Attention), ctypes.c_int64, ctypes.c_int)
+        self._rows = rows
+        self._fallback = fallback
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `torch_paged.PagedAttention`."""
+        if not serves(query, key_cache, value_cache):
+            return self._fallback(
+                query, key, value, key_cache, value_cache, scaling=scaling, window=window, softcap=softcap
+            )
+        heads, kv_heads = query.shape[1], key_cache.shape[2]
+        rows, out = self._rows, query.new_empty(query.shape[0], heads, value_cache.shape[3])
+        self._attend(
+            _Attention(
+                query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
+                rows.offsets.ctypes.data, rows.positions.ctypes.data, rows.tables.ctypes.data,
+                len(rows), rows.tables.shape[1], rows.block_size, heads, kv_heads, query.shape[2], value_cache.shape[3],
+                query.stride(0), out.stride(0), window or 0, scaling, softcap or 0.0,
+            ),
+            torch.get_num_threads(),
+            int(query.dtype == torch.bfloat16),
+        )  # fmt: skip
+        return out
+
+
+def serves(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether the kernel takes these: contiguous, float32 or bfloat16, all of one type."""
+    return (
+        query.dtype in (torch.float32, torch.bfloat16)
+        and query.dtype == key_cache.dtype == value_cache.dtype
+        and query.shape[1] <= MAX_GROUP * key_cache.shape[2]
+        and query.is_contiguous()
+        and key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+    )

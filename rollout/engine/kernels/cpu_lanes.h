@@ -1,0 +1,183 @@
+// Vectors as wide as the processor's, float32 or bfloat16 in memory, float32 in registers. GCC and Clang.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#define WIDE 1
+#include <immintrin.h>
+#endif
+
+#if WIDE
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+typedef uint16_t bf16;  // the upper half of a float32
+
+static inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+static inline vec load(const bf16* p) {
+    uvec wide = __builtin_convertvector(*reinterpret_cast<const hvec*>(p), uvec) << 16;
+    vec out;
+    std::memcpy(&out, &wide, sizeof(out));
+    return out;
+}
+static inline float load_one(const float* p) { return *p; }
+static inline float load_one(const bf16* p) {
+    uint32_t wide = static_cast<uint32_t>(*p) << 16;
+    float out;
+    std::memcpy(&out, &wide, sizeof(out));
+    return out;
+}
+// The first `count` lanes from memory, zeros behind them.
+template <typename T>
+static inline vec load_first(const T* p, int64_t count) {
+    T padded[LANES] = {};
+    std::memcpy(padded, p, count * sizeof(T));
+    return load(padded);
+}
+
+static inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
+static inline void store(bf16* p, vec v) {  // to nearest, ties to even; NaN stays NaN
+    uvec bits;
+    std::memcpy(&bits, &v, sizeof(bits));
+    uvec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    ivec nan = v != v;
+    uvec is_nan;
+    std::memcpy(&is_nan, &nan, sizeof(nan));
+    rounded = (rounded & ~is_nan) | (0x7fc0u & is_nan);
+    *reinterpret_cast<hvec*>(p) = __builtin_convertvector(rounded, hvec);
+}
+static inline void store_one(float* p, float v) { *p = v; }
+static inline void store_one(bf16* p, float v) {
+    uint32_t bits;
+    std::memcpy(&bits, &v, sizeof(bits));
+    *p = v != v ? 0x7fc0 : static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+template <typename T>
+static inline void store_first(T* p, vec v, int64_t count) {
+    T padded[LANES];
+    store(padded, v);
+    std::memcpy(p, padded, count * sizeof(T));
+}
+
+// What a tensor of type T would hold: the module rounds after every operation, and so do we.
+template <typename T>
+static inline vec rounded(vec v) {
+    if constexpr (sizeof(T) == 4) return v;
+    T held[LANES];
+    store(held, v);
+    return load(held);
+}
+template <typename T>
+static inline float rounded(float v) {
+    T held;
+    store_one(&held, v);
+    return load_one(&held);
+}
+
+#if defined(__clang__)
+#define SHUFFLE4(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t ivec4 __attribute__((vector_size(16)));
+#define SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, ivec4{i, j, k, l})
+#endif
+
+static inline vec4 quarter(vec v) {  // the sum of its four-lane parts
+    vec4 out;
+    std::memcpy(&out, &v, sizeof(out));
+    for (int i = 1; i < LANES / 4; i++) {
+        vec4 part;
+        std::memcpy(&part, reinterpret_cast<const char*>(&v) + 16 * i, sizeof(part));
+        out += part;
+    }
+    return out;
+}
+
+// The sums of four vectors, in one.
+static inline vec4 sums(vec a, vec b, vec c, vec d) {
+#if WIDE
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+    __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    return (vec4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+    const vec4 p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
+    const vec4 pq = SHUFFLE4(p, q, 0, 4, 1, 5) + SHUFFLE4(p, q, 2, 6, 3, 7);
+    const vec4 rs = SHUFFLE4(r, s, 0, 4, 1, 5) + SHUFFLE4(r, s, 2, 6, 3, 7);
+    return SHUFFLE4(pq, rs, 0, 1, 4, 5) + SHUFFLE4(pq, rs, 2, 3, 6, 7);
+#endif
+}
+
+static inline float sum(vec v) {
+    const vec4 part = quarter(v);
+    return (part[0] + part[2]) + (part[1] + part[3]);
+}
+
+static inline float largest(vec v) {
+    float out = v[0];
+    for (int i = 1; i < LANES; i++) out = v[i] > out ? v[i] : out;
+    return out;
+}
+
+// exp(x): 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes expf, S. Moshier). Below -87: 0. Above 88: inf. NaN stays NaN.
+static inline vec exponential(vec x) {
+    const vec low = vec{} - 87.0f, high = vec{} + 88.0f;
+    const ivec vanishes = x < low, overflows = x > high;
+    vec bounded = vanishes ? low : x;
+    bounded = overflows ? high : bounded;
+    const vec t = bounded * 1.44269504088896341f + 12582912.0f;
+    const vec n = t - 12582912.0f;
+    vec r = bounded - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vec p = vec{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    ivec bits;
+    std::memcpy(&bits, &t, sizeof(bits));
+    bits = (bits << 23) + (127 << 23);
+    vec scale;
+    std::memcpy(&scale, &bits, sizeof(scale));
+    p = p * scale;
+    p = vanishes ? vec{} : p;
+    return overflows ? vec{} + INFINITY : p;
+}
+
+// x · y accumulated over the lanes: STEP elements of each at a time.
+template <typename T>
+struct Dot {
+    static constexpr int STEP = LANES;
+    typedef vec Operand;
+    static inline Operand take(const T* p) { return load(p); }
+    static inline Operand take_first(const T* p, int64_t count) { return load_first(p, count); }
+    static inline vec add(vec sum, Operand x, Operand y) { return sum + x * y; }
+};
+#if WIDE && defined(__AVX512BF16__)
+template <>
+struct Dot<bf16> {
+    static constexpr int STEP = 32;
+    typedef __m512bh Operand;
+    static inline Operand take(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static inline Operand take_first(const bf16* p, int64_t count) {
+        return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), p);
+    }
+    static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
+};
+#endif

@@ -1,0 +1,86 @@
+// Rows times rows: every product here is of the form out[m][n] = sum over k of a[m][k] * b[n][k].
+//
+// That is how nn.Linear keeps its weight and how the KV cache keeps its keys, so nothing is packed, and a weight update
+// needs no notice. A sum's order depends on k alone: a row's bits do not depend on its neighbours.
+
+#pragma once
+
+#include "cpu_lanes.h"
+
+#if WIDE
+constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 of b and 1 of a: 29 of 32 registers
+#else
+constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 of b and 1 of a: 13 of 16 registers
+#endif
+
+// M rows of a against 4 rows of b; use(m, four sums). AHEAD: elements ahead of b to fetch meanwhile, 0 for none.
+template <int M, typename T, typename Use>
+static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t ahead, Use&& use) {
+    typedef Dot<T> D;
+    vec sum[M][4];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < 4; n++) sum[m][n] = vec{};
+    int64_t k = 0;
+    for (; k + D::STEP <= depth; k += D::STEP) {
+        typename D::Operand y[4];
+        for (int n = 0; n < 4; n++) y[n] = D::take(b[n] + k);
+        if (ahead)
+            for (int n = 0; n < 4; n++) __builtin_prefetch(b[n] + k + ahead);
+        for (int m = 0; m < M; m++) {
+            const typename D::Operand x = D::take(a + m * a_stride + k);
+            for (int n = 0; n < 4; n++) sum[m][n] = D::add(sum[m][n], x, y[n]);
+        }
+    }
+    if (k < depth) {
+        typename D::Operand y[4];
+        for (int n = 0; n < 4; n++) y[n] = D::take_first(b[n] + k, depth - k);
+        for (int m = 0; m < M; m++) {
+            const typename D::Operand x = D::take_first(a + m * a_stride + k, depth - k);
+            for (int n = 0; n < 4; n++) sum[m][n] = D::add(sum[m][n], x, y[n]);
+        }
+    }
+    for (int m = 0; m < M; m++) use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
+}
+
+// All `rows` rows of a against 4 rows of b; use(row, four sums).
+template <typename T, typename Use>
+static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (&b)[4], int64_t depth, int64_t ahead, Use&& use) {
+    int64_t row = 0;
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS) {
+        tile<TILE_ROWS>(a + row * a_stride, a_stride, b, depth, ahead, [&](int m, vec4 v) { use(row + m, v); });
+        ahead = 0;
+    }
+    const auto rest = [&](int m, vec4 v) { use(row + m, v); };
+    a += row * a_stride;
+    switch (rows - row) {
+        case 1: tile<1>(a, a_stride, b, depth, ahead, rest); break;
+        case 2: if constexpr (TILE_ROWS > 2) tile<2>(a, a_stride, b, depth, ahead, rest); break;
+        case 3: if constexpr (TILE_ROWS > 3) tile<3>(a, a_stride, b, depth, ahead, rest); break;
+        case 4: if constexpr (TILE_ROWS > 4) tile<4>(a, a_stride, b, depth, ahead, rest); break;
+        case 5: if constexpr (TILE_ROWS > 5) tile<5>(a, a_stride, b, depth, ahead, rest); break;
+    }
+}
+
+constexpr int64_t CACHED_BYTES = 1 << 19;  // of a second-level cache, for the rows of a that are used again and again
+constexpr int64_t CHUNK = 32;              // rows of b that one thread takes at a time
+
+// use(row, n, four sums of n to n + 3, how many of them are real). Shares the work of a parallel region; no
+// barrier at its end.
+template <typename T, typename Use>
+static void matmul(const T* a, int64_t rows, const T* b, int64_t columns, int64_t depth, Use&& use) {
+    const int64_t fit = CACHED_BYTES / (depth * static_cast<int64_t>(sizeof(T)));
+    const int64_t part = std::max<int64_t>(4, fit / TILE_ROWS) * TILE_ROWS;
+    const int64_t parts = (rows + part - 1) / part, chunks = (columns + CHUNK - 1) / CHUNK;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t job = 0; job < parts * chunks; job++) {
+        const int64_t first = job / chunks * part, count = std::min(part, rows - first);
+        const int64_t begin = job % chunks * CHUNK, end = std::min(begin + CHUNK, columns);
+        for (int64_t n = begin; n < end; n += 4) {
+            const int64_t real = std::min<int64_t>(4, end - n);
+            const T* four[4];
+            for (int i = 0; i < 4; i++) four[i] = b + (n + (i < real ? i : 0)) * depth;
+            tiles(a + first * depth, depth, count, four, depth, n + 8 <= columns ? 4 * depth : 0,
+                  [&](int64_t row, vec4 v) { use(first + row, n, v, real); });
+        }
+    }
+}

@@ -1,0 +1,40 @@
+"""What every attention kernel reads: which positions of which sequences a step computes, and in which blocks they live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class PagedRows:
+    """R sequences, P positions, packed one sequence after the other. A sequence's positions follow each other."""
+
+    offsets: NDArray[np.int64]
+    """[R + 1], where each sequence's positions begin."""
+    positions: NDArray[np.int64]
+    """[P], position of each in its sequence: it sees those up to its own."""
+    tables: NDArray[np.int64]
+    """[R, width] contiguous block ids; what lies beyond a sequence's last position is never read."""
+    block_size: int
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[R], positions per sequence."""
+        return np.diff(self.offsets)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """[R], one past the last position of each sequence."""
+        return self.positions[self.offsets[1:] - 1] + 1
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """[P], token slot of each position: block * block_size + offset."""
+        rows = np.repeat(np.arange(len(self)), self.counts)
+        return self.tables[rows, self.positions // self.block_size] * self.block_size + self.positions % self.block_size

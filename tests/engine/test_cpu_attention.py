@@ -1,0 +1,205 @@
+"""The C++ attention kernel against float64, bit for bit against itself in other company, and where it cannot be built."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.engine.kernels import cpu_library
+from rollout.engine.kernels.cpu_attention import CpuPagedAttention, serves
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """R sequences of which each computes its last positions."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: PagedRows
+
+    def run(self, window: int | None = None, scaling: float = 0.2, softcap: float | None = None) -> Tensor:
+        attend = CpuPagedAttention(library(), self.rows, self.plain())
+        return attend(*self._arguments(), scaling=scaling, window=window, softcap=softcap)
+
+    def exactly(self, window: int | None = None, scaling: float = 0.2, softcap: float | None = None) -> Tensor:
+        wide = replace(self, query=self.query.double(), keys=self.keys.double(), values=self.values.double())
+        return self.plain()(*wide._arguments(), scaling=scaling, window=window, softcap=softcap)
+
+    def only(self, row: int) -> Case:
+        span = slice(int(self.rows.offsets[row]), int(self.rows.offsets[row + 1]))
+        rows = PagedRows(
+            np.array([0, span.stop - span.start]), self.rows.positions[span].copy(), self.rows.tables[row : row + 1].copy(),
+            BLOCK,
+        )  # fmt: skip
+        return replace(self, query=self.query[span].contiguous(), rows=rows)
+
+    def plain(self) -> TorchPagedAttention:
+        return TorchPagedAttention(self.rows, torch.device("cpu"), Workspace())
+
+    def _arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        slots = torch.from_numpy(self.rows.slots)
+        own = self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
+        return self.query, *own, self.keys, self.values
+
+
+def library() -> ctypes.CDLL:
+    loaded = cpu_library.load()
+    assert loaded is not None
+    return loaded
+
+
+def case(
+    counts: list[int], ends: list[int], *, heads: int = 6, kv_heads: int = 2, dim: int = 32, seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Case:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    width = -(-max(ends) // BLOCK)
+    pool = len(counts) * width + 3
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+    tables = torch.randperm(pool, generator=generator)[: len(counts) * width].view(-1, width).numpy().copy()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return Case(
+        normal(int(offsets[-1]), heads, dim), normal(pool, BLOCK, kv_heads, dim), normal(pool, BLOCK, kv_heads, dim),
+        PagedRows(offsets, positions, tables, BLOCK),
+    )  # fmt: skip
+
+
+def decoding(ends: list[int], **options: int) -> Case:
+    return case([1] * len(ends), ends, **options)
+
+
+def group(shared: int, tails: list[int], **options: int) -> Case:
+    """Samples whose first `shared` blocks are the same."""
+    made = decoding([shared * BLOCK + tail for tail in tails], **options)
+    made.rows.tables[:, :shared] = made.rows.tables[0, :shared]
+    return made
+
+
+@pytest.mark.parametrize("dim", [8, 16, 20, 32, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 3), (9, 3), (8, 2), (14, 2), (7, 1)])
+def test_the_kernel_equals_float64_for_every_head_size_and_grouping(dim: int, heads: int, kv_heads: int) -> None:
+    made = case([1, 1, 1, 40, 7], [90, 1, 64, 90, 7], heads=heads, kv_heads=kv_heads, dim=dim, seed=dim + heads)
+    for window in (None, 1, 20, 1000):
+        ours = made.run(window, dim**-0.5)
+        torch.testing.assert_close(ours.double(), made.exactly(window, dim**-0.5), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [64, 63])
+def test_many_query_heads_may_share_one_kv_head(heads: int) -> None:
+    made = case([1, 5], [30, 90], heads=heads, kv_heads=1)
+    torch.testing.assert_close(made.run().double(), made.exactly(), atol=2e-6, rtol=2e-6)
+
+
+def test_bfloat16_is_rounded_once_at_the_end() -> None:
+    made = case([1] * 9 + [30], [*range(30, 300, 30), 200], heads=12, kv_heads=4, dim=64, seed=1, dtype=torch.bfloat16)
+    ours, exact = made.run(scaling=0.125), made.exactly(scaling=0.125)
+    torch.testing.assert_close(ours.float(), exact.float(), atol=2e-3, rtol=2**-8)
+    assert (ours == exact.bfloat16()).float().mean() > 0.98
+
+
+def test_one_position_is_its_own_value_and_large_scores_do_not_overflow() -> None:
+    made = decoding([1, 1, 1], heads=4)
+    first = made.values[torch.from_numpy(made.rows.tables[:, 0]), 0].repeat_interleave(2, 1)
+    torch.testing.assert_close(made.run(scaling=1.0), first)
+    large = decoding([40, 39, 70])
+    large.query.mul_(1e3)
+    torch.testing.assert_close(large.run(scaling=1.0).double(), large.exactly(scaling=1.0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_scores_are_capped_also_where_they_are_huge(softcap: float) -> None:
+    made = case([1, 20], [100, 70])
+    made.query[::2].mul_(1e4)
+    torch.testing.assert_close(made.run(softcap=softcap).double(), made.exactly(softcap=softcap), atol=1e-5, rtol=1e-5)
+
+
+def test_nan_stays_with_the_sequence_that_has_it() -> None:
+    made = case([1, 1, 1, 9], [40, 40, 40, 40])
+    made.keys[made.rows.tables[1, 0]] = float("nan")
+    ours = made.run()
+    assert ours[1].isnan().all()
+    assert ours[[0, *range(2, 12)]].isfinite().all()
+
+
+def test_a_sequence_gets_the_same_bits_alone_and_among_many() -> None:
+    made = case(
+        [1] * 40 + [17, 64, 100], [10 * n + 3 for n in range(40)] + [17, 300, 101], heads=12, kv_heads=4, seed=4
+    )
+    together = made.run()
+    for row in (0, 17, 39, 40, 41, 42):
+        span = slice(int(made.rows.offsets[row]), int(made.rows.offsets[row + 1]))
+        assert torch.equal(made.only(row).run(), together[span])
+
+
+def test_a_position_gets_the_same_bits_decoded_and_in_a_chunk() -> None:
+    chunk = case([90], [200])
+    decoded = Case(chunk.query[-1:].contiguous(), chunk.keys, chunk.values, PagedRows(
+        np.array([0, 1]), chunk.rows.positions[-1:].copy(), chunk.rows.tables, BLOCK))  # fmt: skip
+    assert torch.equal(decoded.run()[0], chunk.run()[-1])
+
+
+@pytest.mark.parametrize("heads", [2, 6, 8])
+@pytest.mark.parametrize("shared", [4, 7, 9])
+def test_samples_that_read_their_prompt_once_get_the_bits_they_get_alone(shared: int, heads: int) -> None:
+    made = group(shared, [1, 16, 70, 3, 33, 17, 200, 5] * 5, heads=heads)
+    together = made.run()
+    for row in range(len(made.rows)):
+        assert torch.equal(made.only(row).run()[0], together[row])
+    torch.testing.assert_close(together.double(), made.exactly(), atol=2e-6, rtol=2e-6)
+
+
+def test_groups_side_by_side_with_one_system_prompt_stay_apart() -> None:
+    made = group(5, [20, 40, 60, 100, 120, 140, 90])
+    for first, last in ((1, 3), (4, 6)):
+        made.rows.tables[first:last, 5:6] = made.rows.tables[first, 5]
+    torch.testing.assert_close(made.run().double(), made.exactly(), atol=2e-6, rtol=2e-6)
+    windowed = made.run(window=70)
+    torch.testing.assert_close(windowed.double(), made.exactly(window=70), atol=2e-6, rtol=2e-6)
+
+
+def test_shapes_it_does_not_know_are_left_to_torch() -> None:
+    keys = torch.zeros(2, BLOCK, 1, 16)
+    assert serves(torch.zeros(1, 64, 16), keys, keys)
+    assert not serves(torch.zeros(1, 65, 16), keys, keys)
+    assert not serves(torch.zeros(1, 4, 16, dtype=torch.float16), keys.half(), keys.half())
+    assert not serves(torch.zeros(1, 4, 16, dtype=torch.bfloat16), keys, keys)
+    assert not serves(torch.zeros(4, 2, 16).transpose(0, 1), keys, keys)
+    made = case([1, 5], [30, 20])
+    half = replace(made, query=made.query.half(), keys=made.keys.half(), values=made.values.half())
+    torch.testing.assert_close(half.run().double(), half.exactly(), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_working_compiler_it_says_so_once_and_torch_serves(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_library.load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert cpu_library.load() is None
+            assert cpu_library.load() is None
+        assert len(caplog.records) == 1
+        assert "g++" in caplog.text
+    finally:
+        cpu_library.load.cache_clear()
