@@ -25,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.kernels import cpu_draw
+from rollout.engine.kernels.cpu_draw import CpuDraw
 from rollout.engine.random_stream import uniforms
 from rollout.engine.sampling_table import SamplingRows
 from rollout.engine.scratch import BLOCK, Scratch, upload
@@ -86,13 +88,17 @@ def sample(
     Raises:
         ConfigError: a logit_bias names a token outside the vocabulary; or histories are missing.
     """
+    kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
+    if kernel is not None and not (rows.edited or rows.any_raw or rows.top_n or banned):
+        token_ids, log_sum, score = kernel(logits, rows.temperature, rows.greedy, uniforms(rows.key, positions))
+        return Sampled(token_ids, _log_probs(score, log_sum), None, None)
     parts, start, done = rows.parts(_rows_at_once(logits)), 0, []
     for part in parts:
         cut = slice(start, start + len(part))
         own = [(row - start, ids) for row, ids in banned if start <= row < cut.stop]
         raw = _single(logits[cut], part.scratch)
         scores = _edited(raw, part, None if histories is None else histories[cut], own)
-        done.append(_sample(scores, raw, part, positions[cut], rows.top_n))
+        done.append(_sample(scores, raw, part, positions[cut], rows.top_n, kernel))
         start = cut.stop
     return Sampled(*_joined(done))
 
@@ -132,16 +138,16 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 def _sample(
-    scores: Tensor, raw: Tensor, rows: SamplingRows, positions: Tensor, top_n: int
+    scores: Tensor, raw: Tensor, rows: SamplingRows, positions: Tensor, top_n: int, kernel: CpuDraw | None
 ) -> tuple[Tensor | None, ...]:
     """The fields of `Sampled`, from edited float32 scores [R, V] and the model's own logits `raw`."""
     scratch = rows.scratch
-    relative, peak, greedy_ids, listed = _relative(scores, rows, list_scores=top_n > 0)
-    weights = scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
-    ends = weights.sum(-1).cumsum(-1)
-    token_ids = _chosen(weights, ends, greedy_ids, rows, positions)[:, None].clamp_(0, scores.shape[1] - 1)
-    score = scores.gather(1, token_ids) / rows.temperature[:, None]
-    log_sum = _log_sum(peak, ends[:, -1:])
+    if kernel is None:
+        token_ids, log_sum, score, listed = _drawn(scores, rows, positions, list_scores=top_n > 0)
+    else:
+        scores, listed = _filtered(scores, rows, list_scores=top_n > 0)
+        drawn = kernel(scores, rows.temperature, rows.greedy, uniforms(rows.key, positions))
+        token_ids, log_sum, score = (column[:, None] for column in drawn)
     if rows.any_raw:
         mine, raw_log_sum = rows.raw[:, None], _raw_log_sum(raw, scratch)
         score = torch.where(mine, raw.gather(1, token_ids), score)
@@ -149,6 +155,37 @@ def _sample(
         if listed is not None:
             listed = raw if rows.all_raw else torch.where(mine, raw, listed)
     return token_ids[:, 0], _log_probs(score, log_sum)[:, 0], *_top(listed, log_sum, top_n, scratch)
+
+
+def _filtered(scores: Tensor, rows: SamplingRows, *, list_scores: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores [R, V] with -inf where filtered; and, if asked for, the scores of the final distribution."""
+    if not (rows.any_filter or list_scores):
+        return scores, None
+    scratch, tempered = rows.scratch, scores
+    if rows.any_temperature:
+        tempered = torch.div(scores, rows.temperature[:, None], out=scratch.take("tempered", scores))
+    if not rows.any_filter:
+        return scores, tempered
+    peak = tempered.amax(-1, keepdim=True)
+    relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
+    kept = _kept(tempered, peak, relative, rows)
+    assert kept is not None
+    # A row with a NaN keeps it: its neighbours must not see a difference, and its caller must.
+    removed = kept.logical_not_().logical_and_(peak.isfinite())
+    if list_scores:
+        tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)
+    return scratch.take("masked", scores).copy_(scores).masked_fill_(removed, -torch.inf), tempered
+
+
+def _drawn(
+    scores: Tensor, rows: SamplingRows, positions: Tensor, *, list_scores: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Token ids [R, 1], logarithm of the sum of exponentials, score of the token; scores of the final distribution."""
+    relative, peak, greedy_ids, listed = _relative(scores, rows, list_scores=list_scores)
+    weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
+    ends = weights.sum(-1).cumsum(-1)
+    token_ids = _chosen(weights, ends, greedy_ids, rows, positions)[:, None].clamp_(0, scores.shape[1] - 1)
+    return token_ids, _log_sum(peak, ends[:, -1:]), scores.gather(1, token_ids) / rows.temperature[:, None], listed
 
 
 def _relative(

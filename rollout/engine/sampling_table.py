@@ -69,6 +69,8 @@ class SamplingRows:
         self.penalized = np.flatnonzero((repetition != 1) | occurrence)
         self.bias = _biased(slots, biases)
         self.any_bias = len(self.bias[0]) > 0
+        self.any_filter = self.any_top_k or self.any_top_p or self.any_min_p
+        self.edited = self.any_filter or self.any_penalty or self.any_bias
         self.limited = upload(limited, device)
         bounded = len(limited) > 0 and bool((top_k[limited] > 0).all())
         self.limited_width = int(top_k[limited].max()) if bounded else None

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from rollout.engine import sampler
+from rollout.engine.kernels import cpu_draw
 from rollout.engine.random_stream import stream_key, uniforms
 from rollout.engine.sampler import History, Sampled, sample, token_logprobs
 from rollout.engine.sampling_table import SamplingRows, SamplingTable
@@ -623,3 +624,33 @@ def test_no_rows_give_no_tokens() -> None:
     sampled = draw(logits_of(0), SamplingParams(top_p=0.5, logprobs=2))
     assert sampled.token_ids.shape == sampled.logprobs.shape == (0,)
     assert token_logprobs(logits_of(0), torch.zeros(0, dtype=torch.int64), 0)[0].shape == (0,)
+
+
+@pytest.mark.skipif(cpu_draw.load() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"temperature": 0}, {"top_k": 5}, {"min_p": 0.05}])
+def test_the_cpp_draw_and_plain_torch_draw_the_same_tokens(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only their exponentials differ, in the last bit: not one token in these."""
+    logits = 3 * logits_of(64, seed=5)
+    for dtype in (torch.float32, torch.bfloat16):
+        chosen = SamplingParams(**params)
+        ours = draw(logits.to(dtype), chosen)
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout.engine.sampler.cpu_draw.load", lambda: None)
+            plain = draw(logits.to(dtype), chosen)
+        assert torch.equal(ours.token_ids, plain.token_ids)
+        torch.testing.assert_close(ours.logprobs, plain.logprobs, atol=2e-6, rtol=2e-6)
+
+
+def test_a_row_gets_the_same_bits_beside_rows_with_filters() -> None:
+    """Alone it takes the short way through the sampler, beside a filtered row the long one."""
+    logits = logits_of(2, seed=6).bfloat16()
+    table = SamplingTable("cpu")
+    table.set(0, SamplingParams(temperature=0.8), 77)
+    table.set(1, SamplingParams(top_k=3, logprobs=2), 78)
+    positions = torch.zeros(2, dtype=torch.int64)
+    together = sample(logits, table.select(np.array([0, 1])), positions)
+    alone = sample(logits[:1], table.select(np.array([0])), positions[:1])
+    assert alone.token_ids[0] == together.token_ids[0]
+    assert alone.logprobs[0] == together.logprobs[0]

@@ -1,4 +1,4 @@
-// What Python calls: attention alone, for a model that runs its own forward, and the whole forward of a Llama-like decoder
+// What Python calls: a draw from logits; attention alone, for a model that runs its own forward, and the whole forward of a Llama-like decoder
 // (Llama, Mistral, Qwen2, Qwen3), which reads the module's own parameters where the optimizer left them.
 //
 // Activations have the parameters' type and are rounded where the module rounds them, so that log-probs are the trainer's.
@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include "cpu_attention.h"
+#include "cpu_sampling.h"
 
 struct Layer {
     const void *input_norm, *post_norm, *query, *key, *value, *output, *gate, *up, *down;
@@ -219,5 +220,10 @@ void rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
         if (is_bfloat16) attention<bf16>(*a, tasks, mine);
         else attention<float>(*a, tasks, mine);
     }
+}
+
+void rollout_draw(const Draw* d, int64_t threads, int is_bfloat16) {
+    if (is_bfloat16) draw<bf16>(*d, threads);
+    else draw<float>(*d, threads);
 }
 }

@@ -28,10 +28,15 @@ typedef uint16_t bf16;  // the upper half of a float32
 
 static inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 static inline vec load(const bf16* p) {
+#if WIDE
+    const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (vec)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+#else
     uvec wide = __builtin_convertvector(*reinterpret_cast<const hvec*>(p), uvec) << 16;
     vec out;
     std::memcpy(&out, &wide, sizeof(out));
     return out;
+#endif
 }
 static inline float load_one(const float* p) { return *p; }
 static inline float load_one(const bf16* p) {
@@ -57,7 +62,11 @@ static inline void store(bf16* p, vec v) {  // to nearest, ties to even; NaN sta
     uvec is_nan;
     std::memcpy(&is_nan, &nan, sizeof(nan));
     rounded = (rounded & ~is_nan) | (0x7fc0u & is_nan);
+#if WIDE
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
     *reinterpret_cast<hvec*>(p) = __builtin_convertvector(rounded, hvec);
+#endif
 }
 static inline void store_one(float* p, float v) { *p = v; }
 static inline void store_one(bf16* p, float v) {

@@ -19,7 +19,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-_SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_matmul.h", "cpu_lanes.h")
+_SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_matmul.h", "cpu_sampling.h", "cpu_lanes.h")
 COMPILE_TIMEOUT_S = 120
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno")
 _log = logging.getLogger(__name__)

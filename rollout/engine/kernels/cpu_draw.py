@@ -1,0 +1,73 @@
+"""Drawing tokens on a CPU in C++: two passes over the logits where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rollout.engine.kernels import cpu_library
+
+
+class _Draw(ctypes.Structure):
+    """`Draw` in cpu_sampling.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "scores", "temperature", "uniform", "greedy", "token", "log_sum", "score",
+        )),
+        *((name, ctypes.c_int64) for name in ("rows", "vocabulary", "stride")),
+    )  # fmt: skip
+
+
+class CpuDraw:
+    """See `__call__`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._draw = library.rollout_draw
+        self._draw.argtypes = (ctypes.POINTER(_Draw), ctypes.c_int64, ctypes.c_int)
+
+    def __call__(
+        self, scores: Tensor, temperature: Tensor, greedy: Tensor, uniform: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One token per row from softmax(scores / temperature).
+
+        Args:
+            scores: [R, V] float32 or bfloat16, rows contiguous.
+            temperature: [R] float32.
+            greedy: [R] bool, rows that take their largest score (lowest id on ties).
+            uniform: [R] float64 in [0, 1).
+
+        Returns:
+            Token ids [R] int64; the logarithm of the sum of exponentials [R] float64, NaN where a row has no finite largest
+            score; score / temperature of each token [R] float32.
+        """
+        count, vocabulary = scores.shape
+        token = torch.empty(count, dtype=torch.int64)
+        log_sum = torch.empty(count, dtype=torch.float64)
+        score = torch.empty(count, dtype=torch.float32)
+        temperature, uniform, greedy = temperature.contiguous(), uniform.contiguous(), greedy.contiguous()
+        if count:
+            self._draw(
+                _Draw(
+                    scores.data_ptr(), temperature.data_ptr(), uniform.data_ptr(), greedy.data_ptr(), token.data_ptr(),
+                    log_sum.data_ptr(), score.data_ptr(), count, vocabulary, scores.stride(0),
+                ),
+                torch.get_num_threads(),
+                int(scores.dtype == torch.bfloat16),
+            )  # fmt: skip
+        return token, log_sum, score
+
+
+@cache
+def load() -> CpuDraw | None:
+    """The kernel, or None where it cannot be built."""
+    library = cpu_library.load()
+    return None if library is None else CpuDraw(library)
+
+
+def serves(scores: Tensor) -> bool:
+    """Whether the kernel takes these logits."""
+    return scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16) and scores.stride(1) == 1

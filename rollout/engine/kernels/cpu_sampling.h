@@ -1,0 +1,117 @@
+// One token per row, drawn from softmax(scores / temperature), with sums of integers: the likeliest token weighs 2^42.
+//
+// A sum of integers has no order, so neither vectors nor threads show in the result (see sampler.py, which does the same).
+
+#pragma once
+
+#include <vector>
+
+#include "cpu_lanes.h"
+
+struct Draw {
+    const void* scores;         // [R, V], `stride` elements from row to row
+    const float* temperature;   // [R]
+    const double* uniform;      // [R] in [0, 1)
+    const uint8_t* greedy;      // [R], 1: the largest score, lowest id on ties
+    int64_t* token;             // [R]
+    double* log_sum;            // [R], log of the summed exp(scores / temperature); NaN where there is no finite largest score
+    float* score;               // [R], the token's score / temperature
+    int64_t rows, vocabulary, stride;
+};
+
+typedef int64_t lvec __attribute__((vector_size(LANES * 8)));
+
+constexpr float UNIT = 4398046511104.0f;
+constexpr int64_t SUMMED = 128;  // tokens to a running sum
+
+template <typename T>
+static inline lvec weights(const T* scores, int64_t count, float temperature, float peak) {
+    vec x = count == LANES ? load(scores) : load_first(scores, count);
+    if (temperature != 1.0f) x = x / temperature;
+    lvec w = __builtin_convertvector(exponential(x - peak) * UNIT, lvec);
+    for (int64_t i = count; i < LANES; i++) w[i] = 0;
+    return w;
+}
+
+template <typename T>
+static inline int64_t weigh_block(const T* scores, int64_t begin, int64_t end, float temperature, float peak) {
+    lvec total = lvec{};
+    for (int64_t i = begin; i < end; i += LANES)
+        total += weights(scores + i, std::min<int64_t>(LANES, end - i), temperature, peak);
+    int64_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += total[i];
+    return sum;
+}
+
+// The largest score and the first token that has it; NaN where there is one.
+template <typename T>
+static inline float peak_of(const T* scores, int64_t count, int64_t& where) {
+    vec top = vec{} - INFINITY;
+    ivec bad = ivec{};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const vec x = load(scores + i);
+        bad |= x != x;
+        top = x > top ? x : top;
+    }
+    float peak = largest(top);
+    bool is_bad = false;
+    for (int lane = 0; lane < LANES; lane++) is_bad |= bad[lane] != 0;
+    for (; i < count; i++) {
+        const float x = load_one(scores + i);
+        is_bad |= x != x;
+        peak = std::max(peak, x);
+    }
+    for (where = 0; where < count - 1 && load_one(scores + where) != peak; where++);
+    return is_bad ? NAN : peak;
+}
+
+template <typename T>
+static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
+    const T* scores = static_cast<const T*>(d.scores) + row * d.stride;
+    const int64_t V = d.vocabulary;
+    const float temperature = d.temperature[row];
+    int64_t token;
+    const float peak = peak_of(scores, V, token) / temperature;
+    if (!std::isfinite(peak)) {
+        d.token[row] = token;
+        d.log_sum[row] = NAN;
+        d.score[row] = peak;
+        return;
+    }
+    int64_t total = 0;
+    for (int64_t begin = 0; begin < V; begin += SUMMED) {
+        total += weigh_block(scores, begin, std::min(begin + SUMMED, V), temperature, peak);
+        sums[begin / SUMMED] = total;
+    }
+    if (!d.greedy[row]) {
+        // The product rounds, for the largest uniforms up to the total itself.
+        const int64_t level = std::min(static_cast<int64_t>(d.uniform[row] * static_cast<double>(total)), total - 1);
+        const int64_t block = std::upper_bound(sums, sums + (V + SUMMED - 1) / SUMMED, level) - sums;
+        int64_t below = block ? sums[block - 1] : 0;
+        token = block * SUMMED;
+        for (int64_t i = token; i < std::min(token + SUMMED, V); i += LANES) {
+            const int64_t count = std::min<int64_t>(LANES, V - i);
+            const lvec w = weights(scores + i, count, temperature, peak);
+            for (int64_t lane = 0; lane < count; lane++) {
+                if (below <= level) token = i + lane;
+                below += w[lane];
+                if (below > level) break;
+            }
+            if (below > level) break;
+        }
+    }
+    d.token[row] = token;
+    d.log_sum[row] = peak + std::log(static_cast<double>(total) / UNIT);
+    d.score[row] = load_one(scores + token) / temperature;
+}
+
+template <typename T>
+static void draw(const Draw& d, int64_t threads) {
+#pragma omp parallel num_threads(std::min(threads, d.rows))
+    {
+        std::vector<int64_t> sums((d.vocabulary + SUMMED - 1) / SUMMED);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < d.rows; row++) draw_row<T>(d, row, sums.data());
+    }
+}
