@@ -80,6 +80,7 @@ NEIGHBOURS = [
         "rollout.engine.block_tables",
         "rollout.engine.step",
     },
+    {"rollout.engine.fair_lock", "rollout.engine.lifecycle"},
     {"rollout.engine.scratch", "rollout.engine.sampling_table"},
     {
         "rollout.engine.model_support",

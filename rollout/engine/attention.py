@@ -123,8 +123,8 @@ class Installation:
         self._model = model
         self._depth = 0
         self._restore = ExitStack()
-        self.entries = 0
-        """How often the model came from the trainer's hands into ours."""
+        self.handovers = 0
+        """How often the trainer may have had the model in hands."""
 
     def __enter__(self) -> None:
         if self._depth:
@@ -137,7 +137,7 @@ class Installation:
             self._restore.close()
             raise
         self._depth = 1
-        self.entries += 1
+        self.handovers += 1
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None

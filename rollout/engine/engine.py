@@ -396,6 +396,7 @@ class DynamicInferenceEngine:
                     f"weights_updated({version}): the policy version is {scheduler.version} and only rises; build "
                     "another engine to go back"
                 )
+            self.installation.handovers += 1
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
             if self.config.max_staleness is not None:
                 self._enforce_staleness(self.config.max_staleness)

@@ -93,10 +93,9 @@ class FusedForward:
         Args:
             handover: changes whenever the trainer may have had the model in hands.
         """
-        moved = self._bound is not None and not self._bound.still_there(self._cache)
-        if moved or handover != self._handover:
-            self._bind()
+        if handover != self._handover or (self._bound is not None and not self._bound.reads(self._cache)):
             self._handover = handover
+            self._bind()
         return self._bound is not None and not torch.is_autocast_enabled("cpu") and not _global_hooks()
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
@@ -148,7 +147,6 @@ class _Bound:
     """Addresses of everything a forward reads."""
 
     def __init__(self, model: Any, layout: ModelLayout, cache: KVCache) -> None:
-        self._sites: list[tuple[dict[str, Any], str, int]] = []
         self._epsilons: set[float] = set()
         family = next((name for name in _FAMILIES if _is(model, f"{name}ForCausalLM")), None)
         if family is None:
@@ -187,12 +185,9 @@ class _Bound:
             model.lm_head.weight.shape[0], decoder.norm.variance_epsilon, layout.calls[0].scaling,
         )  # fmt: skip
 
-    def still_there(self, cache: KVCache) -> bool:
-        """Whether every parameter and the pool lie where they did."""
-        return cache.layer(0)[0].data_ptr() == self._pool and all(
-            (parameter := parameters.get(name)) is not None and parameter.data_ptr() == address
-            for parameters, name, address in self._sites
-        )
+    def reads(self, cache: KVCache) -> bool:
+        """Whether the pool lies where it did."""
+        return cache.layer(0)[0].data_ptr() == self._pool
 
     def reach(self, length: int) -> None:
         """Have cosines and sines for positions below `length`, as the module's own rotary embedding gives them."""
@@ -249,13 +244,10 @@ class _Bound:
         return self._address(module), None if module.bias is None else self._address(module, "bias")
 
     def _address(self, module: nn.Module, name: str = "weight") -> int:
-        parameters = module._parameters
-        parameter = parameters[name]
+        parameter = module._parameters.get(name)
         if type(parameter) is not nn.Parameter or parameter.dtype != self.dtype or not parameter.is_contiguous():
             raise Unfusable(f"a parameter is no contiguous {self.dtype} tensor of its own")
-        address = parameter.data_ptr()
-        self._sites.append((parameters, name, address))
-        return address
+        return parameter.data_ptr()
 
 
 def _require_known_attention(config: Any, layout: ModelLayout) -> None:

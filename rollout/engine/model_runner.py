@@ -53,7 +53,7 @@ class ModelRunner:
         if step.copies:
             self.cache.copy_blocks(step.copies)
         ids, packed = self._pack(step)
-        rows, repeats = np.unique(step.sample_rows, return_inverse=True)
+        rows, repeats = _distinct(step)
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[rows + 1] - 1
         spans = self._prompt_spans(step, packed, wanted)
@@ -103,7 +103,7 @@ class ModelRunner:
     def _forward(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call."""
         with self.installation:
-            if self.fused is not None and self.fused.ready(self.installation.entries):
+            if self.fused is not None and self.fused.ready(self.installation.handovers):
                 return self.fused.run(ids, rows, keep)
             batch = PagedBatch(
                 self.cache, self.layout.layer_of, self._to_device(rows.slots), self._attention(rows)
@@ -172,3 +172,12 @@ class ModelRunner:
             if top_ids is not None and top_values is not None:
                 for ids, scores in zip(top_ids.tolist(), top_values.tolist(), strict=True):
                     sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
+
+
+def _distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows that are sampled, each once, and which of them every sample takes."""
+    if not step.prefills:
+        rows = step.sample_rows.astype(np.int64)
+        return rows, rows
+    rows, repeats = np.unique(step.sample_rows, return_inverse=True)
+    return rows.astype(np.int64), repeats

@@ -90,7 +90,7 @@ def sample(
     """
     kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
     if kernel is not None and not (rows.edited or rows.any_raw or rows.top_n or banned):
-        token_ids, log_sum, score = kernel(logits, rows.temperature, rows.greedy, uniforms(rows.key, positions))
+        token_ids, log_sum, score = kernel(logits, rows.temperature, rows.greedy, rows.key, positions)
         return Sampled(token_ids, _log_probs(score, log_sum), None, None)
     parts, start, done = rows.parts(_rows_at_once(logits)), 0, []
     for part in parts:
@@ -146,7 +146,7 @@ def _sample(
         token_ids, log_sum, score, listed = _drawn(scores, rows, positions, list_scores=top_n > 0)
     else:
         scores, listed = _filtered(scores, rows, list_scores=top_n > 0)
-        drawn = kernel(scores, rows.temperature, rows.greedy, uniforms(rows.key, positions))
+        drawn = kernel(scores, rows.temperature, rows.greedy, rows.key, positions)
         token_ids, log_sum, score = (column[:, None] for column in drawn)
     if rows.any_raw:
         mine, raw_log_sum = rows.raw[:, None], _raw_log_sum(raw, scratch)

@@ -28,7 +28,7 @@ def fused(engine: DynamicInferenceEngine) -> bool:
     """Whether a step would go through the C++ forward now."""
     runner = engine.controller.runner
     with engine.installation:
-        return runner.fused is not None and runner.fused.ready(runner.installation.entries)
+        return runner.fused is not None and runner.fused.ready(runner.installation.handovers)
 
 
 def logits(engine: DynamicInferenceEngine, tokens: list[int], cut: int) -> Tensor:

@@ -18,7 +18,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from rollout.engine import sampler
 from rollout.engine.kernels import cpu_draw
 from rollout.engine.random_stream import stream_key, uniforms
 from rollout.engine.sampler import History, Sampled, sample, token_logprobs
@@ -367,13 +366,37 @@ def test_no_draw_picks_a_token_of_probability_zero(
         assert sampled.logprobs.isfinite().all()
 
 
-def test_the_ends_of_the_unit_interval_pick_the_first_and_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def key_that_gives(bits: int) -> int:
+    """The random stream whose number at position 0 is bits / 2^53: splitmix64, backwards."""
+
+    def unshift(word: int, shift: int) -> int:
+        found = word
+        for _ in range(64 // shift):
+            found = word ^ found >> shift
+        return found
+
+    state = unshift(bits << 11, 31)
+    for shift, factor in ((27, 0x94D049BB133111EB), (30, 0xBF58476D1CE4E5B9)):
+        state = unshift(state * pow(factor, -1, 2**64) % 2**64, shift)
+    key = (state - 0x9E3779B97F4A7C15) % 2**64
+    return key - 2**64 if key >= 2**63 else key
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_ends_of_the_unit_interval_pick_the_first_and_the_last_token(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("rollout.engine.sampler.cpu_draw.load", lambda: None)
     logits = torch.zeros(1, 1000)
     logits[0, [0, 999]] = -torch.inf
-    for uniform, token in ((0.0, 1), (1 - 2.0**-53, 998)):
-        value = torch.tensor([uniform], dtype=torch.float64)
-        monkeypatch.setattr(sampler, "uniforms", lambda keys, positions, value=value: value)
-        assert draw(logits, SamplingParams()).token_ids.tolist() == [token]
+    for bits, token in ((0, 1), (2**53 - 1, 998), (2**52, 500)):
+        key = key_that_gives(bits)
+        assert uniforms(torch.tensor([key]), torch.tensor([0])).tolist() == [bits / 2**53]
+        table = SamplingTable("cpu")
+        table.set(0, SamplingParams(), key)
+        rows = table.select(np.array([0]))
+        assert sample(logits, rows, torch.tensor([0])).token_ids.tolist() == [token]
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.1}])

@@ -16,7 +16,7 @@ class _Draw(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "scores", "temperature", "uniform", "greedy", "token", "log_sum", "score",
+            "scores", "temperature", "key", "position", "greedy", "token", "log_sum", "score",
         )),
         *((name, ctypes.c_int64) for name in ("rows", "vocabulary", "stride")),
     )  # fmt: skip
@@ -30,7 +30,7 @@ class CpuDraw:
         self._draw.argtypes = (ctypes.POINTER(_Draw), ctypes.c_int64, ctypes.c_int)
 
     def __call__(
-        self, scores: Tensor, temperature: Tensor, greedy: Tensor, uniform: Tensor
+        self, scores: Tensor, temperature: Tensor, greedy: Tensor, keys: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One token per row from softmax(scores / temperature).
 
@@ -38,7 +38,7 @@ class CpuDraw:
             scores: [R, V] float32 or bfloat16, rows contiguous.
             temperature: [R] float32.
             greedy: [R] bool, rows that take their largest score (lowest id on ties).
-            uniform: [R] float64 in [0, 1).
+            keys, positions: [R] int64, each row's random stream and place in it (`random_stream.uniforms`).
 
         Returns:
             Token ids [R] int64; the logarithm of the sum of exponentials [R] float64, NaN where a row has no finite largest
@@ -48,12 +48,13 @@ class CpuDraw:
         token = torch.empty(count, dtype=torch.int64)
         log_sum = torch.empty(count, dtype=torch.float64)
         score = torch.empty(count, dtype=torch.float32)
-        temperature, uniform, greedy = temperature.contiguous(), uniform.contiguous(), greedy.contiguous()
+        temperature, greedy = temperature.contiguous(), greedy.contiguous()
+        keys, positions = keys.contiguous(), positions.contiguous()
         if count:
             self._draw(
                 _Draw(
-                    scores.data_ptr(), temperature.data_ptr(), uniform.data_ptr(), greedy.data_ptr(), token.data_ptr(),
-                    log_sum.data_ptr(), score.data_ptr(), count, vocabulary, scores.stride(0),
+                    scores.data_ptr(), temperature.data_ptr(), keys.data_ptr(), positions.data_ptr(), greedy.data_ptr(),
+                    token.data_ptr(), log_sum.data_ptr(), score.data_ptr(), count, vocabulary, scores.stride(0),
                 ),
                 torch.get_num_threads(),
                 int(scores.dtype == torch.bfloat16),

@@ -11,7 +11,8 @@
 struct Draw {
     const void* scores;         // [R, V], `stride` elements from row to row
     const float* temperature;   // [R]
-    const double* uniform;      // [R] in [0, 1)
+    const int64_t* key;         // [R], the row's random stream
+    const int64_t* position;    // [R], its place in the stream
     const uint8_t* greedy;      // [R], 1: the largest score, lowest id on ties
     int64_t* token;             // [R]
     double* log_sum;            // [R], log of the summed exp(scores / temperature); NaN where there is no finite largest score
@@ -23,6 +24,15 @@ typedef int64_t lvec __attribute__((vector_size(LANES * 8)));
 
 constexpr float UNIT = 4398046511104.0f;
 constexpr int64_t SUMMED = 128;  // tokens to a running sum
+
+// In [0, 1): splitmix64 at counter `position` (see random_stream.py, which gives the same bits).
+static inline double uniform(int64_t key, int64_t position) {
+    uint64_t x = static_cast<uint64_t>(key) + static_cast<uint64_t>(position + 1) * 0x9E3779B97F4A7C15ull;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    x ^= x >> 31;
+    return static_cast<double>(x >> 11) * 0x1p-53;
+}
 
 template <typename T>
 static inline lvec weights(const T* scores, int64_t count, float temperature, float peak) {
@@ -86,7 +96,8 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
     }
     if (!d.greedy[row]) {
         // The product rounds, for the largest uniforms up to the total itself.
-        const int64_t level = std::min(static_cast<int64_t>(d.uniform[row] * static_cast<double>(total)), total - 1);
+        const double part = uniform(d.key[row], d.position[row]);
+        const int64_t level = std::min(static_cast<int64_t>(part * static_cast<double>(total)), total - 1);
         const int64_t block = std::upper_bound(sums, sums + (V + SUMMED - 1) / SUMMED, level) - sums;
         int64_t below = block ? sums[block - 1] : 0;
         token = block * SUMMED;
