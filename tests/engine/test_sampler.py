@@ -346,26 +346,6 @@ def test_the_largest_logit_is_found_wherever_it_stands(vocabulary: int) -> None:
 # --- edges of the unit interval ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
-@pytest.mark.parametrize("vocabulary", [6, 1000, 40_000])
-def test_no_draw_picks_a_token_of_probability_zero(
-    monkeypatch: pytest.MonkeyPatch, uniform: float, vocabulary: int
-) -> None:
-    monkeypatch.setattr(sampler, "uniforms", lambda keys, positions: torch.full(keys.shape, uniform).double())
-    logits = logits_of(8, vocabulary)
-    logits[:, :2] = logits[:, -2:] = -torch.inf
-    logits[1, vocabulary // 2 :] = -torch.inf
-    logits[2] = -torch.inf
-    logits[2, vocabulary // 2] = -3.0
-    for filters in FILTERS:
-        params = SamplingParams(**filters)
-        histories = histories_of(8, vocabulary=vocabulary)
-        kept = reference(logits, params, histories) > -torch.inf
-        sampled = draw(logits, params, histories=histories)
-        assert kept.gather(1, sampled.token_ids[:, None]).all()
-        assert sampled.logprobs.isfinite().all()
-
-
 def key_that_gives(bits: int) -> int:
     """The random stream whose number at position 0 is bits / 2^53: splitmix64, backwards."""
 
@@ -382,6 +362,37 @@ def key_that_gives(bits: int) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
+def rows_that_draw(bits: int, params: SamplingParams, count: int) -> SamplingRows:
+    """Rows whose number at position 0 is bits / 2^53."""
+    table = SamplingTable("cpu")
+    for slot in range(count):
+        table.set(slot, params, key_that_gives(bits))
+    return table.select(np.arange(count))
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2**52, 2**53 - 1])
+@pytest.mark.parametrize("vocabulary", [6, 1000, 40_000])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_draw_picks_a_token_of_probability_zero(
+    monkeypatch: pytest.MonkeyPatch, bits: int, vocabulary: int, compiled: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("rollout.engine.sampler.cpu_draw.load", lambda: None)
+    logits = logits_of(8, vocabulary)
+    logits[:, :2] = logits[:, -2:] = -torch.inf
+    logits[1, vocabulary // 2 :] = -torch.inf
+    logits[2] = -torch.inf
+    logits[2, vocabulary // 2] = -3.0
+    for filters in FILTERS:
+        params = SamplingParams(**filters)
+        histories = histories_of(8, vocabulary=vocabulary)
+        kept = reference(logits, params, histories) > -torch.inf
+        positions = torch.zeros(8, dtype=torch.int64)
+        sampled = sample(logits, rows_that_draw(bits, params, 8), positions, histories=histories)
+        assert kept.gather(1, sampled.token_ids[:, None]).all()
+        assert sampled.logprobs.isfinite().all()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_ends_of_the_unit_interval_pick_the_first_and_the_last_token(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
@@ -391,11 +402,8 @@ def test_the_ends_of_the_unit_interval_pick_the_first_and_the_last_token(
     logits = torch.zeros(1, 1000)
     logits[0, [0, 999]] = -torch.inf
     for bits, token in ((0, 1), (2**53 - 1, 998), (2**52, 500)):
-        key = key_that_gives(bits)
-        assert uniforms(torch.tensor([key]), torch.tensor([0])).tolist() == [bits / 2**53]
-        table = SamplingTable("cpu")
-        table.set(0, SamplingParams(), key)
-        rows = table.select(np.array([0]))
+        assert uniforms(torch.tensor([key_that_gives(bits)]), torch.tensor([0])).tolist() == [bits / 2**53]
+        rows = rows_that_draw(bits, SamplingParams(), 1)
         assert sample(logits, rows, torch.tensor([0])).token_ids.tolist() == [token]
 
 
@@ -471,7 +479,7 @@ def test_working_through_the_rows_in_parts_changes_nothing(monkeypatch: pytest.M
     kinds = [first.replace(logprobs=7), *others]
     whole = draw(logits, *kinds, histories=histories, banned=banned)
     scores = token_logprobs(logits, torch.arange(20), 3)
-    monkeypatch.setattr(sampler, "CPU_ELEMENTS", elements)
+    monkeypatch.setattr("rollout.engine.sampler.CPU_ELEMENTS", elements)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert equal(draw(logits, *kinds, histories=histories, banned=banned), whole)
     again = token_logprobs(logits, torch.arange(20), 3)
