@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include <type_traits>
 #include <vector>
 
@@ -64,10 +66,32 @@ static std::vector<Task> plan(const Attention& a) {
 
 static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
+constexpr int64_t FEW_ROWS = 8;  // of a KV head: then one job takes all heads, and reads whole tokens, as memory likes it
+
+static int64_t most_rows(int64_t kv_heads) { return std::max(ROWS, FEW_ROWS * kv_heads); }
+
 // Floats of scratch one thread needs.
-static int64_t attention_scratch(int64_t head_dim, int64_t value_dim) {
-    return ROWS * (padded(head_dim) + padded(value_dim) + KEYS + 2);
+static int64_t attention_scratch(const Attention& a) {
+    return most_rows(a.kv_heads) * (padded(a.head_dim) + padded(a.value_dim) + 2) + ROWS * KEYS;
 }
+
+// What the rows of one job carry from tile to tile: head after head, `rows` each.
+template <typename T>
+struct Rows {
+    T* query;  // [heads * rows, padded head_dim]
+    float *acc, *peak, *total, *weights;
+    int64_t rows, key_width, value_width;
+
+    Rows(const Attention& a, int64_t rows, float* scratch)
+        : rows(rows), key_width(padded(a.head_dim)), value_width(padded(a.value_dim)) {
+        const int64_t most = most_rows(a.kv_heads);
+        query = reinterpret_cast<T*>(scratch);
+        acc = scratch + most * key_width;
+        peak = acc + most * value_width;
+        total = peak + most;
+        weights = total + most;  // [ROWS, KEYS], of one head at a time
+    }
+};
 
 template <int N>
 using Count = std::integral_constant<int, N>;
@@ -155,101 +179,112 @@ static inline void fetch(const T* p, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i);
 }
 
-// The keys [from, to) of one block table for rows [begin, end) of a task.
+// The keys [from, to) of one block table for rows [begin, end) of each of the KV heads [head, head + heads).
 template <typename T>
-static void scan(const Attention& a, const int64_t* table, int64_t kv_head, int64_t from, int64_t to, int64_t begin,
-                 int64_t end, const int64_t* seen, float* scratch) {
-    const int64_t key_width = padded(a.head_dim), value_width = padded(a.value_dim);
-    T* query = reinterpret_cast<T*>(scratch);
-    float* acc = scratch + ROWS * key_width;
-    float* weights = acc + ROWS * value_width;
-    float* peak = weights + ROWS * KEYS;
-    float* total = peak + ROWS;
+static void scan(const Attention& a, const int64_t* table, int64_t head, int64_t heads, int64_t from, int64_t to,
+                 int64_t begin, int64_t end, const int64_t* seen, const Rows<T>& r) {
     const T *keys = static_cast<const T*>(a.keys), *values = static_cast<const T*>(a.values);
+    int64_t slot[2 * KEYS];
+    each_slot(a, table, from, std::min(from / KEYS * KEYS + KEYS, to), [&](int64_t at, int64_t where) { slot[at % KEYS] = where; });
     for (int64_t start = from / KEYS * KEYS; start < to; start += KEYS) {
         const int64_t low = std::max<int64_t>(0, from - start), high = std::min(KEYS, to - start);
-        const T *key[KEYS], *value[KEYS];
-        each_slot(a, table, start + low, start + high, [&](int64_t at, int64_t slot) {
-            key[at - start] = keys + (slot * a.kv_heads + kv_head) * a.head_dim;
-            value[at - start] = values + (slot * a.kv_heads + kv_head) * a.value_dim;
-            fetch(value[at - start], a.value_dim);
-        });
-        each_slot(a, table, start + KEYS, std::min(start + 2 * KEYS, to), [&](int64_t, int64_t slot) {
-            fetch(keys + (slot * a.kv_heads + kv_head) * a.head_dim, a.head_dim);
-        });
-        for (int64_t s = low / 4 * 4; s < high; s += 4) {
-            const T* four[4];
-            for (int64_t i = 0; i < 4; i++) four[i] = key[std::min(std::max(s + i, low), high - 1)];
-            tiles(query + begin * key_width, key_width, end - begin, four, a.head_dim, 0,
-                  [&](int64_t row, vec4 v) { *reinterpret_cast<vec4*>(weights + (begin + row) * KEYS + s) = v; });
-        }
-        float decay[ROWS];
-        for (int64_t row = begin; row < end; row++) {
-            const int64_t above = std::min(high, seen[row] + 1 - start);
-            const int64_t below = a.window ? std::max(low, seen[row] + 1 - a.window - start) : low;
-            decay[row] = soften(weights + row * KEYS, below, above, a.scaling, a.softcap, peak[row], total[row]);
-        }
-        for (int64_t column = 0; column < a.value_dim; column += 4 * LANES) {
-            const int64_t left = a.value_dim - column, tail = left < 4 * LANES ? left % LANES : 0;
-            const auto part = [&](auto j) {
-                weigh_rows<decltype(j)::value>(end - begin, weights + begin * KEYS, value, column, low, high,
-                                               acc + begin * value_width, value_width, decay + begin, tail);
-            };
-            switch (std::min<int64_t>(4, (left + LANES - 1) / LANES)) {
-                case 1: part(Count<1>{}); break;
-                case 2: part(Count<2>{}); break;
-                case 3: part(Count<3>{}); break;
-                case 4: part(Count<4>{}); break;
+        const int64_t next = std::max<int64_t>(0, std::min(KEYS, to - start - KEYS));
+        each_slot(a, table, start + KEYS, start + KEYS + next, [&](int64_t at, int64_t where) { slot[KEYS + at % KEYS] = where; });
+        for (int64_t h = 0; h < heads; h++) {
+            const T *key[KEYS], *value[KEYS];
+            for (int64_t s = low; s < high; s++) {
+                const int64_t place = slot[s] * a.kv_heads + head + h;
+                key[s] = keys + place * a.head_dim;
+                value[s] = values + place * a.value_dim;
+            }
+            for (int64_t s = KEYS; s < KEYS + next; s++) {
+                const int64_t place = slot[s] * a.kv_heads + head + h;
+                fetch(keys + place * a.head_dim, a.head_dim);
+                fetch(values + place * a.value_dim, a.value_dim);
+            }
+            const int64_t first = h * r.rows + begin;
+            float *weights = r.weights + begin * KEYS, *acc = r.acc + first * r.value_width;
+            for (int64_t s = low / 4 * 4; s < high; s += 4) {
+                const T* four[4];
+                for (int64_t i = 0; i < 4; i++) four[i] = key[std::min(std::max(s + i, low), high - 1)];
+                tiles(r.query + first * r.key_width, r.key_width, end - begin, four, a.head_dim, 0,
+                      [&](int64_t row, vec4 v) { *reinterpret_cast<vec4*>(weights + row * KEYS + s) = v; });
+            }
+            float decay[ROWS];
+            for (int64_t row = 0; row < end - begin; row++) {
+                const int64_t newest = seen[begin + row];
+                const int64_t above = std::min(high, newest + 1 - start);
+                const int64_t below = a.window ? std::max(low, newest + 1 - a.window - start) : low;
+                decay[row] = soften(weights + row * KEYS, below, above, a.scaling, a.softcap, r.peak[first + row], r.total[first + row]);
+            }
+            for (int64_t column = 0; column < a.value_dim; column += 4 * LANES) {
+                const int64_t left = a.value_dim - column, tail = left < 4 * LANES ? left % LANES : 0;
+                const auto part = [&](auto j) {
+                    weigh_rows<decltype(j)::value>(end - begin, weights, value, column, low, high, acc, r.value_width, decay, tail);
+                };
+                switch (std::min<int64_t>(4, (left + LANES - 1) / LANES)) {
+                    case 1: part(Count<1>{}); break;
+                    case 2: part(Count<2>{}); break;
+                    case 3: part(Count<3>{}); break;
+                    case 4: part(Count<4>{}); break;
+                }
             }
         }
+        std::copy(slot + KEYS, slot + KEYS + next, slot);
     }
 }
 
 template <typename T>
-static void attend(const Attention& a, const Task& task, int64_t kv_head, float* scratch) {
-    const int64_t group = a.heads / a.kv_heads, key_width = padded(a.head_dim), value_width = padded(a.value_dim);
-    const int64_t rows = (task.end - task.begin) * group;
-    T* query = reinterpret_cast<T*>(scratch);
-    float* acc = scratch + ROWS * key_width;
-    float* peak = acc + ROWS * value_width + ROWS * KEYS;
-    float* total = peak + ROWS;
+static void attend(const Attention& a, const Task& task, int64_t head, int64_t heads, float* scratch) {
+    const int64_t group = a.heads / a.kv_heads, rows = (task.end - task.begin) * group;
+    const Rows<T> r(a, rows, scratch);
     int64_t seen[ROWS];
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t at = task.begin + row / group, head = kv_head * group + row % group;
-        std::memcpy(query + row * key_width, static_cast<const T*>(a.query) + at * a.query_stride + head * a.head_dim,
+    for (int64_t row = 0; row < rows; row++) seen[row] = a.positions[task.begin + row / group];
+    // Row i of head h: position task.begin + i / group, query head h * group + i % group.
+    const auto each_row = [&](auto use) {
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t row = 0; row < rows; row++)
+                use(h * rows + row, task.begin + row / group, (head + h) * group + row % group);
+    };
+    each_row([&](int64_t i, int64_t at, int64_t query_head) {
+        std::memcpy(r.query + i * r.key_width, static_cast<const T*>(a.query) + at * a.query_stride + query_head * a.head_dim,
                     a.head_dim * sizeof(T));
-        seen[row] = a.positions[at];
-        peak[row] = -INFINITY;
-        total[row] = 0.0f;
-    }
-    std::fill(acc, acc + rows * value_width, 0.0f);
+        r.peak[i] = -INFINITY;
+        r.total[i] = 0.0f;
+        std::fill(r.acc + i * r.value_width, r.acc + (i + 1) * r.value_width, 0.0f);
+    });
     const int64_t* table = a.tables + task.first * a.width;
-    if (task.shared) scan<T>(a, table, kv_head, 0, task.shared, 0, rows, seen, scratch);
+    if (task.shared) scan(a, table, head, heads, 0, task.shared, 0, rows, seen, r);
     if (task.first == task.last) {
         const int64_t oldest = a.window ? std::max<int64_t>(0, seen[0] + 1 - a.window) : 0;
-        scan<T>(a, table, kv_head, oldest, seen[rows - 1] + 1, 0, rows, seen, scratch);
+        scan(a, table, head, heads, oldest, seen[rows - 1] + 1, 0, rows, seen, r);
     } else {
         for (int64_t s = task.first; s <= task.last; s++, table += a.width) {
             const int64_t row = (s - task.first) * group;
-            scan<T>(a, table, kv_head, task.shared, seen[row] + 1, row, row + group, seen, scratch);
+            scan(a, table, head, heads, task.shared, seen[row] + 1, row, row + group, seen, r);
         }
     }
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t at = task.begin + row / group, head = kv_head * group + row % group;
-        T* out = static_cast<T*>(a.out) + at * a.out_stride + head * a.value_dim;
-        const float scale = 1.0f / total[row];
+    each_row([&](int64_t i, int64_t at, int64_t query_head) {
+        T* out = static_cast<T*>(a.out) + at * a.out_stride + query_head * a.value_dim;
+        const float scale = 1.0f / r.total[i];
         for (int64_t d = 0; d < a.value_dim; d += LANES) {
-            const vec v = load(acc + row * value_width + d) * scale;
+            const vec v = load(r.acc + i * r.value_width + d) * scale;
             if (d + LANES <= a.value_dim) store(out + d, v);
             else store_first(out + d, v, a.value_dim - d);
         }
-    }
+    });
 }
 
 // Shares the work of a parallel region; ends with a barrier. `scratch`: this thread's own.
 template <typename T>
 static void attention(const Attention& a, const std::vector<Task>& tasks, float* scratch) {
-    const int64_t count = static_cast<int64_t>(tasks.size());
+    const int64_t count = static_cast<int64_t>(tasks.size()), group = a.heads / a.kv_heads;
+    const bool many = count >= 4 * omp_get_num_threads();
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t job = 0; job < count * a.kv_heads; job++) attend<T>(a, tasks[job / a.kv_heads], job % a.kv_heads, scratch);
+    for (int64_t job = 0; job < count * a.kv_heads; job++) {
+        const Task& task = tasks[job / a.kv_heads];
+        const int64_t head = job % a.kv_heads;
+        if (!many || (task.end - task.begin) * group > FEW_ROWS) attend<T>(a, task, head, 1, scratch);
+        else if (head == 0) attend<T>(a, task, 0, a.kv_heads, scratch);
+    }
 }

@@ -3,8 +3,6 @@
 //
 // Activations have the parameters' type and are rounded where the module rounds them, so that log-probs are the trainer's.
 
-#include <omp.h>
-
 #include "cpu_attention.h"
 #include "cpu_sampling.h"
 
@@ -129,7 +127,10 @@ struct Buffers {
         attended = take(count * m.heads * m.head_dim, size);
         gate = take(count * m.inner, size);
         up = take(count * m.inner, size);
-        scratch = take(threads * attention_scratch(m.head_dim, m.head_dim), sizeof(float));
+        Attention a{};
+        a.kv_heads = m.kv_heads;
+        a.head_dim = a.value_dim = m.head_dim;
+        scratch = take(threads * attention_scratch(a), sizeof(float));
         end = at;
     }
 };
@@ -147,9 +148,10 @@ static void forward(const Model& m, const Step& s) {
     const std::vector<Task> tasks = plan(a);
     a.window = 1;
     const std::vector<Task> windowed = plan(a);
+    const int64_t each = attention_scratch(a);
 #pragma omp parallel num_threads(s.threads)
     {
-        float* scratch = reinterpret_cast<float*>(base + at.scratch) + omp_get_thread_num() * attention_scratch(D, D);
+        float* scratch = reinterpret_cast<float*>(base + at.scratch) + omp_get_thread_num() * each;
 #pragma omp for
         for (int64_t p = 0; p < P; p++)
             std::memcpy(x + p * m.hidden, static_cast<const T*>(m.embedding) + s.ids[p] * m.hidden, m.hidden * size);
@@ -212,7 +214,7 @@ void rollout_forward(const Model* m, const Step* s, int is_bfloat16) {
 
 void rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
     const std::vector<Task> tasks = plan(*a);
-    const int64_t each = attention_scratch(a->head_dim, a->value_dim);
+    const int64_t each = attention_scratch(*a);
     std::vector<float> scratch(threads * each);
 #pragma omp parallel num_threads(threads)
     {
