@@ -97,7 +97,7 @@ template <int N>
 using Count = std::integral_constant<int, N>;
 
 // J vectors of M rows: acc = acc * decay + weights · values.
-template <int M, int J, typename T>
+template <int M, int J, bool CUT, typename T>
 static inline void weigh(const float* weights, const T* const* values, int64_t column, int64_t from, int64_t to,
                          float* acc, int64_t stride, const float* decay, int64_t tail) {
     vec sum[M][J];
@@ -106,7 +106,7 @@ static inline void weigh(const float* weights, const T* const* values, int64_t c
     for (int64_t s = from; s < to; s++) {
         vec v[J];
         for (int j = 0; j < J; j++)
-            v[j] = tail && j == J - 1 ? load_first(values[s] + column + j * LANES, tail) : load(values[s] + column + j * LANES);
+            v[j] = CUT && j == J - 1 ? load_first(values[s] + column + j * LANES, tail) : load(values[s] + column + j * LANES);
         for (int m = 0; m < M; m++)
             for (int j = 0; j < J; j++) sum[m][j] += v[j] * weights[m * KEYS + s];
     }
@@ -118,7 +118,9 @@ template <int J, typename T>
 static inline void weigh_rows(int64_t rows, const float* weights, const T* const* values, int64_t column, int64_t from,
                               int64_t to, float* acc, int64_t stride, const float* decay, int64_t tail) {
     const auto some = [&](auto m, int64_t r) {
-        weigh<decltype(m)::value, J>(weights + r * KEYS, values, column, from, to, acc + r * stride, stride, decay + r, tail);
+        constexpr int M = decltype(m)::value;
+        if (tail) weigh<M, J, true>(weights + r * KEYS, values, column, from, to, acc + r * stride, stride, decay + r, tail);
+        else weigh<M, J, false>(weights + r * KEYS, values, column, from, to, acc + r * stride, stride, decay + r, 0);
     };
     int64_t r = 0;
     for (; r + TILE_ROWS <= rows; r += TILE_ROWS) some(Count<TILE_ROWS>{}, r);
@@ -197,16 +199,16 @@ static void scan(const Attention& a, const int64_t* table, int64_t head, int64_t
                 key[s] = keys + place * a.head_dim;
                 value[s] = values + place * a.value_dim;
             }
-            for (int64_t s = KEYS; s < KEYS + next; s++) {
-                const int64_t place = slot[s] * a.kv_heads + head + h;
-                fetch(keys + place * a.head_dim, a.head_dim);
-                fetch(values + place * a.value_dim, a.value_dim);
-            }
             const int64_t first = h * r.rows + begin;
             float *weights = r.weights + begin * KEYS, *acc = r.acc + first * r.value_width;
             for (int64_t s = low / 4 * 4; s < high; s += 4) {
                 const T* four[4];
                 for (int64_t i = 0; i < 4; i++) four[i] = key[std::min(std::max(s + i, low), high - 1)];
+                for (int64_t i = KEYS + s; i < KEYS + std::min(s + 4, next); i++) {
+                    const int64_t place = slot[i] * a.kv_heads + head + h;
+                    fetch(keys + place * a.head_dim, a.head_dim);
+                    fetch(values + place * a.value_dim, a.value_dim);
+                }
                 tiles(r.query + first * r.key_width, r.key_width, end - begin, four, a.head_dim, 0,
                       [&](int64_t row, vec4 v) { *reinterpret_cast<vec4*>(weights + row * KEYS + s) = v; });
             }

@@ -19,6 +19,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch  # noqa: F401 - whose OpenMP runtime the library is linked to
+
 _SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_matmul.h", "cpu_sampling.h", "cpu_lanes.h")
 COMPILE_TIMEOUT_S = 120
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno")
