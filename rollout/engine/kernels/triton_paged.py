@@ -1,0 +1,656 @@
+"""Paged attention in Triton, for CUDA: decode over split keys, ragged prefill, shared prefixes, and the cache write.
+
+Triton comes with torch on CUDA. It is imported by `load` and each kernel is compiled when it is first launched, never at
+import; where that fails, `load` says so once and plain torch serves.
+
+K and V are read where they lie, once for all the query heads that share them. One kernel, `_attend`, holds the arithmetic
+of all three kinds of attention: the query heads of a group, times the tokens or samples that read the same blocks, are the
+rows of a matrix product. The keys of a decoding sequence are cut into parts of `SPLIT` tokens, each done by a program of
+its own, and `_merge` puts the parts together by their log-sum-exp. Nothing in that plan depends on what else is in the
+batch, so that a row's bits do not depend on its neighbours. Grids depend on shapes alone and nothing waits for the
+device: every method can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+SPLIT = 256
+"""Keys per program of a decoding row. Small enough to fill a GPU at 64 sequences of 1k tokens, large enough that writing
+and merging a part (one row of V per query head, in float32) costs a few percent of reading it."""
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 256, 64
+_MERGED_AT_ONCE = 8
+_LOG2_E = math.log2(math.e)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrefixes:
+    """Which rows of a decode batch begin with the same blocks. Two kernels read it, no host code: update it in place."""
+
+    members: Tensor
+    """[M] int32: rows of the batch, those of a group together; the blocks are read from the table of its first one."""
+    begins: Tensor
+    """[N + 1] int32: where each group begins in `members`; groups of no members are padding."""
+    lengths: Tensor
+    """[B] int32: tokens of each row that its group reads for it, the same within a group; 0 for a row in no group."""
+
+
+def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the kernels take these shapes and types: query [P, H, D], caches [num_blocks, block_size, Hkv, D or Dv]."""
+    heads, kv_heads = query.shape[1], keys.shape[2]
+    return (
+        query.dtype in DTYPES
+        and query.dtype == keys.dtype == values.dtype
+        and query.shape[2] == keys.shape[3]
+        and keys.shape[:3] == values.shape[:3]
+        and all(MIN_HEAD_DIM <= part.shape[3] <= MAX_HEAD_DIM for part in (keys, values))
+        and heads % kv_heads == 0
+        and heads // kv_heads <= MAX_GROUP
+        and all(part.stride(-1) == 1 for part in (query, keys, values))
+    )
+
+
+def num_splits(tokens: int) -> int:
+    """Parts that `tokens` keys are cut into: [0, SPLIT), [SPLIT, 2 * SPLIT) and so on, whatever the batch."""
+    return -(-tokens // SPLIT)
+
+
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over a union of keys from attention over its parts, in plain torch: what `_merge` must equal.
+
+    Args:
+        outs: [S, B, H, D], attention over each part by itself.
+        lses: [S, B, H], natural log of the sum of exp(score) over each part; -inf: an empty part, whose `outs` are not read.
+
+    Returns:
+        [B, H, D] and its log-sum-exp [B, H]; zeros and -inf where every part is empty.
+    """
+    lse = lses.logsumexp(0)
+    empty = lses == -math.inf
+    weights = torch.where(empty, 0.0, (lses - lse).exp())
+    return (weights[..., None] * outs.masked_fill(empty[..., None], 0.0)).sum(0), lse
+
+
+def load(device: torch.device) -> TritonPaged | None:
+    """The kernels, tried out on `device`; None where they do not run there."""
+    kernels = _kernels(device)
+    return None if kernels is None else TritonPaged(kernels)
+
+
+class TritonPaged:
+    """The kernels and the workspace of one engine. Calls on it share the workspace: make them on one stream.
+
+    K and V caches are any views [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv], and queries any
+    [P, H, D], whose last dimension is contiguous; block tables any whose rows are; other index tensors are contiguous.
+    Block tables may be int32 or int64, and what is behind a row's last block is never read.
+    `window`: a query sees the `window` last positions up to its own; None: all. `softcap`: scores become
+    softcap * tanh(scores / softcap). Sums are float32 whatever the type of the cache.
+    """
+
+    def __init__(self, kernels: _Kernels) -> None:
+        self._kernels = kernels
+        self._buffers: list[Tensor] = []
+
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        write_index: Tensor,
+        *,
+        cells: Tensor | None = None,
+    ) -> None:
+        """Scatter K and V into their slots, in the type of the cache.
+
+        Args:
+            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating type.
+            write_index: [P] int32 or int64, block * block_size + offset, all different; negative: not written.
+            cells: see `decode_with_lse`.
+        """
+        # A kernel knows the strides of all dimensions but the last.
+        key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (key, value))
+        count, kv_heads, dim = key.shape
+        value_dim = value.shape[2]
+        if not count:
+            return
+        with _device_of(key):
+            self._kernels.write[(count,)](
+                key, value, key_cache, value_cache, write_index if cells is None else cells, write_index,
+                *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+                moves=cells is not None, block_size=key_cache.shape[1], heads=kv_heads, padded_heads=_power_of_two(kv_heads),
+                dim=dim, value_dim=value_dim, padded_dim=_power_of_two(dim), padded_value_dim=_power_of_two(value_dim),
+            )  # fmt: skip
+
+    def decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        window: int | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of one query per sequence; see `decode_with_lse`. Returns [B, H, Dv] in the type of the query."""
+        return self.decode_with_lse(
+            query, key_cache, value_cache, table, positions, window, scaling, softcap=softcap
+        )[0]  # fmt: skip
+
+    def decode_with_lse(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        window: int | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+        shared: SharedPrefixes | None = None,
+        cells: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one query per sequence, and the log-sum-exp of its scores.
+
+        Args:
+            query: [B, H, D].
+            table: [B, width], block ids.
+            positions: [B] or [B, 1] int32 or int64; the query sees positions 0 to its own. Negative: a padding row, for
+                which nothing is read.
+            shared: rows whose first tokens lie in the same blocks: these are read once for all of them.
+            cells: [2] int64, the addresses (multiples of 16) at which K and V are when a kernel starts, for captured
+                graphs that outlive a pool: of the caches given, only shape, strides and type count then. None: where the
+                caches given are.
+
+        Returns:
+            [B, H, Dv] in the type of the query, and [B, H] float32, natural log; zeros and -inf in padding rows.
+        """
+        batch, heads, _ = query.shape
+        value_dim = value_cache.shape[3]
+        out = query.new_empty(batch, heads, value_dim)
+        lse = query.new_empty(batch, heads, dtype=torch.float32)
+        if not batch:
+            return out, lse
+        # Parts that end with a prefix need not end with a SPLIT: one more than without.
+        parts = num_splits(table.shape[1] * key_cache.shape[1]) + (shared is not None)
+        part_out, part_lse = self._workspace(parts, batch, heads, value_dim, query.device)
+        call = _Call(
+            query, key_cache, value_cache, table, positions, part_out, part_lse, window, scaling, softcap, cells
+        )
+        with _device_of(query):
+            if shared is not None and len(shared.members):
+                self._attend("prefix", call, parts - 1, len(shared.members), shared.begins, shared)
+            self._attend("decode" if shared is None else "tail", call, parts, batch, positions, shared)
+            self._kernels.merge[(batch, heads)](
+                part_out, part_lse, positions, positions if shared is None else shared.lengths, out, lse,
+                shares=shared is not None, split=SPLIT, at_once=_MERGED_AT_ONCE,
+                value_dim=value_dim, padded_value_dim=_power_of_two(value_dim),
+            )  # fmt: skip
+        return out, lse
+
+    def shared_prefix_decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        shared: SharedPrefixes,
+        window: int | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`decode` that reads the prefix of each group once: the queries of its rows are one matrix, over its blocks.
+
+        Equal to `decode` but for the order of the sums, and so not bit for bit.
+        """
+        return self.decode_with_lse(
+            query, key_cache, value_cache, table, positions, window, scaling, softcap=softcap, shared=shared
+        )[0]  # fmt: skip
+
+    def prefill(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        table: Tensor,
+        begins: Tensor,
+        starts: Tensor,
+        window: int | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of chunks of several sequences, whose own K and V are already in the cache.
+
+        The grid is P // tokens + R, which is at least the number of tiles of `tokens` queries that R chunks of P queries
+        in all can have; row r's tiles begin at begins[r] // tokens + r, so that a program finds its row by a search in
+        `begins`, and one too many ends at once. A map made on the host would be exact, but a copy to the device per step,
+        with a shape that a captured graph could not follow.
+
+        Args:
+            query: [P, H, D], the chunks one behind the other.
+            table: [R, width], block ids.
+            begins: [R + 1] int32 or int64, where each chunk begins in `query`; empty chunks are padding.
+            starts: [R] int32 or int64, position of each chunk's first query in its sequence.
+
+        Returns:
+            [P, H, Dv] in the type of the query; rows from begins[-1] on are not written.
+        """
+        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+        if len(query) and len(starts):
+            call = _Call(query, key_cache, value_cache, table, starts, out, out, window, scaling, softcap, None)
+            with _device_of(query):
+                self._attend("prefill", call, 1, len(query), begins, None)
+        return out
+
+    def clear(self) -> None:
+        """Give the workspace back. CUDA graphs captured with it must not be replayed any more."""
+        self._buffers.clear()
+
+    def _attend(
+        self, mode: str, call: _Call, parts: int, queries: int, begins: Tensor, shared: SharedPrefixes | None
+    ) -> None:
+        query, keys, values = call.query, call.key_cache, call.value_cache
+        kv_heads, group = keys.shape[2], query.shape[1] // keys.shape[2]
+        dim, value_dim = keys.shape[3], values.shape[3]
+        plan = _plan(mode, group, max(dim, value_dim), query.dtype)
+        tokens, num_rows, tiles = 1, queries, queries
+        if mode in ("prefix", "prefill"):
+            tokens, num_rows = plan.rows // group, len(begins) - 1
+            tiles = queries // tokens + num_rows
+        # exp2 is what the hardware has: log2(e) goes into the scale, and with a cap so does the 2 of tanh's exp(2x).
+        scale = call.scaling * _LOG2_E * (1.0 if call.softcap is None else 2.0 / call.softcap)
+        self._kernels.attend[(tiles, kv_heads, parts)](
+            query, keys, values, begins if call.cells is None else call.cells, call.table, call.positions, begins,
+            begins if shared is None else shared.members, begins if shared is None else shared.lengths,
+            call.out, call.lse, num_rows, len(query), scale,
+            *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], call.table.stride(0),
+            moves=call.cells is not None, mode=mode, group=group, tokens=tokens, rows=plan.rows, span=plan.span, split=SPLIT,
+            block_size=keys.shape[1], window=call.window or 0, cap=(call.softcap or 0.0) * _LOG2_E,
+            dim=dim, value_dim=value_dim, padded_dim=_power_of_two(dim), padded_value_dim=_power_of_two(value_dim),
+            num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+
+    def _workspace(
+        self, parts: int, batch: int, heads: int, value_dim: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        # [parts, B, H, Dv] and [parts, B, H] float32. A captured graph may hold an outgrown buffer's address: it is kept.
+        count = parts * batch * heads
+        if not self._buffers or self._buffers[-1].numel() < count * (value_dim + 1):
+            size = max(count * (value_dim + 1), 2 * self._buffers[-1].numel() if self._buffers else 0)
+            self._buffers.append(torch.empty(size, dtype=torch.float32, device=device))
+        outs, lses = self._buffers[-1][: count * (value_dim + 1)].split_with_sizes([count * value_dim, count])
+        return outs.view(parts, batch, heads, value_dim), lses.view(parts, batch, heads)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    table: Tensor
+    positions: Tensor
+    out: Tensor
+    lse: Tensor
+    window: int | None
+    scaling: float
+    softcap: float | None
+    cells: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernels:
+    attend: Any
+    merge: Any
+    write: Any
+
+
+@cache
+def _kernels(device: torch.device) -> _Kernels | None:
+    try:
+        jit = import_module("triton").jit
+        # Triton looks a kernel's names up in its module: so this one comes to have the name, and only now.
+        globals()["tl"] = import_module("triton.language")
+        # Numbers that change from step to step: a kernel made for a multiple of 16, and one for the rest, would be two.
+        moving = ("num_rows", "num_queries")
+        kernels = _Kernels(jit(_attend, do_not_specialize=moving), jit(_merge), jit(_write))
+        _try_out(kernels, device)
+    except Exception as exc:  # noqa: BLE001 - a compiler, a linker and a driver are in here, and torch serves without them
+        reason = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+        _log.warning(
+            "attention on %s runs on plain torch (%s); with a working triton it would be faster", device, reason
+        )
+        return None
+    return kernels
+
+
+def _try_out(kernels: _Kernels, device: torch.device) -> None:
+    caches = torch.zeros(2, 1, 1, 1, 16, device=device)
+    ones = torch.ones(1, 1, 16, device=device)
+    TritonPaged(kernels).write(ones, ones, caches[0], caches[1], torch.zeros(1, dtype=torch.int64, device=device))
+    if not caches.eq(1).all():
+        raise RuntimeError("a kernel that writes ones did not write them")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    rows: int
+    """Query rows of the matrix product: tokens (or samples) times the heads of a group."""
+    span: int
+    """Keys per turn of the loop; divides SPLIT."""
+    warps: int
+    stages: int
+    """Depth of the pipeline of loads and products that the compiler makes of the turns."""
+
+
+def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
+    """Sizes by head dimension, chosen by arithmetic and not by trying: trying would cost start-up and repeatability.
+
+    An H200 multiprocessor has 228 KB of shared memory and 65,536 registers. Shared memory holds Q and the K and V of a turn,
+    2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits: decoding with 120 registers in each of 128 threads leaves room for
+    four programs, more than enough loads at once to hide the latency of memory. Prefill wants few rows of K per row of Q
+    instead: 128 rows over 8 warps, the float32 sums 64 registers of each thread. At three stages the block ids, too, come a
+    turn ahead. Float32 runs without tensor cores (TF32 is not float32), from registers: small tiles, for right and not fast.
+    """
+    whole = dtype.itemsize == 4
+    narrow = _power_of_two(dim) <= 128
+    heads = _power_of_two(group)
+    if mode in ("decode", "tail"):
+        return _Plan(max(16, heads), 64 if narrow and not whole else 32, 4, 2 if whole else 3)
+    if whole:
+        return _Plan(max(32, heads), 32 if narrow else 16, 4, 1)
+    if mode == "prefix" or not narrow:
+        return _Plan(max(64, heads), 64 if narrow else 32, 4, 3)
+    return _Plan(128, 64, 8, 3)
+
+
+def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    # Triton launches on the current device, whatever the device of the tensors.
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is not less than `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+# --- kernels, in Triton's language ------------------------------------------------------------------------------------
+
+
+def _attend(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    cells: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    begins: tl.tensor,
+    members: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_rows: tl.tensor,
+    num_queries: tl.tensor,
+    scale: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_block_stride: tl.tensor,
+    key_slot_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_block_stride: tl.tensor,
+    value_slot_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    moves: tl.constexpr,
+    mode: tl.constexpr,
+    group: tl.constexpr,
+    tokens: tl.constexpr,
+    rows: tl.constexpr,
+    span: tl.constexpr,
+    split: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    cap: tl.constexpr,
+    dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    padded_value_dim: tl.constexpr,
+) -> None:
+    """One tile of query rows, one KV head, one part of the keys. Grid: tiles x KV heads x parts.
+
+    decode: the tile is one row of the batch; tail: the same, behind the row's shared prefix; prefix: the tile is up to
+    `tokens` rows of one group, over the prefix alone; prefill: it is up to `tokens` queries of one chunk, over all keys.
+    All but prefill write part p of row b to out [parts, B, H, Dv] and lse [parts, B, H]; parts of the prefix come first.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    num_heads = tl.num_programs(1) * group
+
+    # Which queries: `first` to `end` of the row (batch row, group or chunk) that begins at `begin`.
+    row = tile
+    begin = tile
+    end = tile + 1
+    first = tile
+    if mode == "prefix" or mode == "prefill":
+        row = tile * 0
+        behind = row + num_rows
+        while behind - row > 1:
+            middle = (row + behind) // 2
+            reached = tl.load(begins + middle).to(tl.int32) // tokens + middle <= tile
+            row = tl.where(reached, middle, row)
+            behind = tl.where(reached, behind, middle)
+        begin = tl.load(begins + row).to(tl.int32)
+        end = tl.load(begins + row + 1).to(tl.int32)
+        first = begin + (tile - begin // tokens - row) * tokens
+    if first >= end:
+        return
+
+    line = tl.arange(0, rows)
+    index = first + line // group
+    head = kv_head * group + line % group
+    live = (line < tokens * group) & (index < end)
+    owner = row
+    if mode == "prefix":
+        index = tl.load(members + index, mask=live, other=0)
+        owner = tl.load(members + begin)
+    if mode == "prefill":
+        position = tl.load(positions + row) + index - begin
+    else:
+        position = tl.load(positions + index, mask=live, other=-1)
+    position = tl.where(live, position, -1).to(tl.int32)
+    live = position >= 0
+    newest = tl.max(position, 0)
+
+    # Which keys: `start` to `stop`.
+    start = part * split
+    stop = newest + 1
+    if mode == "decode":
+        stop = tl.minimum(start + split, stop)
+    if mode == "prefix":
+        stop = tl.minimum(start + split, tl.minimum(tl.load(lengths + owner), stop))
+    if mode == "tail":
+        prefix = tl.load(lengths + row)
+        before = (prefix + split - 1) // split
+        start = tl.where(part < before, stop, prefix + (part - before) * split)
+        stop = tl.minimum(start + split, stop)
+    if start >= stop:
+        return
+    visible = 0
+    low = start
+    if window > 0:
+        visible = tl.min(tl.where(live, position, newest), 0) + 1 - window
+        # Whole turns are left out, so that those which remain are the same ones whatever else is in the tile.
+        low = start + tl.maximum(visible - start, 0) // span * span
+
+    dims = tl.arange(0, padded_dim)
+    value_dims = tl.arange(0, padded_value_dim)
+    places = index.to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride
+    q = tl.load(query + places[:, None] + dims[None, :], mask=live[:, None] & (dims[None, :] < dim), other=0.0)
+    peak = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    sums = tl.zeros((rows, padded_value_dim), tl.float32)
+    blocks = table + owner.to(tl.int64) * table_stride
+    if moves:
+        keys = tl.multiple_of(tl.load(cells), 16).to(keys.dtype)
+        values = tl.multiple_of(tl.load(cells + 1), 16).to(values.dtype)
+    head_keys = keys + kv_head.to(tl.int64) * key_head_stride
+    head_values = values + kv_head.to(tl.int64) * value_head_stride
+    for turn in range(low, stop, span):
+        key = turn + tl.arange(0, span)
+        inside = (key < stop) & (key >= visible)
+        block = tl.load(blocks + key // block_size, mask=inside, other=0).to(tl.int64)
+        slot = key % block_size
+        key_places = block * key_block_stride + slot * key_slot_stride
+        k = tl.load(
+            head_keys + key_places[None, :] + dims[:, None], mask=inside[None, :] & (dims[:, None] < dim), other=0.0
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if cap > 0.0:
+            # cap * tanh(x), where exp2(scores) is exp(2x).
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        seen = inside[None, :] & (key[None, :] <= position[:, None])
+        if window > 0:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing yet: -inf minus -inf would be NaN.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        fading = tl.exp2(peak - base)
+        total = total * fading + tl.sum(weights, 1)
+        value_places = block * value_block_stride + slot * value_slot_stride
+        v = tl.load(
+            head_values + value_places[:, None] + value_dims[None, :],
+            mask=inside[:, None] & (value_dims[None, :] < value_dim),
+            other=0.0,
+        )
+        sums = sums * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        peak = higher
+
+    divisor = tl.where(total == 0.0, 1.0, total)
+    sums = sums / divisor[:, None]
+    target = index.to(tl.int64) * num_heads + head
+    if mode != "prefill":
+        target += part.to(tl.int64) * num_queries * num_heads
+        # Natural: ln 2 times the binary one.
+        tl.store(lse + target, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=live)
+    tl.store(
+        out + target[:, None] * value_dim + value_dims[None, :],
+        sums,
+        mask=live[:, None] & (value_dims[None, :] < value_dim),
+    )
+
+
+def _merge(
+    part_out: tl.tensor,
+    part_lse: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    shares: tl.constexpr,
+    split: tl.constexpr,
+    at_once: tl.constexpr,
+    value_dim: tl.constexpr,
+    padded_value_dim: tl.constexpr,
+) -> None:
+    """The parts of one row and head, put together. Grid: B x H. Reads the parts that `_attend` wrote, and no more."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.num_programs(0)
+    heads = tl.num_programs(1)
+    seen = tl.load(positions + row).to(tl.int32) + 1
+    prefix = 0
+    if shares:
+        prefix = tl.minimum(tl.load(lengths + row), seen)
+    parts = (prefix + split - 1) // split + (seen - prefix + split - 1) // split
+    dims = tl.arange(0, padded_value_dim)
+    peak = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((padded_value_dim,), tl.float32)
+    for turn in range(0, parts, at_once):
+        part = turn + tl.arange(0, at_once)
+        place = (part.to(tl.int64) * batch + row) * heads + head
+        logs = tl.load(part_lse + place, mask=part < parts, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(logs, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(logs - base)
+        fading = tl.exp(peak - base)
+        total = total * fading + tl.sum(weights, 0)
+        mask = (part < parts)[:, None] & (dims[None, :] < value_dim)
+        rows = tl.load(part_out + place[:, None] * value_dim + dims[None, :], mask=mask, other=0.0)
+        sums = sums * fading + tl.sum(weights[:, None] * rows, 0)
+        peak = higher
+    divisor = tl.where(total == 0.0, 1.0, total)
+    place = row.to(tl.int64) * heads + head
+    tl.store(lse + place + tl.arange(0, 1), peak + tl.log(divisor))
+    tl.store(out + place * value_dim + dims, sums / divisor, mask=dims < value_dim)
+
+
+def _write(
+    key: tl.tensor,
+    value: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    cells: tl.tensor,
+    write_index: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    key_block_stride: tl.tensor,
+    key_slot_stride: tl.tensor,
+    key_cache_head_stride: tl.tensor,
+    value_block_stride: tl.tensor,
+    value_slot_stride: tl.tensor,
+    value_cache_head_stride: tl.tensor,
+    moves: tl.constexpr,
+    block_size: tl.constexpr,
+    heads: tl.constexpr,
+    padded_heads: tl.constexpr,
+    dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    padded_value_dim: tl.constexpr,
+) -> None:
+    """K and V of one position, into its slot. Grid: P."""
+    position = tl.program_id(0).to(tl.int64)
+    index = tl.load(write_index + position).to(tl.int64)
+    if index < 0:
+        return
+    if moves:
+        key_cache = tl.multiple_of(tl.load(cells), 16).to(key_cache.dtype)
+        value_cache = tl.multiple_of(tl.load(cells + 1), 16).to(value_cache.dtype)
+    block = index // block_size
+    slot = index % block_size
+    head = tl.arange(0, padded_heads)[:, None].to(tl.int64)
+    dims = tl.arange(0, padded_dim)[None, :]
+    mask = (head < heads) & (dims < dim)
+    k = tl.load(key + position * key_stride + head * key_head_stride + dims, mask=mask)
+    place = block * key_block_stride + slot * key_slot_stride + head * key_cache_head_stride
+    tl.store(key_cache + place + dims, k, mask=mask)
+    value_dims = tl.arange(0, padded_value_dim)[None, :]
+    value_mask = (head < heads) & (value_dims < value_dim)
+    v = tl.load(value + position * value_stride + head * value_head_stride + value_dims, mask=value_mask)
+    value_place = block * value_block_stride + slot * value_slot_stride + head * value_cache_head_stride
+    tl.store(value_cache + value_place + value_dims, v, mask=value_mask)

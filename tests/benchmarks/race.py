@@ -1,0 +1,222 @@
+"""Our engine against its peers, in one run: same weights, same prompts, same forced tokens, turn by turn.
+
+    python -m tests.benchmarks.race --vllm-python V/bin/python --llama-python L/bin/python --json race.json --png race.png
+
+Quote ratios, not seconds, and keep the machine quiet: a second busy process costs OpenMP programs far more than half. A
+quick look: --sizes 10m --dtypes float32 --rounds 1 --scale 0.1 --peers ours generate. Ctrl-C prints and saves what there
+is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers.utils import logging
+
+from tests.benchmarks import ledger as ledgers
+from tests.benchmarks import report, startup, step_profile
+from tests.benchmarks.field import ALL, DECODE, PEERS, Field, Measured, Rules, alternate
+from tests.benchmarks.floors import Floor, Machine
+from tests.benchmarks.ledger import Cell, Key, Ledger, Row
+from tests.benchmarks.remote import Interpreters
+from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+from tests.benchmarks.training_step import MODES, TrainingStep
+from tests.benchmarks.workloads import CONVERSATIONS, NAMES, Room, Scale, Workload
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
+    add("--sizes", nargs="+", choices=list(SIZES), default=["10m", "100m"], help="parameters")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add("--sequences", nargs="+", type=int, default=[1, 16, 64], help="of the workload steady")
+    add("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    add("--rounds", type=int, default=3)
+    add("--scale", type=float, default=1.0, help="multiplies all token counts, for a quick look")
+    add("--limit", type=float, default=120.0, metavar="SECONDS",
+        help="a peer whose first round takes longer runs no further ones; cut off at twice as long")  # fmt: skip
+    add("--vllm-python", default=os.environ.get("RACE_VLLM_PYTHON"), metavar="PATH",
+        help="interpreter of an environment with vLLM (default: RACE_VLLM_PYTHON)")  # fmt: skip
+    add("--llama-python", default=os.environ.get("RACE_LLAMA_PYTHON"), metavar="PATH",
+        help="interpreter of an environment with llama-cpp-python and gguf (default: RACE_LLAMA_PYTHON)")  # fmt: skip
+    add("--json", type=Path, help="write all figures here")
+    add("--png", type=Path, help="draw them here")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1 or options.scale <= 0 or options.limit <= 0 or min(options.sequences) < 1:
+        parser.error("--rounds, --scale, --limit and --sequences must be above 0")
+    return options
+
+
+class Race:
+    """One run of the command: what it was asked, what it has measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.ledger = Ledger()
+        self.profiles: list[dict[str, Any]] = []
+        self.floors: list[dict[str, Any]] = []
+        self.versions: dict[str, dict[str, str]] = {}
+        self._interrupted = False
+        self._scale = Scale(options.scale)
+        self._progress = Console(stderr=True, highlight=False)
+        self._rules = Rules(options.rounds, options.limit, self._say)
+        self._interpreters = Interpreters(options.vllm_python, options.llama_python)
+
+    def run(self, folder: Path) -> None:
+        """Everything, model by model."""
+        for size in self.options.sizes:
+            for dtype in self.options.dtypes:
+                self._model(size, dtype, folder)
+        if "steady" in self.options.workloads:
+            self._say("scheduling without a model")
+            self.profiles.append(step_profile.scheduling())
+
+    def _model(self, size: str, dtype: str, folder: Path) -> None:
+        workloads = self._workloads(SIZES[size]["vocab_size"])
+        room = Room.of(workloads)
+        subject = make_subject(size, dtype, room.longest, folder)
+        floor = Floor.of(subject, Machine.measure(subject.model.dtype))
+        self.floors.append({"size": size, "dtype": dtype, "parameters": subject.parameters} | floor.as_dict())
+        with Field(subject, self.options.peers, room, self._interpreters, self._rules) as field:
+            try:
+                for workload in workloads:
+                    field.race(workload, self._rows(subject, workload, floor))
+            finally:
+                self.versions |= field.versions
+        for workload in workloads:
+            if workload.name == "steady" and "ours" in self.options.peers:
+                self._say(f"{size} {dtype} · profile, {workload.case}")
+                self.profiles.append(step_profile.decode_step(subject, workload))
+        if "step" in self.options.workloads:
+            self._training_step(subject)
+        if "startup" in self.options.workloads:
+            self._startup(subject)
+
+    def _workloads(self, vocab: int) -> list[Workload]:
+        chosen = [make for name, make in CONVERSATIONS.items() if name in self.options.workloads]
+        return [each for make in chosen for each in make(vocab, self._scale, self.options.sequences)]
+
+    def _rows(self, subject: Subject, workload: Workload, floor: Floor) -> dict[str, Row]:
+        floors = {ALL: workload.new_tokens / floor.whole(workload)}
+        if workload.decode:
+            floors[DECODE] = (workload.new_tokens - workload.sequences) / floor.decode(workload)
+        return {
+            metric: self.ledger.row(
+                Key(subject.size, subject.dtype, workload.name, workload.case, metric), "tokens/s", value
+            )
+            for metric, value in floors.items()
+        }
+
+    def _training_step(self, subject: Subject) -> None:
+        step = TrainingStep(subject, self._scale)
+        runs = {f"ours, {mode}": partial(self._trained, step, mode) for mode in MODES if "ours" in self.options.peers}
+        if "generate" in self.options.peers:
+            runs["generate"] = partial(self._trained, step, None)
+        self._seconds(subject, "step", f"{len(step.lengths)} requests", runs, reference=f"ours, {MODES[0]}")
+
+    def _trained(self, step: TrainingStep, mode: str | None) -> Measured:
+        deadline_s = self._rules.deadline_s
+        trained = step.generate(deadline_s) if mode is None else step.ours(mode, deadline_s)
+        return Measured({"seconds": trained.seconds}, trained.phases)
+
+    def _startup(self, subject: Subject) -> None:
+        runs = {name: partial(self._started, name, subject) for name in startup.PEERS if name in self.options.peers}
+        self._seconds(subject, "startup", "first token", runs, reference="ours")
+
+    def _started(self, name: str, subject: Subject) -> Measured:
+        deadline_s = self._rules.deadline_s
+        return Measured({"seconds": startup.seconds_to_first_token(name, subject, self._interpreters, deadline_s)})
+
+    def _seconds(self, subject: Subject, workload: str, case: str, runs: dict[str, Any], reference: str) -> None:
+        key = Key(subject.size, subject.dtype, workload, case, "seconds")
+        row = self.ledger.row(key, "s", reference=reference)
+        row.cells = {name: Cell() for name in runs}
+        alternate({"seconds": row}, runs, self._rules)
+
+    def about(self) -> dict[str, Any]:
+        """What was run, on what, with which versions."""
+        asked = ("workloads", "sizes", "dtypes", "sequences", "peers", "rounds", "scale", "limit")
+        options = {name: getattr(self.options, name) for name in asked}
+        return {
+            "options": options,
+            "machine": {
+                "platform": platform.platform(),
+                "cores": len(os.sched_getaffinity(0)),
+                "threads": torch.get_num_threads(),
+                "python": platform.python_version(),
+            },
+            "versions": self.versions,
+            "floors": self.floors,
+        }
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C raises at once, and again before the next peer: a library's finalizer may have swallowed the first."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _say(self, line: str) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._progress.print(line, markup=False)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No warnings and no progress bars of transformers inside the block."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, save. Returns the exit status: 130 after Ctrl-C."""
+    options = parse(arguments)
+    race = Race(options)
+    status = 0
+    try:
+        with race.interruptible(), quiet_transformers(), tempfile.TemporaryDirectory(prefix="race-") as folder:
+            race.run(Path(folder))
+    except KeyboardInterrupt:
+        status = 130
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    report.show(console, race.ledger, race.profiles)
+    if options.json:
+        ledgers.save(options.json, race.ledger, race.about(), race.profiles)
+    if options.png:
+        threads = torch.get_num_threads()
+        report.picture(options.png, race.ledger, f"Medians, {threads} threads; dashed: what the machine allows")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Where a decode step of ours goes, and what scheduling costs without a model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch.profiler import ProfilerActivity, profile
+
+from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout.engine.block_allocator import BlockAllocator
+from rollout.engine.scheduler import Scheduler
+from rollout.engine.sequences import Sequence
+from rollout.engine.step import StepTokens
+from rollout.record import DynamicInferenceRequestRecord
+from rollout.request import DynamicInferenceRequest
+from tests.benchmarks.subject import Subject
+from tests.benchmarks.workloads import Workload
+
+STEPS = 8
+KINDS = {
+    "matmul": ("aten::mm", "aten::addmm", "mkldnn"),
+    "attention": ("attention", "aten::bmm"),
+    "gather": ("aten::index",),
+}
+
+
+@contextmanager
+def stopwatch(spent: dict[str, list[float]], calls: dict[str, tuple[Any, str]]) -> Iterator[None]:
+    """Within the block, the seconds of every call of `calls` (name → owner and method) go to `spent[name]`."""
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent[name].append(time.perf_counter() - start)
+
+        return run
+
+    for name, (owner, method) in calls.items():
+        setattr(owner, method, timed(name, getattr(owner, method)))
+    try:
+        yield
+    finally:
+        for owner, method in calls.values():
+            delattr(owner, method)
+
+
+def decode_step(subject: Subject, workload: Workload) -> dict[str, Any]:
+    """Milliseconds of a decode step in the middle of the completions, by part (wall clock) and by kind of torch op.
+
+    Parts: schedule, inputs (the tensors a forward needs), forward, sample, update, other. Bookkeeping is all of them but
+    forward and sample. Kernels that are called past torch's dispatcher, and Python, are no torch op.
+    """
+    (turn,) = workload.turns
+    blocks = -(-workload.kv_tokens // InferenceConfig.block_size_tokens) + 2 * workload.sequences
+    engine = DynamicInferenceEngine(
+        subject.model, None, InferenceConfig(kv_cache_blocks=blocks, max_requests=max(64, workload.sequences))
+    )
+    for prompt, length in zip(turn.prompts, turn.lengths, strict=True):
+        engine.add_request(prompt, SamplingParams(max_tokens=length + 3 * STEPS, ignore_eos=True, logprobs=0))
+    scheduler, controller = engine.context.scheduler, engine.controller
+    calls = {
+        "schedule": (scheduler, "schedule"), "update": (scheduler, "update"), "execute": (controller, "execute"),
+        "forward": (controller.runner, "_forward"), "sample": (controller.runner, "_sample"), "step": (engine, "step"),
+    }  # fmt: skip
+    spent: dict[str, list[float]] = defaultdict(list)
+    with engine.installation:
+        while scheduler.waiting or scheduler.prefilling or not scheduler.decoding:
+            engine.step()
+        for _ in range(max(turn.lengths) // 2):
+            engine.step()
+        with stopwatch(spent, calls):
+            for _ in range(STEPS):
+                engine.step()
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            for _ in range(STEPS):
+                engine.step()
+    for number in range(engine.next_request_id):
+        engine.abort_request(number)
+    ms = {name: 1e3 * statistics.median(values) for name, values in spent.items()}
+    parts = {
+        "step": ms["step"],
+        "schedule": ms["schedule"],
+        "inputs": max(0.0, ms["execute"] - ms["forward"] - ms["sample"]),
+        "forward": ms["forward"],
+        "sample": ms["sample"],
+        "update": ms["update"],
+        "other": max(0.0, ms["step"] - ms["schedule"] - ms["execute"] - ms["update"]),
+    }
+    return {
+        "kind": "decode step", "size": subject.size, "dtype": subject.dtype, "sequences": workload.sequences,
+        "ms": parts, "torch_ops_ms": _torch_ops(trace, ms["step"]),
+        "bookkeeping_share": sum(parts[name] for name in ("schedule", "inputs", "update", "other")) / parts["step"],
+    }  # fmt: skip
+
+
+def _torch_ops(trace: Any, step_ms: float) -> dict[str, float]:
+    spent = dict.fromkeys([*KINDS, "other torch ops"], 0.0)
+    for event in trace.key_averages():
+        kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names)), None)
+        spent[kind or "other torch ops"] += event.self_cpu_time_total / STEPS / 1e3
+    return spent | {"kernels of ours and Python": max(0.0, step_ms - sum(spent.values()))}
+
+
+def scheduling(requests: int = 4096, steps: int = 50) -> dict[str, Any]:
+    """Milliseconds a step of schedule and update for that many running requests, tokens drawn without a model."""
+    config = InferenceConfig(kv_cache_blocks=requests * 16, max_requests=requests, max_tokens_per_step=requests * 16)
+    scheduler = Scheduler(config, BlockAllocator(requests * 16, config.block_size_tokens), time.time)
+    rng = np.random.default_rng(0)
+    for number in range(requests):
+        scheduler.add(_sample(number, rng.integers(0, 1000, int(rng.integers(5, 100))).tolist(), 2 * steps + 40))
+    spent: dict[str, list[float]] = defaultdict(list)
+    while len(spent["update"]) < steps:
+        start = time.perf_counter()
+        step = scheduler.schedule()
+        scheduled = time.perf_counter()
+        assert step is not None, "requests are running, so there is a step"
+        count = len(step.sample_slots)
+        sampled = StepTokens(rng.integers(0, 1000, count), np.full(count, -1, np.float32))
+        before = time.perf_counter()
+        scheduler.update(step, sampled)
+        updated = time.perf_counter()
+        if len(step.slots) == step.num_decodes == requests:
+            spent["schedule"].append(scheduled - start)
+            spent["update"].append(updated - before)
+    ms = {name: 1e3 * statistics.median(values) for name, values in spent.items()}
+    return {"kind": "scheduling", "requests": requests, "schedule_ms": ms["schedule"], "update_ms": ms["update"],
+            "step_ms": ms["schedule"] + ms["update"]}  # fmt: skip
+
+
+def _sample(number: int, prompt: list[int], new: int) -> Sequence:
+    request = DynamicInferenceRequest(
+        request_id=number, prompt_tokens=prompt, sampling_params=SamplingParams(max_tokens=new), block_size_tokens=16,
+        enable_prefix_caching=True, seed=0, arrival_time=0.0,
+    )  # fmt: skip
+    return Sequence(
+        record=DynamicInferenceRequestRecord.from_request(request), order=number, tokens=np.asarray(prompt, np.int32),
+        stop_ids=(), max_length=len(prompt) + new, min_length=0, hashes=request.precomputed_block_hashes,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The model that everybody runs: random weights of Qwen3 shape, in this process and in a folder for those that load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024},
+    "10m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192},
+    "100m": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768},
+}  # fmt: skip
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model of the race."""
+
+    size: str
+    dtype: str
+    model: PreTrainedModel
+    folder: Path
+    """Holds `config.json` and `model.safetensors`."""
+
+    @property
+    def vocab(self) -> int:
+        """Token ids lie below this."""
+        return int(self.model.config.vocab_size)
+
+    @property
+    def parameters(self) -> int:
+        """How many, the tied embedding counted once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        config = self.model.config
+        width = config.num_key_value_heads * config.head_dim
+        return int(2 * config.num_hidden_layers * width * self.model.dtype.itemsize)
+
+
+def make_subject(size: str, dtype: str, longest: int, folder: Path) -> Subject:
+    """Make the weights and save them under `folder`; the model takes sequences of `longest` tokens."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **SIZES[size], max_position_embeddings=max(4096, longest), tie_word_embeddings=True, dtype=dtype
+    )
+    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype)).eval()
+    model.generation_config.eos_token_id = None
+    where = folder / f"{size}-{dtype}"
+    model.save_pretrained(where)
+    return Subject(size, dtype, model, where)
