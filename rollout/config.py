@@ -60,6 +60,9 @@ class InferenceConfig:
     fused_forward: bool = True
     """On a CPU, run a Llama-like decoder through one C++ forward over the module's own parameters; False: its own."""
 
+    cuda_graphs: bool = True
+    """On CUDA, replay decode steps as captured graphs; False: run the module's forward every step."""
+
     verify_model: bool = True
     """At construction, compare a few tokens through the paged path with the model's own forward."""
 
@@ -91,7 +94,9 @@ class InferenceConfig:
             "None or an integer of at least 0",
         )
         self._check("seed", _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
-        for name in ("enable_prefix_caching", "track_generated_token_events", "fused_forward", "verify_model"):
+        for name in (
+            "enable_prefix_caching", "track_generated_token_events", "fused_forward", "cuda_graphs", "verify_model",
+        ):  # fmt: skip
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, self._member(name, kind))

@@ -42,6 +42,7 @@ FLOORS = {
     "rollout.engine.sampling_table": 1,
     "rollout.engine.detokenizer": 1,
     "rollout.engine.kv_cache": 1,
+    "rollout.engine.kv_transfer": 1,
     "rollout.engine.kernels": 1,
     "rollout.engine.scheduler": 2,
     "rollout.engine.attention": 2,
@@ -49,6 +50,7 @@ FLOORS = {
     "rollout.engine.weights": 2,
     "rollout.engine.model_support": 3,
     "rollout.engine.fused_forward": 3,
+    "rollout.engine.cuda_graphs": 3,
     "rollout.engine.model_runner": 3,
     "rollout.engine.context": 3,
     "rollout.engine.controller": 3,
@@ -85,13 +87,15 @@ NEIGHBOURS = [
     {
         "rollout.engine.model_support",
         "rollout.engine.fused_forward",
+        "rollout.engine.cuda_graphs",
         "rollout.engine.model_runner",
         "rollout.engine.context",
         "rollout.engine.controller",
         "rollout.engine.admission",
     },
     {"rollout.manager", "rollout.batch", "rollout.telemetry", "rollout.suspension", "rollout.checkpoint"},
-    {"rollout.engine.kernels"},
+    {"rollout.engine.kernels", "rollout.engine.scratch"},
+    {"rollout.engine.kv_cache", "rollout.engine.kv_transfer", "rollout.engine.scratch"},
     {"trainer_hooks"},
 ]
 """Rooms: files that may import each other although they share a floor, but never in a circle."""

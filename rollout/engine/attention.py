@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rollout.engine.kernels.torch_paged import PagedAttention
+from rollout.engine.kernels.torch_paged import CacheWrite, PagedAttention, write_slots
 from rollout.engine.kv_cache import KVCache
 from rollout.interrupts import interrupt_deferred
 
@@ -72,15 +72,22 @@ class PagedBatch:
         layer_of: index of each attention module's layer in the cache.
         slots: [P] int64, token slot (block * block_size + offset) of each of the step's positions.
         attention: the kernel, for this step.
+        write: puts K and V into their slots.
     """
 
     def __init__(
-        self, cache: KVCache, layer_of: dict[nn.Module, int], slots: Tensor, attention: PagedAttention
+        self,
+        cache: KVCache,
+        layer_of: dict[nn.Module, int],
+        slots: Tensor,
+        attention: PagedAttention,
+        write: CacheWrite = write_slots,
     ) -> None:
         self._cache = cache
         self._layer_of = layer_of
         self._slots = slots
         self._attention = attention
+        self._write = write
 
     def attend(
         self,
@@ -94,9 +101,7 @@ class PagedBatch:
         """Write K and V into their slots, then attend over the blocks."""
         key_cache, value_cache = self._cache.layer(self._layer_of[module])
         keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        # A trainer under autocast computes K in another type than the one probed.
-        key_cache.flatten(0, 1).index_copy_(0, self._slots, keys.to(key_cache.dtype))
-        value_cache.flatten(0, 1).index_copy_(0, self._slots, values.to(value_cache.dtype))
+        self._write(keys, values, key_cache, value_cache, self._slots)
         out = self._attention(
             query[0].transpose(0, 1).contiguous(),
             keys,

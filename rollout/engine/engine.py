@@ -96,7 +96,14 @@ class DynamicInferenceEngine:
             model,
             tokenizer,
             layout,
-            ModelRunner(model, layout, self.cache, self.context.scheduler.table, fused=self.config.fused_forward),
+            ModelRunner(
+                model,
+                layout,
+                self.cache,
+                self.context.scheduler.table,
+                fused=self.config.fused_forward,
+                graphed_rows=self.config.max_requests if self.config.cuda_graphs else 0,
+            ),
         )
         self._order = 0
         self._next_request_id = 0

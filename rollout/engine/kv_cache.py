@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rollout.engine.kv_transfer import CudaLane, KVTransfer
+from rollout.engine.scratch import staged, upload
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -42,6 +46,10 @@ class KVCache:
     Args:
         layers: KV shape per attention layer.
         allocate: makes a flat device tensor; raises `torch.OutOfMemoryError` when it cannot (a seam for tests).
+
+    Attributes:
+        addresses: [2 * layers] int64 on the device, where K and V of each layer lie, K first: captured graphs, which
+            outlive a pool, find it there.
     """
 
     def __init__(
@@ -65,6 +73,12 @@ class KVCache:
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._host: Tensor | None = None
         self._saved: NDArray[np.int32] | None = None
+        # Born in inference mode, it could not be written to outside it.
+        with torch.inference_mode(False):
+            self.addresses = torch.zeros(len(self._shapes), dtype=torch.int64, device=device)
+        self._transfer: Callable[[], KVTransfer] | None = None
+        if device.type == "cuda":
+            self._transfer = partial(self._on_streams, CudaLane(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
         self.materialize(num_blocks)
 
     @property
@@ -100,6 +114,8 @@ class KVCache:
         data = self._allocate(num_blocks * sum(self._widths), self.dtype, self.device)
         self._data, self.num_blocks = data, num_blocks
         self._parts = list(self._split(data, num_blocks))
+        addresses = np.array([part.data_ptr() for part in self._parts], np.int64)
+        self.addresses.copy_(staged(addresses, self.device), non_blocking=True)
         shaped = [
             part.view(num_blocks, self.block_size, heads, width)
             for part, (heads, width) in zip(self._parts, self._shapes, strict=True)
@@ -117,21 +133,19 @@ class KVCache:
 
         A block that is source of one pair and destination of a later one is read before it is written.
         """
-        sources = torch.tensor([source for source, _ in pairs], device=self.device)
-        targets = torch.tensor([target for _, target in pairs], device=self.device)
+        sources = upload(np.array([source for source, _ in pairs], np.int64), self.device)
+        targets = upload(np.array([target for _, target in pairs], np.int64), self.device)
         for part in self._parts:
             part.index_copy_(0, targets, part.index_select(0, sources))
 
     def save(self, blocks: NDArray[np.int32]) -> int:
         """Copy `blocks` into the host pool and give the device memory back; returns the bytes copied."""
-        index = torch.from_numpy(blocks.astype(np.int64)).to(self.device)
-        for part, host in zip(self._parts, self._host_parts(len(blocks)), strict=True):
-            if self.device.type == "cpu":
-                torch.index_select(part, 0, index, out=host)
-            else:
-                host.copy_(part.index_select(0, index), non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        index, host = upload(blocks.astype(np.int64), self.device), self._host_pool(len(blocks))
+        if self._transfer is not None:
+            self._transfer().save(self._parts, index, host)
+        else:
+            for part, rows in zip(self._parts, self._split(host, len(blocks)), strict=True):
+                torch.index_select(part, 0, index, out=rows)
         self._saved = blocks.copy()
         self.drop()
         return len(blocks) * self.block_bytes
@@ -149,23 +163,25 @@ class KVCache:
         if blocks is not None:
             targets[~np.isin(self._saved, blocks)] = -1
         kept = np.flatnonzero(targets >= 0)
-        index = torch.from_numpy(targets[kept].astype(np.int64)).to(self.device)
-        rows = None if len(kept) == len(self._saved) else torch.from_numpy(kept)
-        for part, host in zip(self._parts, self._host_parts(len(self._saved)), strict=True):
-            source = host if rows is None else host[rows]
-            part.index_copy_(0, index, source.to(self.device, non_blocking=True))
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        host = self._host_pool(len(self._saved))
+        if self._transfer is not None:
+            self._transfer().restore(self._parts, targets.astype(np.int64), host)
+        else:
+            index = torch.from_numpy(targets[kept].astype(np.int64))
+            rows = None if len(kept) == len(self._saved) else torch.from_numpy(kept)
+            for part, saved in zip(self._parts, self._split(host, len(self._saved)), strict=True):
+                part.index_copy_(0, index, saved if rows is None else saved[rows])
         self._saved = None
         return len(kept) * self.block_bytes
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Set the content of `blocks` to zero."""
-        index = torch.tensor(blocks, device=self.device)
+        index = upload(np.array(blocks, np.int64), self.device)
         for part in self._parts:
             part.index_fill_(0, index, 0)
 
-    def _host_parts(self, num_blocks: int) -> Iterator[Tensor]:
+    def _host_pool(self, num_blocks: int) -> Tensor:
+        """Host memory for `num_blocks` blocks, flat; what it holds stays while the number does not rise."""
         # One pool, kept between suspends and grown geometrically: pinning memory costs more than copying it.
         need = num_blocks * sum(self._widths)
         if self._host is None or self._host.numel() < need:
@@ -173,7 +189,11 @@ class KVCache:
             self._host = None
             grown = max(need, min(2 * size, self.num_blocks * sum(self._widths)))
             self._host = torch.empty(grown, dtype=self.dtype, pin_memory=self.device.type == "cuda")
-        return self._split(self._host, num_blocks)
+        return self._host
+
+    def _on_streams(self, copies: CudaLane) -> KVTransfer:
+        stage = partial(torch.empty, dtype=self.dtype, device=self.device)
+        return KVTransfer(CudaLane(torch.cuda.current_stream(self.device)), copies, stage)
 
     def _split(self, data: Tensor, num_blocks: int) -> Iterator[Tensor]:
         offset = 0

@@ -13,15 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.attention import BATCH_ARGUMENT, Installation, PagedBatch
+from rollout.engine.cuda_graphs import CudaDevice, GraphedDecode, TritonDecode
 from rollout.engine.fused_forward import FusedForward
-from rollout.engine.kernels import cpu_library
+from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace
+from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
+from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.model_support import ModelLayout
 from rollout.engine.sampler import sample, token_logprobs
 from rollout.engine.sampling_table import SamplingTable
+from rollout.engine.scratch import upload, upload_together
 from rollout.engine.sequences import Sequence, SequenceTable
 from rollout.engine.step import ScheduledStep, StepTokens
 
@@ -30,17 +33,36 @@ PROMPT_LOGPROB_ROWS = 256
 
 
 class ModelRunner:
-    """Runs steps on one model."""
+    """Runs steps on one model.
+
+    Args:
+        fused: on a CPU, try the fused forward.
+        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: none is.
+    """
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, cache: KVCache, table: SequenceTable, *, fused: bool = True
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        cache: KVCache,
+        table: SequenceTable,
+        *,
+        fused: bool = True,
+        graphed_rows: int = 0,
     ) -> None:
         self.model = model
         self.layout = layout
         self.cache = cache
         self.table = table
         self._library = cpu_library.load() if layout.device.type == "cpu" else None
+        self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
         self.fused = FusedForward(model, layout, cache, self._library) if fused and self._library else None
+        self.graphs: GraphedDecode | None = None
+        # Graphs have a workspace of their own: `release_workspace` must not take it from under them.
+        if graphed_rows and self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
+            self.graphs = GraphedDecode(
+                model, layout, cache, graphed_rows, CudaDevice(layout.device), TritonDecode(kernels, cache)
+            )
         self.installation = Installation(model)
         self.sampling = SamplingTable(layout.device)
         self.workspace = Workspace()
@@ -66,7 +88,7 @@ class ModelRunner:
             return StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
         sampled_logits = logits[: len(rows)]
         if len(rows) != len(repeats):
-            sampled_logits = sampled_logits.index_select(0, self._to_device(repeats))
+            sampled_logits = sampled_logits.index_select(0, upload(repeats, self.layout.device))
         return self._sample(step, sampled_logits)
 
     def paged_logits(self, tokens: list[int], cut: int) -> Tensor:
@@ -83,6 +105,8 @@ class ModelRunner:
     def release_workspace(self) -> None:
         """Give back buffers that the next step would allocate anyway."""
         self.workspace.clear()
+        if self.paged is not None:
+            self.paged.clear()
         if self.fused is not None:
             self.fused.release()
 
@@ -105,14 +129,21 @@ class ModelRunner:
         with self.installation:
             if self.fused is not None and self.fused.ready(self.installation.handovers):
                 return self.fused.run(ids, rows, keep)
-            batch = PagedBatch(
-                self.cache, self.layout.layer_of, self._to_device(rows.slots), self._attention(rows)
-            )  # fmt: skip
+            if self.graphs is not None:
+                replayed = self.graphs.run(ids, rows, keep, self.installation.handovers)
+                if replayed is not None:
+                    return replayed
+            keep = keep if len(keep) else rows.offsets[-1:] - 1
+            tokens, positions, slots, kept = upload_together(
+                (ids, rows.positions, rows.slots, keep), self.layout.device
+            )
+            write = write_slots if self.paged is None else self.paged.write
+            batch = PagedBatch(self.cache, self.layout.layer_of, slots, self._attention(rows), write)
             output = self.model(
-                input_ids=self._to_device(ids)[None],
-                position_ids=self._to_device(rows.positions)[None],
+                input_ids=tokens[None],
+                position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=self._to_device(keep if len(keep) else rows.offsets[-1:] - 1),
+                logits_to_keep=kept,
                 **{BATCH_ARGUMENT: batch},
             )
         logits: Tensor = output.logits[0]
@@ -120,11 +151,9 @@ class ModelRunner:
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
         plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
+        if self.paged is not None:
+            return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
         return plain if self._library is None else CpuPagedAttention(self._library, rows, plain)
-
-    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.layout.device.type == "cpu" else tensor.to(self.layout.device, non_blocking=True)
 
     # --- sampling -----------------------------------------------------------------------------------------------
 
@@ -140,7 +169,7 @@ class ModelRunner:
                 (table.tokens[slot, : table.origin[slot]], table.tokens[slot, table.origin[slot] : table.length[slot]])
                 for slot in slots.tolist()
             ]
-        positions = self._to_device((length - table.origin[slots]).astype(np.int64))
+        positions = upload((length - table.origin[slots]).astype(np.int64), self.layout.device)
         sampled = sample(logits, rows, positions, histories=histories, banned=banned)
         top = None
         if sampled.top_ids is not None and sampled.top_logprobs is not None:
@@ -163,7 +192,7 @@ class ModelRunner:
         return spans
 
     def _take_prompt_logprobs(self, sequence: Sequence, logits: Tensor, positions: NDArray[np.int64]) -> None:
-        targets = self._to_device(sequence.tokens[positions + 1].astype(np.int64))
+        targets = upload(sequence.tokens[positions + 1].astype(np.int64), self.layout.device)
         top = sequence.params.prompt_logprobs or 0
         for start in range(0, len(positions), PROMPT_LOGPROB_ROWS):
             part = slice(start, start + PROMPT_LOGPROB_ROWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 BLOCK = 128
 """Tokens summed together; a draw finds its block first and then its token."""
+ALIGNMENT = 64
+"""Bytes. Triton compiles a kernel once for addresses that 16 divides and once for others: all of ours are the former."""
 
 
 class Scratch:
@@ -45,8 +48,32 @@ class Scratch:
         return flat[:size].view(shape)
 
 
+def staged(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """`array` as a tensor from which a copy to `device` need not wait for the device."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """`array` as a tensor on `device`, without waiting for the device."""
-    tensor = torch.from_numpy(array)
-    # From pageable memory the copy would wait for the device.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return staged(array, device).to(device, non_blocking=True)
+
+
+def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Each of `arrays`, which have one dtype, as a tensor on `device`, by one copy that does not wait for the device."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    flat, begins = packed(arrays)
+    uploaded = upload(flat, device)
+    return [uploaded[begin : begin + array.size].view(array.shape) for array, begin in zip(arrays, begins, strict=True)]
+
+
+def packed(arrays: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.generic], list[int]]:
+    """`arrays` of one dtype one behind the other, flat, and where each begins: at a multiple of `ALIGNMENT` bytes."""
+    unit = ALIGNMENT // arrays[0].itemsize
+    ends = np.cumsum([-(-array.size // unit) * unit for array in arrays]).tolist()
+    flat = np.zeros(ends[-1], arrays[0].dtype)
+    begins = [0, *ends[:-1]]
+    for array, begin in zip(arrays, begins, strict=True):
+        flat[begin : begin + array.size] = array.reshape(-1)
+    return flat, begins

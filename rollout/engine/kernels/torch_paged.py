@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.scratch import upload
 
 MAX_TILE_SCORES = 1 << 22
 """Most query x key pairs in one tile: bounds the mask."""
@@ -79,6 +80,27 @@ class Workspace:
     def clear(self) -> None:
         """Give the memory back."""
         self._buffers.clear()
+
+
+def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """See `CacheWrite`; every slot is written."""
+    # A trainer under autocast computes K in another type than the one probed.
+    key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
+    value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
+
+
+class CacheWrite(Protocol):
+    """How K and V of a step's positions come into the paged cache."""
+
+    def __call__(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, /) -> None:
+        """Write, in the type of the cache.
+
+        Args:
+            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating type; the last dimension contiguous.
+            key_cache, value_cache: [num_blocks, block_size, Hkv, D], [..., Dv].
+            slots: [P] int64, block * block_size + offset, all different.
+        """
+        ...
 
 
 class PagedAttention(Protocol):
@@ -180,14 +202,11 @@ def _tile(rows: PagedRows, members: NDArray[np.int64], device: torch.device) -> 
     blocks = np.where(held, rows.tables[members, :used], rows.tables[members, :1]).reshape(-1)
     leading = bool((members == np.arange(batch)).all() and inside.all() and rows.offsets[members[0]] == 0)
 
-    def upload(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     return Tile(
-        query_index=None if leading else upload(index),
-        valid=None if inside.all() else upload(np.flatnonzero(inside.reshape(-1))),
-        positions=upload(positions),
-        blocks=upload(blocks),
+        query_index=None if leading else upload(index, device),
+        valid=None if inside.all() else upload(np.flatnonzero(inside.reshape(-1)), device),
+        positions=upload(positions, device),
+        blocks=upload(blocks, device),
         fresh=batch == 1 and int(ends[0]) == length,
     )
 

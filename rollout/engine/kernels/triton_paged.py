@@ -511,8 +511,9 @@ def _attend(
     sums = tl.zeros((rows, padded_value_dim), tl.float32)
     blocks = table + owner.to(tl.int64) * table_stride
     if moves:
-        keys = tl.multiple_of(tl.load(cells), 16).to(keys.dtype)
-        values = tl.multiple_of(tl.load(cells + 1), 16).to(values.dtype)
+        # Said of the pointer: of the number it comes from it would be lost, and with it the loads of 16 bytes.
+        keys = tl.multiple_of(tl.load(cells).to(keys.dtype), 16)
+        values = tl.multiple_of(tl.load(cells + 1).to(values.dtype), 16)
     head_keys = keys + kv_head.to(tl.int64) * key_head_stride
     head_values = values + kv_head.to(tl.int64) * value_head_stride
     for turn in range(low, stop, span):
@@ -639,8 +640,8 @@ def _write(
     if index < 0:
         return
     if moves:
-        key_cache = tl.multiple_of(tl.load(cells), 16).to(key_cache.dtype)
-        value_cache = tl.multiple_of(tl.load(cells + 1), 16).to(value_cache.dtype)
+        key_cache = tl.multiple_of(tl.load(cells).to(key_cache.dtype), 16)
+        value_cache = tl.multiple_of(tl.load(cells + 1).to(value_cache.dtype), 16)
     block = index // block_size
     slot = index % block_size
     head = tl.arange(0, padded_heads)[:, None].to(tl.int64)

@@ -1,0 +1,133 @@
+"""Paged attention of one step on CUDA: decoding rows and chunks each by their Triton kernel, plain torch elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import TorchPagedAttention
+from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, serves
+from rollout.engine.scratch import upload_together
+
+TABLE_STEP = 16
+"""Block tables are so many columns wide or a multiple: Triton compiles a kernel again for strides 16 does not divide."""
+
+
+class TritonPagedAttention:
+    """Attention of one step. What it reads beside K and V goes to the device in one copy, when it is built.
+
+    Args:
+        paged: the kernels.
+        rows: the step's positions; the leading ones of one position each are *decoding*, the others are chunks.
+        device: where the cache is.
+        fallback: serves what the kernels do not (`serves`).
+    """
+
+    def __init__(
+        self, paged: TritonPaged, rows: PagedRows, device: torch.device, fallback: TorchPagedAttention
+    ) -> None:
+        self._paged = paged
+        self._fallback = fallback
+        counts, ends = rows.counts, rows.ends
+        self._decodes = decodes = _leading(counts == 1)
+        groups = shared_prefixes(rows, decodes)
+        self._width = table_columns(int(ends[:decodes].max(initial=1)), rows.block_size)
+        tables = np.zeros((len(rows), table_columns(int(ends.max(initial=1)), rows.block_size)), np.int32)
+        tables[:, : rows.tables.shape[1]] = rows.tables[:, : tables.shape[1]]
+        begins = rows.offsets[decodes:] - rows.offsets[decodes]
+        arrays = (tables, rows.positions[:decodes], begins, (ends - counts)[decodes:], *groups.arrays)
+        self._tables, self._positions, self._begins, self._starts, *shared = upload_together(
+            [array.astype(np.int32, copy=False) for array in arrays], device
+        )
+        self._shared = SharedPrefixes(*shared) if len(groups.members) else None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `torch_paged.PagedAttention`."""
+        if not serves(query, key_cache, value_cache):
+            return self._fallback(
+                query, key, value, key_cache, value_cache, scaling=scaling, window=window, softcap=softcap
+            )
+        decodes, parts = self._decodes, []
+        if decodes:
+            out, _ = self._paged.decode_with_lse(
+                query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
+                window, scaling, softcap=softcap,
+                # Of a window's few keys hardly any are in the prefix.
+                shared=self._shared if window is None else None,
+            )  # fmt: skip
+            parts.append(out)
+        if decodes < len(query):
+            parts.append(self._paged.prefill(
+                query[decodes:], key_cache, value_cache, self._tables[decodes:], self._begins, self._starts,
+                window, scaling, softcap=softcap,
+            ))  # fmt: skip
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def table_columns(tokens: int, block_size: int) -> int:
+    """Columns of a block table for sequences of up to so many tokens."""
+    return -(-tokens // (block_size * TABLE_STEP)) * TABLE_STEP
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixGroups:
+    """`SharedPrefixes` on the host."""
+
+    members: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """In the order of `SharedPrefixes`."""
+        return self.members, self.begins, self.lengths
+
+
+def shared_prefixes(rows: PagedRows, decodes: int) -> PrefixGroups:
+    """Groups of neighbours among the first `decodes` rows, of one position each, that begin with the same blocks.
+
+    A row goes with the neighbour with which it has more in common: the samples of one group rather than all that have
+    its system prompt. Prefixes are cut to whole parts of `SPLIT` tokens. So the parts a row is merged from are the ones it
+    has alone, and at most one part of its prefix is read again for each row.
+    """
+    none = np.zeros(0, np.int64)
+    lengths = np.zeros(decodes, np.int64)
+    if decodes < 2:
+        return PrefixGroups(none, none, lengths)
+    positions, tables = rows.positions[:decodes], rows.tables[:decodes]
+    # Blocks complete before the position that is computed: nobody writes to them any more.
+    complete = np.minimum(positions[:-1], positions[1:]) // rows.block_size
+    same = (tables[:-1] == tables[1:]) & (np.arange(tables.shape[1]) < complete[:, None])
+    blocks = np.where(same.all(1), same.shape[1], same.argmin(1))
+    common = np.pad(blocks * rows.block_size // SPLIT * SPLIT, 1)
+    # Pairs with equally much in common, one behind the other, are a run; a row belongs to that of its closer neighbour.
+    run = np.cumsum(np.append(True, common[1:] != common[:-1]))
+    closer = np.where(common[:-1] >= common[1:], run[:-1], run[1:])
+    prefix = np.maximum(common[:-1], common[1:])
+    begins = np.flatnonzero(np.append(True, closer[1:] != closer[:-1]))
+    sizes = np.diff(np.append(begins, decodes))
+    shared = (sizes > 1) & (prefix[begins] > 0)
+    mine = np.repeat(shared, sizes)
+    lengths[mine] = prefix[mine]
+    return PrefixGroups(np.flatnonzero(mine), np.append(0, np.cumsum(sizes[shared])), lengths)
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    return int(np.append(flags, False).argmin())
