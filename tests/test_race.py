@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import race, remote, report
+from tests.benchmarks import race, remote, report, suspend
 from tests.benchmarks.child import Child, Late, PeerFailed, clean_environment
 from tests.benchmarks.field import Rules, hopeless
 from tests.benchmarks.floors import Floor, Machine
@@ -239,3 +239,19 @@ def test_the_long_tail_has_its_mean_and_its_longest() -> None:
 def test_an_empty_race_still_makes_a_picture(tmp_path: Path) -> None:
     report.picture(tmp_path / "none.png", Ledger(), "nothing")
     assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_suspend_benchmark_measures_both_ways_to_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "suspend.json"
+    options = ["--size", "tiny", "--requests", "5", "--tokens", "300", "--rounds", "2", "--json", str(path)]
+    assert suspend.main(options) == 0
+    found = json.loads(path.read_text())
+    offload, recompute = found["medians"]["offload"], found["medians"]["recompute"]
+    # K and V in two layers of two heads of 16 numbers of two bytes; the last, partly filled block counts whole.
+    assert 5 * 300 * 256 <= offload["bytes"] <= found["pool_bytes"]
+    assert offload["bytes"] % (16 * 256) == recompute["bytes"] == 0
+    assert min(offload["back_s"], recompute["back_s"], offload["suspend_s"], offload["resume_s"]) > 0
+    assert found["prefill_over_resume"] == pytest.approx(recompute["back_s"] / offload["back_s"])
+    assert "prefilling over resuming" in capsys.readouterr().out

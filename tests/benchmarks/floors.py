@@ -28,6 +28,12 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def settle(device: torch.device) -> None:
+    """Wait until a device has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Machine:
     """Measured rates, with as many threads as torch has."""
@@ -38,14 +44,24 @@ class Machine:
     """Floating point operations per second of a large matrix product in the run's dtype."""
 
     @classmethod
-    def measure(cls, dtype: torch.dtype) -> Machine:
-        """Best of five reads of 256 MiB, best of three products of 2,048 × 2,048 matrices."""
-        buffer = torch.ones(BUFFER_BYTES // 4)
-        square = torch.randn(SIDE, SIDE).to(dtype)
-        square @ square
+    def measure(cls, dtype: torch.dtype, device: torch.device) -> Machine:
+        """Best of five reads of many megabytes, best of three products of large matrices."""
+        large = device.type == "cuda"
+        count, side = (2**32, 8192) if large else (BUFFER_BYTES, SIDE)
+        buffer = torch.ones(count // 4, device=device)
+        square = torch.randn(side, side, device=device).to(dtype)
+
+        def timed(work: Callable[[], Any]) -> float:
+            def run() -> None:
+                work()
+                settle(device)
+
+            return seconds(run)
+
+        timed(lambda: square @ square)
         return cls(
-            bandwidth=BUFFER_BYTES / min(seconds(buffer.sum) for _ in range(5)),
-            matmul=2 * SIDE**3 / min(seconds(lambda: square @ square) for _ in range(3)),
+            bandwidth=count / min(timed(buffer.sum) for _ in range(5)),
+            matmul=2 * side**3 / min(timed(lambda: square @ square) for _ in range(3)),
         )
 
 

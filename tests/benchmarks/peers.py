@@ -19,6 +19,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 from rollout import DeadlineError, InferenceConfig, RolloutManager, SamplingParams
 from tests.benchmarks.child import Late, PeerFailed
+from tests.benchmarks.floors import settle
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import Room, Tokens
 
@@ -139,8 +140,9 @@ class Generate:
         """Tokens beyond a sample's own length are thrown away."""
         start = time.perf_counter()
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        device = self._model.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         recorder = _SampledLogprobs()
         options = GenerationConfig(
             do_sample=True, top_k=0, max_new_tokens=max(lengths), pad_token_id=0, max_time=deadline_s
@@ -150,6 +152,7 @@ class Generate:
                 ids, attention_mask=mask, generation_config=options, logits_processor=LogitsProcessorList([recorder])
             )
         recorder.take(output[:, -1])
+        settle(device)
         seconds = time.perf_counter() - start
         if output.shape[1] - width < max(lengths):
             raise Late(f"not done after {deadline_s:g} s")

@@ -44,6 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
     add("--sizes", nargs="+", choices=list(SIZES), default=["10m", "100m"], help="parameters")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add("--device", default="cpu", help="cpu, or cuda: ours, generate and cb run there")
     add("--sequences", nargs="+", type=int, default=[1, 16, 64], help="of the workload steady")
     add("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     add("--rounds", type=int, default=3)
@@ -89,8 +90,8 @@ class Race:
     def _model(self, size: str, dtype: str, folder: Path) -> None:
         workloads = self._workloads(SIZES[size]["vocab_size"])
         room = Room.of(workloads)
-        subject = make_subject(size, dtype, room.longest, folder)
-        floor = Floor.of(subject, Machine.measure(subject.model.dtype))
+        subject = make_subject(size, dtype, room.longest, folder, self.options.device)
+        floor = Floor.of(subject, Machine.measure(subject.model.dtype, subject.device))
         self.floors.append({"size": size, "dtype": dtype, "parameters": subject.parameters} | floor.as_dict())
         with Field(subject, self.options.peers, room, self._interpreters, self._rules) as field:
             try:
@@ -150,7 +151,7 @@ class Race:
 
     def about(self) -> dict[str, Any]:
         """What was run, on what, with which versions."""
-        asked = ("workloads", "sizes", "dtypes", "sequences", "peers", "rounds", "scale", "limit")
+        asked = ("workloads", "sizes", "dtypes", "device", "sequences", "peers", "rounds", "scale", "limit")
         options = {name: getattr(self.options, name) for name in asked}
         return {
             "options": options,

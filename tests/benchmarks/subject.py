@@ -15,6 +15,8 @@ SIZES: dict[str, dict[str, int]] = {
             "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192},
     "100m": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12,
              "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768},
+    "1500m": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 65536},
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16")
 
@@ -28,6 +30,11 @@ class Subject:
     model: PreTrainedModel
     folder: Path
     """Holds `config.json` and `model.safetensors`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
 
     @property
     def vocab(self) -> int:
@@ -47,7 +54,7 @@ class Subject:
         return int(2 * config.num_hidden_layers * width * self.model.dtype.itemsize)
 
 
-def make_subject(size: str, dtype: str, longest: int, folder: Path) -> Subject:
+def make_subject(size: str, dtype: str, longest: int, folder: Path, device: torch.device | str = "cpu") -> Subject:
     """Make the weights and save them under `folder`; the model takes sequences of `longest` tokens."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -57,4 +64,4 @@ def make_subject(size: str, dtype: str, longest: int, folder: Path) -> Subject:
     model.generation_config.eos_token_id = None
     where = folder / f"{size}-{dtype}"
     model.save_pretrained(where)
-    return Subject(size, dtype, model, where)
+    return Subject(size, dtype, model.to(device), where)

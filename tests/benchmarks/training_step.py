@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, KVCacheManagementMode, RolloutManager, SamplingParams
+from tests.benchmarks.floors import settle
 from tests.benchmarks.peers import Generate
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import Scale, Tokens
@@ -46,9 +47,9 @@ class TrainingStep:
         ).tolist()
         short = scale.tokens(64)
         self.lengths = [short] * (REQUESTS // 2) + [2 * short] * (REQUESTS // 2)
-        self._advantages = torch.randn(REQUESTS // 2, generator=generator)
+        self._advantages = torch.randn(REQUESTS // 2, generator=generator).to(subject.device)
         # The optimizer makes its state at its first step, which would belong to whoever is measured first.
-        ids = torch.tensor(self.prompts[:1])
+        ids = torch.tensor(self.prompts[:1], device=subject.device)
         self._train(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
 
     @property
@@ -71,7 +72,12 @@ class TrainingStep:
             marks.append(time.perf_counter())
             with rollout.suspended():
                 marks.append(time.perf_counter())
-                self._train(batch.input_ids, batch.attention_mask, batch.response_mask)
+                self._train(
+                    *(
+                        part.to(self.model.device)
+                        for part in (batch.input_ids, batch.attention_mask, batch.response_mask)
+                    )
+                )
                 marks.append(time.perf_counter())
             rollout.resume()
             marks.append(time.perf_counter())
@@ -87,7 +93,8 @@ class TrainingStep:
         reply = Generate(self._subject).generate(self.prompts, self.lengths, deadline_s)
         generated = time.perf_counter()
         half = REQUESTS // 2
-        ids = torch.tensor([p + c for p, c in zip(self.prompts[:half], reply.completions[:half], strict=True)])
+        whole = [p + c for p, c in zip(self.prompts[:half], reply.completions[:half], strict=True)]
+        ids = torch.tensor(whole, device=self.model.device)
         response = torch.zeros_like(ids, dtype=torch.bool)
         response[:, len(self.prompts[0]) :] = True
         self._train(ids, torch.ones_like(ids), response)
@@ -104,4 +111,5 @@ class TrainingStep:
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        settle(self.model.device)
         self.model.eval()

@@ -202,15 +202,15 @@ static void scan(const Attention& a, const int64_t* table, int64_t head, int64_t
             const int64_t first = h * r.rows + begin;
             float *weights = r.weights + begin * KEYS, *acc = r.acc + first * r.value_width;
             for (int64_t s = low / 4 * 4; s < high; s += 4) {
-                const T* four[4];
-                for (int64_t i = 0; i < 4; i++) four[i] = key[std::min(std::max(s + i, low), high - 1)];
+                const T* four[1][4];
+                for (int64_t i = 0; i < 4; i++) four[0][i] = key[std::min(std::max(s + i, low), high - 1)];
                 for (int64_t i = KEYS + s; i < KEYS + std::min(s + 4, next); i++) {
                     const int64_t place = slot[i] * a.kv_heads + head + h;
                     fetch(keys + place * a.head_dim, a.head_dim);
                     fetch(values + place * a.value_dim, a.value_dim);
                 }
-                tiles(r.query + first * r.key_width, r.key_width, end - begin, four, a.head_dim, 0,
-                      [&](int64_t row, vec4 v) { *reinterpret_cast<vec4*>(weights + row * KEYS + s) = v; });
+                tiles(r.query + first * r.key_width, r.key_width, end - begin, four, 1, a.head_dim, 0,
+                      [&](int64_t row, int64_t, vec4 v) { *reinterpret_cast<vec4*>(weights + row * KEYS + s) = v; });
             }
             float decay[ROWS];
             for (int64_t row = 0; row < end - begin; row++) {

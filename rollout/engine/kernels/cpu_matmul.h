@@ -42,27 +42,31 @@ static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], in
     for (int m = 0; m < M; m++) use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
 }
 
-// All `rows` rows of a against 4 rows of b; use(row, four sums).
+// All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a serves all quads while it
+// is near.
 template <typename T, typename Use>
-static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (&b)[4], int64_t depth, int64_t ahead, Use&& use) {
+static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
+                         int64_t ahead, Use&& use) {
     int64_t row = 0;
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS) {
-        tile<TILE_ROWS>(a + row * a_stride, a_stride, b, depth, ahead, [&](int m, vec4 v) { use(row + m, v); });
-        ahead = 0;
-    }
-    const auto rest = [&](int m, vec4 v) { use(row + m, v); };
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, ahead = 0)
+        for (int64_t q = 0; q < quads; q++)
+            tile<TILE_ROWS>(a + row * a_stride, a_stride, b[q], depth, ahead, [&](int m, vec4 v) { use(row + m, q, v); });
     a += row * a_stride;
-    switch (rows - row) {
-        case 1: tile<1>(a, a_stride, b, depth, ahead, rest); break;
-        case 2: if constexpr (TILE_ROWS > 2) tile<2>(a, a_stride, b, depth, ahead, rest); break;
-        case 3: if constexpr (TILE_ROWS > 3) tile<3>(a, a_stride, b, depth, ahead, rest); break;
-        case 4: if constexpr (TILE_ROWS > 4) tile<4>(a, a_stride, b, depth, ahead, rest); break;
-        case 5: if constexpr (TILE_ROWS > 5) tile<5>(a, a_stride, b, depth, ahead, rest); break;
+    for (int64_t q = 0; q < quads; q++) {
+        const auto rest = [&](int m, vec4 v) { use(row + m, q, v); };
+        switch (rows - row) {
+            case 1: tile<1>(a, a_stride, b[q], depth, ahead, rest); break;
+            case 2: if constexpr (TILE_ROWS > 2) tile<2>(a, a_stride, b[q], depth, ahead, rest); break;
+            case 3: if constexpr (TILE_ROWS > 3) tile<3>(a, a_stride, b[q], depth, ahead, rest); break;
+            case 4: if constexpr (TILE_ROWS > 4) tile<4>(a, a_stride, b[q], depth, ahead, rest); break;
+            case 5: if constexpr (TILE_ROWS > 5) tile<5>(a, a_stride, b[q], depth, ahead, rest); break;
+        }
     }
 }
 
 constexpr int64_t CACHED_BYTES = 1 << 19;  // of a second-level cache, for the rows of a that are used again and again
 constexpr int64_t CHUNK = 32;              // rows of b that one thread takes at a time
+constexpr int64_t QUADS = 2;               // times 4 rows of b that stay in the first-level cache with a tile of a
 
 // use(row, n, four sums of n to n + 3, how many of them are real). Shares the work of a parallel region; no
 // barrier at its end.
@@ -75,12 +79,12 @@ static void matmul(const T* a, int64_t rows, const T* b, int64_t columns, int64_
     for (int64_t job = 0; job < parts * chunks; job++) {
         const int64_t first = job / chunks * part, count = std::min(part, rows - first);
         const int64_t begin = job % chunks * CHUNK, end = std::min(begin + CHUNK, columns);
-        for (int64_t n = begin; n < end; n += 4) {
-            const int64_t real = std::min<int64_t>(4, end - n);
-            const T* four[4];
-            for (int i = 0; i < 4; i++) four[i] = b + (n + (i < real ? i : 0)) * depth;
-            tiles(a + first * depth, depth, count, four, depth, n + 8 <= columns ? 4 * depth : 0,
-                  [&](int64_t row, vec4 v) { use(first + row, n, v, real); });
+        for (int64_t n = begin; n < end; n += 4 * QUADS) {
+            const int64_t real = std::min(4 * QUADS, end - n), quads = (real + 3) / 4;
+            const T* rows_of_b[QUADS][4];
+            for (int64_t i = 0; i < 4 * quads; i++) rows_of_b[i / 4][i % 4] = b + (n + std::min(i, real - 1)) * depth;
+            tiles(a + first * depth, depth, count, rows_of_b, quads, depth, n + 8 * QUADS <= columns ? 4 * QUADS * depth : 0,
+                  [&](int64_t row, int64_t q, vec4 v) { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); });
         }
     }
 }

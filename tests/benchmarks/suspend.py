@@ -1,0 +1,172 @@
+"""What a suspend costs and gives: bandwidth beside a plain copy, memory given back, resuming beside prefilling again.
+
+    python -m tests.benchmarks.suspend --size 100m --requests 16 --tokens 2048
+
+The requests stand in the middle of their completions. `offload` copies their KV to the host and back; `recompute` drops it
+and prefills again, which is what an engine without a suspend does after every step. On CUDA, also what the allocator has
+after a suspend; the plain copy is one pinned tensor of as many bytes, each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from tests.benchmarks.floors import seconds, settle
+from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+
+
+def make_engine(subject: Subject, requests: int, tokens: int, rounds: int) -> DynamicInferenceEngine:
+    """An engine with `requests` of `tokens` prompt tokens each that have begun to decode and will not end in `rounds`."""
+    prefill_steps = -(-requests * tokens // InferenceConfig.max_tokens_per_step)
+    new = (rounds + 2) * (2 * prefill_steps + 8)
+    blocks = requests * (-(-(tokens + new) // InferenceConfig.block_size_tokens) + 1)
+    config = InferenceConfig(
+        kv_cache_blocks=blocks, max_requests=max(64, requests), max_sequence_length=tokens + new,
+        enable_prefix_caching=False, verify_model=False,
+    )  # fmt: skip
+    engine = DynamicInferenceEngine(subject.model, None, config)
+    generator = torch.Generator().manual_seed(0)
+    for prompt in torch.randint(0, subject.vocab, (requests, tokens), generator=generator).tolist():
+        engine.add_request(prompt, SamplingParams(max_tokens=new, ignore_eos=True))
+    until_decoding(engine)
+    return engine
+
+
+def until_decoding(engine: DynamicInferenceEngine) -> None:
+    """Step until every request has its KV."""
+    scheduler = engine.context.scheduler
+    with engine.installation:
+        while scheduler.waiting or scheduler.prefilling:
+            engine.step()
+
+
+def away_and_back(engine: DynamicInferenceEngine, mode: str, subject: Subject) -> dict[str, float]:
+    """One suspend and resume, until every request can decode its next token."""
+    settle(subject.device)
+    engine.pause()
+    held, figures = allocated(subject), {}
+    start = time.perf_counter()
+    moved = engine.suspend(mode)  # type: ignore[arg-type]
+    settle(subject.device)
+    figures["suspend_s"] = time.perf_counter() - start
+    figures["bytes"] = float(moved.bytes_copied)
+    figures["bytes_given_back"] = float(held - allocated(subject))
+    start = time.perf_counter()
+    engine.resume()
+    settle(subject.device)
+    figures["resume_s"] = time.perf_counter() - start
+    engine.unpause()
+    until_decoding(engine)
+    settle(subject.device)
+    figures["back_s"] = time.perf_counter() - start
+    return figures
+
+
+def allocated(subject: Subject) -> int:
+    """Bytes that tensors hold on the device; 0 where nobody counts them."""
+    return torch.cuda.memory_allocated(subject.device) if subject.device.type == "cuda" else 0
+
+
+def plain_copy(subject: Subject, count: int) -> dict[str, float]:
+    """Seconds of one copy of `count` bytes to the host and of one back."""
+    device = torch.ones(count, dtype=torch.uint8, device=subject.device)
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=subject.device.type == "cuda")
+
+    def copied(target: torch.Tensor, source: torch.Tensor) -> float:
+        def work() -> None:
+            target.copy_(source, non_blocking=True)
+            settle(subject.device)
+
+        work()
+        return min(seconds(work) for _ in range(3))
+
+    return {"out_s": copied(host, device), "in_s": copied(device, host)}
+
+
+def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; medians."""
+    engine = make_engine(subject, options.requests, options.tokens, options.rounds)
+    pool = engine.cache.device_bytes
+    rounds: dict[str, list[dict[str, float]]] = {"offload": [], "recompute": []}
+    away_and_back(engine, "offload", subject)
+    for _ in range(options.rounds):
+        for mode, found in rounds.items():
+            found.append(away_and_back(engine, mode, subject))
+    medians = {
+        mode: {name: statistics.median(each[name] for each in found) for name in found[0]}
+        for mode, found in rounds.items()
+    }
+    if engine.context.scheduler.num_active != options.requests:
+        raise RuntimeError("requests ended while they were measured: the figures would be of fewer")
+    offload, count = medians["offload"], int(medians["offload"]["bytes"])
+    plain = plain_copy(subject, count)
+    return {
+        "device": str(subject.device), "size": subject.size, "dtype": subject.dtype, "requests": options.requests,
+        "tokens": options.tokens, "pool_bytes": pool, "medians": medians, "plain": plain,
+        "suspend_of_plain": plain["out_s"] / offload["suspend_s"], "resume_of_plain": plain["in_s"] / offload["resume_s"],
+        "given_back_of_pool": offload["bytes_given_back"] / pool if subject.device.type == "cuda" else None,
+        "prefill_over_resume": medians["recompute"]["back_s"] / offload["back_s"],
+    }  # fmt: skip
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    """The figures as a table."""
+    offload, recompute = found["medians"]["offload"], found["medians"]["recompute"]
+    count = offload["bytes"] / 1e9
+    table = Table(
+        "figure", "value", title=f"{found['size']} {found['dtype']}, {found['requests']} × {found['tokens']} tokens"
+    )
+    table.add_row("KV moved", f"{count:.3f} GB")
+    for name, plain, label in (("suspend_s", "out_s", "suspend"), ("resume_s", "in_s", "resume")):
+        table.add_row(
+            label,
+            f"{1e3 * offload[name]:.1f} ms, {count / offload[name]:.1f} GB/s; plain copy "
+            f"{count / found['plain'][plain]:.1f} GB/s, ratio {found['plain'][plain] / offload[name]:.2f}",
+        )
+    if found["given_back_of_pool"] is not None:
+        table.add_row("given back to the allocator", f"{found['given_back_of_pool']:.1%} of the pool")
+    table.add_row("until all can decode again, resumed", f"{1e3 * offload['back_s']:.1f} ms")
+    table.add_row("the same, prefilled again", f"{1e3 * recompute['back_s']:.1f} ms")
+    table.add_row("prefilling over resuming", f"{found['prefill_over_resume']:.1f}")
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add: Callable[..., Any] = parser.add_argument
+    add("--size", choices=list(SIZES), default="100m")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--device", default="cpu", help="cpu, or cuda")
+    add("--requests", type=int, default=16)
+    add("--tokens", type=int, default=2048, help="of each prompt")
+    add("--rounds", type=int, default=3)
+    add("--json", type=Path, help="write the figures here")
+    options = parser.parse_args(arguments)
+    if min(options.requests, options.tokens, options.rounds) < 1:
+        parser.error("--requests, --tokens and --rounds must be above 0")
+    with tempfile.TemporaryDirectory(prefix="suspend-") as folder:
+        subject = make_subject(
+            options.size, options.dtype, 4096 + options.tokens, Path(folder), torch.device(options.device)
+        )
+        found = measure(subject, options)
+    show(Console(), found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
