@@ -115,11 +115,12 @@ def prefix(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Workl
 
 
 def multiturn(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Workload]:
-    """16 conversations of 4 turns: 64 new user tokens and 64 new tokens each time."""
-    rng = np.random.default_rng(16)
-    lengths = (scale.tokens(64),) * 16
-    turns = tuple(Turn(tuple(_random(rng, vocab, scale.tokens(64)) for _ in lengths), lengths) for _ in range(4))
-    yield Workload("multiturn", "16 × 4 turns", turns, CHATTING)
+    """16 conversations of 4 turns with 64 new tokens each: after 64 user tokens, and after 256 (what a tool answers)."""
+    for user in (64, 256):
+        rng = np.random.default_rng(16)
+        asked, lengths = scale.tokens(user), (scale.tokens(64),) * 16
+        turns = tuple(Turn(tuple(_random(rng, vocab, asked) for _ in lengths), lengths) for _ in range(4))
+        yield Workload("multiturn", f"16 × 4 turns, {asked} + {lengths[0]}", turns, CHATTING)
 
 
 CONVERSATIONS = {"steady": steady, "grpo": grpo, "prefix": prefix, "multiturn": multiturn}
