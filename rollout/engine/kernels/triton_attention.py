@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.kernels import flash_prefill
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention
 from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, serves
@@ -45,6 +46,8 @@ class TritonPagedAttention:
             [array.astype(np.int32, copy=False) for array in arrays], device
         )
         self._shared = SharedPrefixes(*shared) if len(groups.members) else None
+        self._longest = int(counts[decodes:].max(initial=0))
+        self._whole = bool((ends == counts)[decodes:].all())
 
     def __call__(
         self,
@@ -73,11 +76,33 @@ class TritonPagedAttention:
             )  # fmt: skip
             parts.append(out)
         if decodes < len(query):
-            parts.append(self._paged.prefill(
-                query[decodes:], key_cache, value_cache, self._tables[decodes:], self._begins, self._starts,
-                window, scaling, softcap=softcap,
-            ))  # fmt: skip
+            parts.append(
+                self._prefill(
+                    query[decodes:], key[decodes:], value[decodes:], key_cache, value_cache, window, scaling, softcap
+                )
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        window: int | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        flash = flash_prefill.load() if self._whole and flash_prefill.serves(query, key, value) else None
+        if flash is not None:
+            return flash_prefill.prefill(
+                flash, query, key, value, self._begins, self._longest, scaling=scaling, window=window, softcap=softcap
+            )
+        return self._paged.prefill(
+            query, key_cache, value_cache, self._tables[self._decodes :], self._begins, self._starts, window, scaling,
+            softcap=softcap,
+        )  # fmt: skip
 
 
 def table_columns(tokens: int, block_size: int) -> int:
