@@ -21,14 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from rollout.engine.attention import BATCH_ARGUMENT
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import table_columns
 from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.kv_cache import KVCache
-from rollout.engine.model_support import ModelLayout
+from rollout.engine.model_support import ModelLayout, has_global_hooks
 from rollout.engine.scratch import packed, staged
 
 LEAST_LENGTH = 1024
@@ -326,7 +325,7 @@ class GraphedDecode:
 
     def _ready(self, handover: int) -> bool:
         # Under autocast weights are cast once and kept, which an update of the weights would not reach.
-        if self._given_up or torch.is_autocast_enabled(self._layout.device.type) or _global_hooks():
+        if self._given_up or torch.is_autocast_enabled(self._layout.device.type) or has_global_hooks():
             return False
         if handover != self._handover:
             self._handover = handover
@@ -418,7 +417,3 @@ def _plain(value: object) -> object:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return tuple((key, _plain(each)) for key, each in items)
     return id(value) if callable(value) else None
-
-
-def _global_hooks() -> bool:
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.utils.parametrize import is_parametrized
 
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kv_cache import KVCache
-from rollout.engine.model_support import ModelLayout
+from rollout.engine.model_support import ModelLayout, has_global_hooks
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class FusedForward:
         if handover != self._handover or (self._bound is not None and not self._bound.reads(self._cache)):
             self._handover = handover
             self._bind()
-        return self._bound is not None and not torch.is_autocast_enabled("cpu") and not _global_hooks()
+        return self._bound is not None and not torch.is_autocast_enabled("cpu") and not has_global_hooks()
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
@@ -264,10 +263,6 @@ def _require_known_attention(config: Any, layout: ModelLayout) -> None:
         "its attention layers differ, or cap their scores",
     )
     _require(call.num_heads <= MAX_GROUP * shape.num_kv_heads, f"more than {MAX_GROUP} query heads share a KV head")
-
-
-def _global_hooks() -> bool:
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def _is(module: Any, name: str) -> bool:

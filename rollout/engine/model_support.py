@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.modules import module as torch_module
 
 from rollout.engine.attention import BATCH_ARGUMENT, Installation
 from rollout.engine.kv_cache import LayerShape
@@ -113,6 +114,11 @@ def inspect_model(model: nn.Module) -> ModelLayout:
         vocab_size=int(text_config.vocab_size),
         max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
     )
+
+
+def has_global_hooks() -> bool:
+    """Whether something listens to the forward of every module: then only the module's own forward will do."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def _watch(model: nn.Module, device: torch.device) -> _Watcher:

@@ -167,6 +167,25 @@ def test_samples_that_read_their_prompt_once_get_the_bits_they_get_alone(shared:
     torch.testing.assert_close(together.double(), made.exactly(), atol=2e-6, rtol=2e-6)
 
 
+def tasks(made: Case, window: int | None = None) -> int:
+    attend = CpuPagedAttention(library(), made.rows, made.plain())
+    attend(*made._arguments(), scaling=0.2, window=window)
+    return attend.tasks
+
+
+def test_what_neighbours_share_is_read_once_for_all_of_them() -> None:
+    samples = group(8, [1, 16, 70, 3, 33, 17, 5, 9])
+    assert tasks(samples) == 1
+    assert tasks(samples, window=50) == 8
+    assert tasks(decoding([140, 150, 160])) == 3
+    assert tasks(group(3, [5, 9])) == 2, "less than one tile of keys in common"
+    two_groups = group(4, [100] * 6)
+    for first in (0, 3):
+        two_groups.rows.tables[first : first + 3, :9] = two_groups.rows.tables[first, :9]
+    assert tasks(two_groups) == 2, "each with its group, not all with the system prompt"
+    assert tasks(group(8, [1] * 50)) == 3, "at most 64 query heads of one KV head to a task"
+
+
 def test_groups_side_by_side_with_one_system_prompt_stay_apart() -> None:
     made = group(5, [20, 40, 60, 100, 120, 140, 90])
     for first, last in ((1, 3), (4, 6)):

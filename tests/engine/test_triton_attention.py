@@ -258,7 +258,7 @@ def paged() -> TritonPaged:
     if INTERPRETED:
         one = torch.zeros(1, 1, 16)
         try:
-            kernels.decode(one, one[None], one[None], torch.zeros(1, 1), torch.zeros(1), None, 1.0)
+            kernels.decode_with_lse(one, one[None], one[None], torch.zeros(1, 1), torch.zeros(1), None, 1.0)
         except Exception as exc:
             if "0-dimensional" in str(exc):
                 pytest.exit("this Triton's interpreter cannot loop with this numpy", 77)

@@ -56,7 +56,7 @@ def paged() -> TritonPaged:
     if INTERPRETED:
         one = torch.zeros(1, 1, 16)
         try:
-            kernels.decode(one, one[None], one[None], torch.zeros(1, 1), torch.zeros(1), None, 1.0)
+            kernels.decode_with_lse(one, one[None], one[None], torch.zeros(1, 1), torch.zeros(1), None, 1.0)
         except Exception as exc:
             if "0-dimensional" in str(exc):
                 pytest.exit("this Triton's interpreter cannot loop with this numpy", CANNOT_LOOP)
@@ -268,7 +268,7 @@ def test_a_table_may_be_int64_and_positions_a_column(paged):
     query, table = pool.query(2), pool.table(rows)
     expected, _ = decode(paged, pool, query, table, [19, 8])
     arguments = [query, pool.keys, pool.values, table.long(), torch.tensor([[19], [8]], dtype=torch.int32)]
-    actual = paged.decode(*[argument.to(DEVICE) for argument in arguments], None, 0.3)
+    actual, _ = paged.decode_with_lse(*[argument.to(DEVICE) for argument in arguments], None, 0.3)
     assert torch.equal(actual, expected)
 
 
@@ -469,7 +469,7 @@ def test_many_groups_each_have_their_own_prefix_and_more_rows_than_a_tile(paged)
     shared = groups_of(members, lengths)
     arguments = (query, pool.keys, pool.values, pool.table(rows), torch.tensor(positions))
     on_device = [argument.to(DEVICE) for argument in arguments]
-    actual = paged.shared_prefix_decode(*on_device, shared, None, 0.3, softcap=5.0)
+    actual, _ = paged.decode_with_lse(*on_device, None, 0.3, softcap=5.0, shared=shared)
     exact = [pool.attention(query[row], rows[row], positions[row], None, 0.3, 5.0)[0] for row in range(32)]
     assert_close(actual, torch.stack(exact), pool.dtype)
 
@@ -507,7 +507,7 @@ def test_a_step_of_no_rows_launches_nothing(paged):
     empty = pool.query(0).to(DEVICE)
     keys, values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
     ids, table = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(0, 4, dtype=torch.int32, device=DEVICE)
-    assert paged.decode(empty, keys, values, table, ids, None, 1.0).shape == (0, 4, 16)
+    assert paged.decode_with_lse(empty, keys, values, table, ids, None, 1.0)[0].shape == (0, 4, 16)
     assert paged.prefill(empty, keys, values, table, torch.zeros_like(ids), ids, None, 1.0).shape == (0, 4, 16)
     paged.write(keys[0, :0], values[0, :0], keys, values, ids)
     assert keys.isnan().all()

@@ -1,1 +1,1 @@
-"""Paged attention, one file per device. `torch_paged` is the reference that every other must equal."""
+"""What runs on a device, one file per job and device. `torch_paged` is the attention that every other must equal."""

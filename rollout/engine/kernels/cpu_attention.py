@@ -39,8 +39,11 @@ class CpuPagedAttention:
     def __init__(self, library: ctypes.CDLL, rows: PagedRows, fallback: TorchPagedAttention) -> None:
         self._attend = library.rollout_attention
         self._attend.argtypes = (ctypes.POINTER(_Attention), ctypes.c_int64, ctypes.c_int)
+        self._attend.restype = ctypes.c_int64
         self._rows = rows
         self._fallback = fallback
+        self.tasks = 0
+        """Of the last call: sequences that read their common blocks together are one."""
 
     def __call__(
         self,
@@ -61,7 +64,7 @@ class CpuPagedAttention:
             )
         heads, kv_heads = query.shape[1], key_cache.shape[2]
         rows, out = self._rows, query.new_empty(query.shape[0], heads, value_cache.shape[3])
-        self._attend(
+        self.tasks = self._attend(
             _Attention(
                 query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
                 rows.offsets.ctypes.data, rows.positions.ctypes.data, rows.tables.ctypes.data,

@@ -146,8 +146,9 @@ static void forward(const Model& m, const Step& s) {
     Attention a{projected, nullptr, nullptr, attended, s.offsets, s.positions, s.tables, s.sequences, s.width, s.block_size,
                 H, K, D, D, width, H * D, 0, m.scaling, 0.0f};
     const std::vector<Task> tasks = plan(a);
-    a.window = 1;
-    const std::vector<Task> windowed = plan(a);
+    // In a window nothing is shared.
+    for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;
+    const std::vector<Task> windowed = a.window ? plan(a) : std::vector<Task>();
     const int64_t each = attention_scratch(a);
 #pragma omp parallel num_threads(s.threads)
     {
@@ -212,7 +213,8 @@ void rollout_forward(const Model* m, const Step* s, int is_bfloat16) {
     else forward<float>(*m, *s);
 }
 
-void rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
+// Returns how many tasks there were.
+int64_t rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
     const std::vector<Task> tasks = plan(*a);
     const int64_t each = attention_scratch(*a);
     std::vector<float> scratch(threads * each);
@@ -222,6 +224,7 @@ void rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
         if (is_bfloat16) attention<bf16>(*a, tasks, mine);
         else attention<float>(*a, tasks, mine);
     }
+    return static_cast<int64_t>(tasks.size());
 }
 
 void rollout_draw(const Draw* d, int64_t threads, int is_bfloat16) {

@@ -136,23 +136,6 @@ class TritonPaged:
                 dim=dim, value_dim=value_dim, padded_dim=_power_of_two(dim), padded_value_dim=_power_of_two(value_dim),
             )  # fmt: skip
 
-    def decode(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        window: int | None,
-        scaling: float,
-        *,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Attention of one query per sequence; see `decode_with_lse`. Returns [B, H, Dv] in the type of the query."""
-        return self.decode_with_lse(
-            query, key_cache, value_cache, table, positions, window, scaling, softcap=softcap
-        )[0]  # fmt: skip
-
     def decode_with_lse(
         self,
         query: Tensor,
@@ -204,27 +187,6 @@ class TritonPaged:
                 value_dim=value_dim, padded_value_dim=_power_of_two(value_dim),
             )  # fmt: skip
         return out, lse
-
-    def shared_prefix_decode(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        shared: SharedPrefixes,
-        window: int | None,
-        scaling: float,
-        *,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """`decode` that reads the prefix of each group once: the queries of its rows are one matrix, over its blocks.
-
-        Equal to `decode` but for the order of the sums, and so not bit for bit.
-        """
-        return self.decode_with_lse(
-            query, key_cache, value_cache, table, positions, window, scaling, softcap=softcap, shared=shared
-        )[0]  # fmt: skip
 
     def prefill(
         self,
