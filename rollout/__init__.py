@@ -16,16 +16,22 @@ if TYPE_CHECKING:
     from rollout.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.block_hash import chain_block_hashes as chain_block_hashes
     from rollout.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
+    from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.errors import ConfigError as ConfigError
+    from rollout.errors import ConnectionLostError as ConnectionLostError
+    from rollout.errors import ControlError as ControlError
     from rollout.errors import DeadlineError as DeadlineError
     from rollout.errors import EngineDeadError as EngineDeadError
     from rollout.errors import EngineStateError as EngineStateError
     from rollout.errors import InvalidRequestError as InvalidRequestError
+    from rollout.errors import QueueFullError as QueueFullError
+    from rollout.errors import RankLostError as RankLostError
     from rollout.errors import RequestAbortedError as RequestAbortedError
     from rollout.errors import RequestError as RequestError
     from rollout.errors import RequestFailedError as RequestFailedError
+    from rollout.errors import RequestTimeoutError as RequestTimeoutError
     from rollout.errors import RolloutError as RolloutError
     from rollout.errors import RolloutFailedError as RolloutFailedError
     from rollout.errors import SerializationError as SerializationError
@@ -63,17 +69,22 @@ _HOMES = {
         "chain_block_hashes",
         "compute_block_hashes_batched",
     ),
-    "rollout.config": ("InferenceConfig",),
+    "rollout.config": ("CoordinatorConfig", "InferenceConfig"),
     "rollout.engine.engine": ("DynamicInferenceEngine",),
     "rollout.errors": (
         "ConfigError",
+        "ConnectionLostError",
+        "ControlError",
         "DeadlineError",
         "EngineDeadError",
         "EngineStateError",
         "InvalidRequestError",
+        "QueueFullError",
+        "RankLostError",
         "RequestAbortedError",
         "RequestError",
         "RequestFailedError",
+        "RequestTimeoutError",
         "RolloutError",
         "RolloutFailedError",
         "SerializationError",

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from rollout.errors import ConfigError
-from rollout.state import KVCacheManagementMode, PrefixCachingEvictionPolicy, StalenessPolicy
+from rollout.state import (
+    KVCacheManagementMode,
+    PrefixCachingCoordinatorPolicy,
+    PrefixCachingEvictionPolicy,
+    StalenessPolicy,
+)
+
+
+class _Options:
+    """What both tables of options can do."""
+
+    def _check(self, name: str, ok: bool, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"{type(self).__name__}.{name}={getattr(self, name)!r}: must be {rule}")
+
+    def _check_all(self, names: tuple[str, ...], holds: Callable[[Any], bool], rule: str) -> None:
+        for name in names:
+            self._check(name, holds(getattr(self, name)), rule)
+
+    def _choose(self, name: str, kind: type[Enum]) -> None:
+        try:
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        except ValueError as exc:
+            choices = ", ".join(repr(member.value) for member in kind)
+            raise ConfigError(
+                f"{type(self).__name__}.{name}={getattr(self, name)!r}: must be one of {choices}"
+            ) from exc
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Every option, in order."""
+        return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceConfig:
+class InferenceConfig(_Options):
     """Options of one engine. An unknown name is a `TypeError`, a value out of range a `ConfigError`."""
 
     block_size_tokens: int = 16
@@ -99,32 +135,116 @@ class InferenceConfig:
         ):  # fmt: skip
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name, kind in _ENUM_FIELDS.items():
-            object.__setattr__(self, name, self._member(name, kind))
+            self._choose(name, kind)
         self._check(
             "max_tokens_per_step",
             self.max_tokens_per_step >= self.max_requests,
             f"at least max_requests={self.max_requests}, so that every active sequence can decode in one step",
         )
 
-    def _check(self, name: str, ok: bool, rule: str) -> None:
-        if not ok:
-            raise ConfigError(f"InferenceConfig.{name}={getattr(self, name)!r}: must be {rule}")
 
-    def _member(self, name: str, kind: type[Enum]) -> Enum:
-        try:
-            return kind(getattr(self, name))
-        except ValueError as exc:
-            choices = ", ".join(repr(member.value) for member in kind)
-            raise ConfigError(f"InferenceConfig.{name}={getattr(self, name)!r}: must be one of {choices}") from exc
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(_Options):
+    """Options of the coordinator. An unknown name is a `TypeError`, a value out of range a `ConfigError`."""
 
-    def replace(self, **changes: Any) -> InferenceConfig:
-        """A copy with some fields changed, checked again."""
-        return replace(self, **changes)
+    data_parallel_size: int = 1
+    """Ranks of the job. Barriers and deterministic routing wait for so many; fewer or more may be there otherwise."""
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Every option, in order."""
-        return tuple(field.name for field in fields(cls))
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs keys, or `insecure`."""
+
+    inference_coordinator_port: int | None = None
+    """Port to listen on. None: a free one."""
+
+    insecure: bool = False
+    """Listen off loopback without keys: whoever reaches the port can submit, read and stop everything."""
+
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
+    """How a rank is chosen."""
+
+    prefix_caching_routing_alpha: float = 0.5
+    """Weight of the matched prefix against free slots in the score of a rank."""
+
+    enable_prefix_caching: bool = True
+    """Look at prefixes at all; False: `load_balanced` whatever the policy."""
+
+    block_size_tokens: int = 16
+    """Tokens of one block hash; every rank must have the same."""
+
+    deterministic_mode: bool = False
+    """Route by order of arrival and sorted rank names alone, never by timing."""
+
+    max_hashes_per_rank: int = 1 << 18
+    """Block hashes remembered of one rank, the least recently used go first."""
+
+    schedule_output_path: str | None = None
+    """Write every routing decision to this JSON file, as it is taken. None: nowhere."""
+
+    seed: int = 0
+    """Seeds the requests that bring no seed of their own, in order of arrival."""
+
+    tokenizer: str | None = None
+    """Path of a `tokenizer.json`, or its content, for prompts that come as text and engines without a tokenizer."""
+
+    heartbeat_interval_s: float = 1.0
+    """Whoever has been silent for so many seconds says that it lives."""
+
+    heartbeat_timeout_s: float = 30.0
+    """Silence after which the other side counts as dead."""
+
+    progress_interval: int = 16
+    """Tokens of a sample after which a rank reports them: what is computed again when it dies."""
+
+    no_rank_timeout_s: float = 600.0
+    """Requests fail by name when there has been no rank for so long."""
+
+    max_rank_losses: int = 5
+    """Ranks that may die under one request before it is given to no other: it may be what kills them."""
+
+    max_open_requests: int = 100_000
+    """Groups one client may have open."""
+
+    max_backlog_mb: int = 256
+    """Unsent bytes after which a peer that does not read counts as dead."""
+
+    idle_exit_s: float = 60.0
+    """The process ends when it has been without any rank or client for so long after the last one left."""
+
+    def __post_init__(self) -> None:
+        self._check_all(
+            (
+                "data_parallel_size", "block_size_tokens", "max_hashes_per_rank", "progress_interval", "max_rank_losses",
+                "max_open_requests", "max_backlog_mb",
+            ),
+            lambda value: _is_int(value) and value >= 1,
+            "an integer of at least 1",
+        )  # fmt: skip
+        self._check_all(
+            ("heartbeat_interval_s", "heartbeat_timeout_s", "no_rank_timeout_s", "idle_exit_s"),
+            lambda value: _is_number(value) and 0 < value < float("inf"),
+            "a finite number above 0",
+        )
+        self._check_all(
+            ("insecure", "enable_prefix_caching", "deterministic_mode"),
+            lambda value: isinstance(value, bool),
+            "True or False",
+        )
+        self._check("host", isinstance(self.host, str) and bool(self.host), "an address")
+        port = self.inference_coordinator_port
+        self._check(
+            "inference_coordinator_port", port is None or (_is_int(port) and 0 < port < 65536), "None or in [1, 65535]"
+        )
+        for name in ("schedule_output_path", "tokenizer"):
+            self._check(name, isinstance(getattr(self, name), str | None), "None or a string")
+        alpha = self.prefix_caching_routing_alpha
+        self._check("prefix_caching_routing_alpha", _is_number(alpha) and 0 <= alpha <= 1, "a number in [0, 1]")
+        self._check("seed", _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
+        self._check(
+            "heartbeat_timeout_s",
+            self.heartbeat_timeout_s >= 2 * self.heartbeat_interval_s,
+            f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}",
+        )
+        self._choose("prefix_caching_coordinator_policy", PrefixCachingCoordinatorPolicy)
 
 
 _ENUM_FIELDS: dict[str, type[Enum]] = {

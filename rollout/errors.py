@@ -7,11 +7,16 @@ RolloutError
 │   ├── InvalidRequestError (ValueError)   refused at admission: it can never be served
 │   ├── RequestAbortedError                somebody aborted it
 │   ├── RequestFailedError                 the step that computed it raised; the cause is `__cause__`
-│   └── StaleRequestError                  older than `max_staleness` allows
+│   ├── StaleRequestError                  older than `max_staleness` allows
+│   ├── RequestTimeoutError (TimeoutError) its own deadline passed, or no rank was there for too long
+│   ├── RankLostError                      it was on one rank after another when they died
+│   └── QueueFullError                     its client has as many open requests as it may
 ├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
 ├── EngineStateError       (RuntimeError)  this call is not allowed in the engine's present state
 ├── EngineDeadError        (RuntimeError)  the engine has stopped for good
 ├── DeadlineError          (TimeoutError)  a wait passed its deadline
+├── ControlError           (RuntimeError)  engines have not done what a control call asked; carries `engines`
+├── ConnectionLostError    (ConnectionError) the coordinator is gone, or has given this connection up
 └── SerializationError     (ValueError)    a received payload does not have the shape it must have
 """
 
@@ -58,6 +63,18 @@ class StaleRequestError(RequestError):
     """The request holds tokens older than `max_staleness` allows."""
 
 
+class RequestTimeoutError(RequestError, TimeoutError):
+    """The request's own deadline passed, or no rank was there for too long."""
+
+
+class RankLostError(RequestError):
+    """Rank after rank died while it was there; it is not given to yet another."""
+
+
+class QueueFullError(RequestError):
+    """Its client has as many open requests as it may."""
+
+
 class RolloutFailedError(RolloutError):
     """Some samples of a batch failed. Nothing is lost: `batch` holds every row, failed rows masked out.
 
@@ -80,6 +97,22 @@ class EngineDeadError(RolloutError, RuntimeError):
 
 class DeadlineError(RolloutError, TimeoutError):
     """A wait passed its deadline."""
+
+
+class ControlError(RolloutError, RuntimeError):
+    """A control call is not allowed now, or some engines have not done it.
+
+    Attributes:
+        engines: names of the engines that have not.
+    """
+
+    def __init__(self, message: str, engines: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.engines = engines
+
+
+class ConnectionLostError(RolloutError, ConnectionError):
+    """The coordinator is gone, or has given this connection up: what was open on it fails with this."""
 
 
 class SerializationError(RolloutError, ValueError):

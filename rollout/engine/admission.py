@@ -11,12 +11,12 @@ import numpy as np
 from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import InferenceConfig
 from rollout.engine.controller import TextGenerationController
-from rollout.engine.random_stream import stream_key
 from rollout.engine.sequences import Sequence
 from rollout.errors import InvalidRequestError
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.seeds import stream_key
 
 
 class Admission:

@@ -13,11 +13,11 @@ from torch import nn
 from rollout.engine.detokenizer import CompletionText
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import ModelLayout
-from rollout.engine.random_stream import stream_key
 from rollout.engine.sequences import Sequence as Sample
 from rollout.engine.step import ScheduledStep, StepTokens
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from rollout.sampling_params import SamplingParams
+from rollout.seeds import stream_key
 
 _log = logging.getLogger(__name__)
 

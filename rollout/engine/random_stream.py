@@ -9,14 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LAST_SHIFT = 31
-
-
-def stream_key(seed: int, sample_index: int) -> int:
-    """The key, in [0, 2^63), of the random stream of one sample: two rounds of splitmix64."""
-    return _mixed(_mixed(seed + _GOLDEN) + (sample_index + 1) * _GOLDEN) >> 1
+from rollout.seeds import GOLDEN, LAST_SHIFT, ROUNDS
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
@@ -24,18 +17,11 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
     Equal bit for bit on every device. Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
     """
-    state = (positions + 1).mul_(_signed(_GOLDEN)).add_(keys)
-    for shift, factor in _ROUNDS:
+    state = (positions + 1).mul_(_signed(GOLDEN)).add_(keys)
+    for shift, factor in ROUNDS:
         state = state.bitwise_xor_(_logical_shift(state, shift)).mul_(_signed(factor))
-    state = state.bitwise_xor_(_logical_shift(state, _LAST_SHIFT))
+    state = state.bitwise_xor_(_logical_shift(state, LAST_SHIFT))
     return _logical_shift(state, 11).to(torch.float64).mul_(2.0**-53)
-
-
-def _mixed(state: int) -> int:
-    state %= 2**64
-    for shift, factor in _ROUNDS:
-        state = (state ^ state >> shift) * factor % 2**64
-    return state ^ state >> _LAST_SHIFT
 
 
 def _signed(word: int) -> int:

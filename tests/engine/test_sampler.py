@@ -19,12 +19,13 @@ from transformers.generation.logits_process import (
 )
 
 from rollout.engine.kernels import cpu_draw
-from rollout.engine.random_stream import stream_key, uniforms
+from rollout.engine.random_stream import uniforms
 from rollout.engine.sampler import History, Sampled, sample, token_logprobs
 from rollout.engine.sampling_table import SamplingRows, SamplingTable
 from rollout.engine.scratch import BLOCK
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
+from rollout.seeds import stream_key
 
 VOCAB = 1000
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -1,0 +1,1 @@
+"""Everything that decides about ranks, and the process around it. Never imports the engine."""

@@ -1,0 +1,145 @@
+"""A message as bytes and back, and the numbers that make a connection exact: encode and decode side by side.
+
+A decoder trusts nothing: what is not a frame of `rollout.protocol` is a `SerializationError` that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, get_type_hints
+
+import msgpack
+
+from rollout.codec import refuse
+from rollout.errors import SerializationError
+from rollout.protocol import MESSAGES, PROTOCOL_VERSION, Message, Stretch
+from rollout.wire_types import Rule
+
+MAX_FRAME_BYTES = 64 << 20
+"""Longest frame; a longer one is refused unread."""
+
+
+class _Row:
+    """How one dataclass becomes a list and back."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        self.kind = kind
+        hints = get_type_hints(kind, include_extras=True)
+        names = [each.name for each in fields(kind)]
+        self.rules: list[tuple[str, Rule | type[Stretch]]] = [(name, hints[name].__metadata__[0]) for name in names]
+        self.least = sum(1 for each in fields(kind) if each.default is each.default_factory)
+        self._values = attrgetter(*names) if names else None
+        self._single = len(names) == 1
+        self._nested = [position for position, (_, rule) in enumerate(self.rules) if rule is Stretch]
+
+    def plain(self, value: Any) -> list[Any]:
+        if self._values is None:
+            return []
+        row = [self._values(value)] if self._single else list(self._values(value))
+        for position in self._nested:
+            row[position] = [_STRETCH.plain(each) for each in row[position]]
+        return row
+
+    def read(self, row: Sequence[Any]) -> Any:
+        if not self.least <= len(row) <= len(self.rules):
+            refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
+        values = list(row)
+        for position, (value, (name, rule)) in enumerate(zip(values, self.rules, strict=False)):
+            if isinstance(rule, Rule):
+                if not rule.holds(value):
+                    refuse(f"{self.kind.__name__}.{name}", value, rule.text)
+            else:
+                values[position] = _read_stretches(f"{self.kind.__name__}.{name}", value)
+        return self.kind(*values)
+
+
+_STRETCH = _Row(Stretch)
+
+
+def _read_stretches(name: str, value: Any) -> list[Stretch]:
+    if type(value) is not list or any(type(row) is not list for row in value):
+        refuse(name, value, "a list of stretches")
+    stretches: list[Stretch] = [_STRETCH.read(row) for row in value]
+    for stretch in stretches:
+        stretch.check()
+    return stretches
+
+
+_ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}
+
+
+def encode(sequence: int, message: Message) -> bytes:
+    """One frame.
+
+    Args:
+        sequence: the number of this frame among those of its sender to its receiver, from 0.
+    """
+    packed: bytes = msgpack.packb([message.header, sequence, *_ROWS[message.header].plain(message)])
+    return packed
+
+
+def decode(frame: bytes) -> tuple[int, Message]:
+    """(sequence, message); the inverse of `encode`.
+
+    Raises:
+        SerializationError: longer than `MAX_FRAME_BYTES`, no msgpack, an unknown header, or a field that is not what
+            it must be.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
+    try:
+        row = msgpack.unpackb(frame, strict_map_key=True)
+    except Exception as exc:
+        raise SerializationError(
+            f"frame of {len(frame)} bytes that is no msgpack ({type(exc).__name__}: {exc})"
+        ) from exc
+    if type(row) is not list or len(row) < 2 or type(row[0]) is not int or not _is_count(row[1]):
+        refuse("frame", row, "[header, sequence, fields …]")
+    known = _ROWS.get(row[0])
+    if known is None:
+        raise SerializationError(
+            f"header {row[0]}: unknown to protocol version {PROTOCOL_VERSION}; upgrade whichever side is older"
+        )
+    message: Message = known.read(row[2:])
+    return row[1], message
+
+
+class LostFramesError(SerializationError):
+    """A frame's number is not the next one: frames before it were lost with a connection."""
+
+
+class Sequencer:
+    """The frame numbers of one connection, both directions."""
+
+    __slots__ = ("_received", "_sent")
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._received = 0
+
+    def next(self) -> int:
+        """The number of the next frame to send."""
+        self._sent += 1
+        return self._sent - 1
+
+    def accept(self, sequence: int) -> bool:
+        """Whether a received frame is new; False for a repetition.
+
+        Raises:
+            LostFramesError: frames before it are missing.
+        """
+        if sequence < self._received:
+            return False
+        if sequence > self._received:
+            raise LostFramesError(
+                f"frame {sequence} arrived where {self._received} must: {sequence - self._received} were lost with a "
+                "connection; start a new session"
+            )
+        self._received += 1
+        return True
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
