@@ -11,6 +11,7 @@ Knows problems and marks, nothing of models.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,6 +51,15 @@ class Problems:
     def sample(self, count: int) -> list[Problem]:
         """`count` different problems of `train`."""
         return self._random.sample(self.train, count)
+
+    def share(self, rank: int, ranks: int, *, seed: int) -> Problems:
+        """The part of one of several ranks: the first one's solutions are the shortest, the last one's the longest."""
+        mine = copy.copy(self)
+        mine._random = random.Random(f"{seed} {rank}")
+        mine.held_out = self.held_out[rank::ranks]
+        by_length = sorted(self.train, key=lambda problem: len(problem.solution))
+        mine.train = by_length[len(by_length) * rank // ranks : len(by_length) * (rank + 1) // ranks]
+        return mine
 
 
 def reward(text: str | None, answer: str) -> float:

@@ -56,14 +56,17 @@ class Report:
     Args:
         title: of the run.
         folder: where `picture` puts its files; made if need be.
+        extra: heading of one more column, which `row` fills.
+        silent: print nothing (the other ranks do).
     """
 
-    def __init__(self, title: str, folder: Path) -> None:
+    def __init__(self, title: str, folder: Path, *, extra: str = "", silent: bool = False) -> None:
         self.title = title
         self.folder = folder
         self.rows: list[dict[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._extra = extra
+        self._console = Console(highlight=False, soft_wrap=True, quiet=silent)
         self._header_is_due = True
         self._console.print(Text(f"\n{title}", style="bold"))
 
@@ -71,7 +74,9 @@ class Report:
         """Print one line."""
         self._console.print(line, markup=False)
 
-    def row(self, number: int, step: Step, held_out: float | None, metrics: Mapping[str, float]) -> None:
+    def row(
+        self, number: int, step: Step, held_out: float | None, metrics: Mapping[str, float], extra: str = ""
+    ) -> None:
         """Take in one step; it is printed if its held-out reward was measured.
 
         Args:
@@ -79,6 +84,7 @@ class Report:
             step: what it trained on.
             held_out: mean reward on the held-out problems; None where it was not measured.
             metrics: `rollout.metrics()` of the step.
+            extra: what the extra column says.
         """
         ages = step.staleness.bincount().cpu().tolist()
         self.rows.append(
@@ -87,7 +93,8 @@ class Report:
         if held_out is None:
             return
         if self._header_is_due:
-            self._console.print(Text("".join(name.rjust(width) for name, width in COLUMNS), style="dim"))
+            header = "".join(name.rjust(width) for name, width in COLUMNS)
+            self._console.print(Text(f"{header}  {self._extra}".rstrip(), style="dim"))
             self._header_is_due = False
         seconds = {phase: metrics[f"rollout/{phase}_s"] for phase in PHASES}
         cells = (
@@ -102,6 +109,7 @@ class Report:
         for (name, width), cell in zip(COLUMNS, cells, strict=True):
             style = {"": "blue", "held-out": "bold"}.get(name, "default")
             line.append(cell.ljust(width) if name == "" else cell.rjust(width), style=style)
+        line.append(f"  {extra}".rstrip())
         self._console.print(line)
 
     def picture(self, name: str) -> Path:

@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from rollout.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.block_hash import chain_block_hashes as chain_block_hashes
     from rollout.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
+    from rollout.client import Delta as Delta
+    from rollout.client import InferenceClient as InferenceClient
+    from rollout.client import RequestFuture as RequestFuture
+    from rollout.client import RequestStream as RequestStream
+    from rollout.client_session import GroupResult as GroupResult
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
+    from rollout.coordinator.launch import CoordinatorHandle as CoordinatorHandle
+    from rollout.coordinator.launch import launch_coordinator as launch_coordinator
+    from rollout.coordinator.process import DataParallelInferenceCoordinator as DataParallelInferenceCoordinator
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.errors import ConfigError as ConfigError
     from rollout.errors import ConnectionLostError as ConnectionLostError
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from rollout.errors import UnsupportedModelError as UnsupportedModelError
     from rollout.events import DynamicInferenceEvent as DynamicInferenceEvent
     from rollout.events import DynamicInferenceEventType as DynamicInferenceEventType
+    from rollout.keys import JobKeys as JobKeys
     from rollout.manager import RolloutManager as RolloutManager
     from rollout.record import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
     from rollout.request import DynamicInferenceRequest as DynamicInferenceRequest
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from rollout.state import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.state import Status as Status
+    from rollout.worker import EngineWorker as EngineWorker
 
 _HOMES = {
     "rollout.batch": (
@@ -69,7 +79,19 @@ _HOMES = {
         "chain_block_hashes",
         "compute_block_hashes_batched",
     ),
+    "rollout.client": (
+        "Delta",
+        "InferenceClient",
+        "RequestFuture",
+        "RequestStream",
+    ),
+    "rollout.client_session": ("GroupResult",),
     "rollout.config": ("CoordinatorConfig", "InferenceConfig"),
+    "rollout.coordinator.launch": (
+        "CoordinatorHandle",
+        "launch_coordinator",
+    ),
+    "rollout.coordinator.process": ("DataParallelInferenceCoordinator",),
     "rollout.engine.engine": ("DynamicInferenceEngine",),
     "rollout.errors": (
         "ConfigError",
@@ -95,6 +117,7 @@ _HOMES = {
         "DynamicInferenceEvent",
         "DynamicInferenceEventType",
     ),
+    "rollout.keys": ("JobKeys",),
     "rollout.manager": ("RolloutManager",),
     "rollout.record": ("DynamicInferenceRequestRecord",),
     "rollout.request": (
@@ -117,6 +140,7 @@ _HOMES = {
         "StalenessPolicy",
         "Status",
     ),
+    "rollout.worker": ("EngineWorker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

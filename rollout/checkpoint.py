@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 
+from rollout.backend import Backend
 from rollout.codec import INT, Codec, decode_fields, list_of, refuse
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import SerializationError
@@ -19,21 +20,21 @@ from rollout.request import DynamicInferenceRequest
 FORMAT = 1
 
 
-def save(engine: DynamicInferenceEngine, groups: GroupLedger, updates_per_round: int) -> dict[str, Any]:
+def save(backend: Backend, groups: GroupLedger, policy_version: int, updates_per_round: int) -> dict[str, Any]:
     """The state of a rollout: versions, the groups, their samples that have come back, and records of the others."""
     fields = {
-        "policy_version": engine.policy_version,
-        "next_request_id": engine.next_request_id,
+        "policy_version": policy_version,
+        "next_request_id": backend.next_group_id,
         "updates_per_round": updates_per_round,
         "groups": [list(group) for group in groups.sizes()],
         "finished": [result.serialize() for result in groups.results(groups)],
-        "unfinished": [record.serialize() for record in engine.snapshot()],
+        "unfinished": [record.serialize() for record in backend.snapshot()],
     }
     return {"format": FORMAT, "data": msgpack.packb(fields, use_bin_type=True)}
 
 
-def load(state: Any, engine: DynamicInferenceEngine) -> tuple[GroupLedger, int]:
-    """Put what `save` made into an engine that has no request. If it raises, it has none afterwards either.
+def load(state: Any, engine: DynamicInferenceEngine, backend: Backend) -> tuple[GroupLedger, int]:
+    """Go on with what `save` made, where no request is. If it raises, there is none afterwards either.
 
     Returns:
         The groups, and the updates per round.
@@ -49,15 +50,7 @@ def load(state: Any, engine: DynamicInferenceEngine) -> tuple[GroupLedger, int]:
     engine.weights_updated(loaded["policy_version"])
     # Blocks cached here under the same version number may have been computed by other weights.
     engine.flush_prefix_cache()
-    try:
-        for record in records:
-            engine.add_record(record)
-    except BaseException:
-        for group_id in groups:
-            engine.abort_request(group_id)
-        engine.take_ended()
-        raise
-    engine.reserve_request_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
+    backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     return groups, int(loaded["updates_per_round"])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from enum import Enum
 from operator import index
@@ -61,7 +62,7 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
 
 def refuse(what: str, value: object, rule: str) -> NoReturn:
     """Raise the `SerializationError` that says what arrived and what must."""
-    raise SerializationError(f"{what}: {repr(value)[:80]} arrived where {rule} must be")
+    raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
 
 
 def optional(codec: Codec) -> Codec:

@@ -204,6 +204,9 @@ class CoordinatorConfig(_Options):
     max_open_requests: int = 100_000
     """Groups one client may have open."""
 
+    max_open_mb: int = 1024
+    """Prompts one client may have open, in MiB."""
+
     max_backlog_mb: int = 256
     """Unsent bytes after which a peer that does not read counts as dead."""
 
@@ -214,7 +217,7 @@ class CoordinatorConfig(_Options):
         self._check_all(
             (
                 "data_parallel_size", "block_size_tokens", "max_hashes_per_rank", "progress_interval", "max_rank_losses",
-                "max_open_requests", "max_backlog_mb",
+                "max_open_requests", "max_open_mb", "max_backlog_mb",
             ),
             lambda value: _is_int(value) and value >= 1,
             "an integer of at least 1",

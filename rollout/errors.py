@@ -112,7 +112,15 @@ class ControlError(RolloutError, RuntimeError):
 
 
 class ConnectionLostError(RolloutError, ConnectionError):
-    """The coordinator is gone, or has given this connection up: what was open on it fails with this."""
+    """The coordinator is gone, or has given this connection up: what was open on it fails with this.
+
+    Attributes:
+        final: trying again is of no use: it speaks another protocol version, or another process has this one's name.
+    """
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class SerializationError(RolloutError, ValueError):

@@ -19,6 +19,10 @@ from rollout.wire_types import Rule
 
 MAX_FRAME_BYTES = 64 << 20
 """Longest frame; a longer one is refused unread."""
+SMALL_BYTES = 1 << 17
+"""Up to here a frame's values need no counting."""
+MAX_ITEMS = 1 << 20
+"""Values in the lists and maps of a frame; a legitimate one carries its numbers in buffers."""
 
 
 class _Row:
@@ -32,6 +36,9 @@ class _Row:
         self.least = sum(1 for each in fields(kind) if each.default is each.default_factory)
         self._values = attrgetter(*names) if names else None
         self._single = len(names) == 1
+        self._checks = [
+            (rule.holds, name, rule.text) if isinstance(rule, Rule) else (_any, name, "") for name, rule in self.rules
+        ]
         self._nested = [position for position, (_, rule) in enumerate(self.rules) if rule is Stretch]
 
     def plain(self, value: Any) -> list[Any]:
@@ -46,13 +53,19 @@ class _Row:
         if not self.least <= len(row) <= len(self.rules):
             refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
         values = list(row)
-        for position, (value, (name, rule)) in enumerate(zip(values, self.rules, strict=False)):
-            if isinstance(rule, Rule):
-                if not rule.holds(value):
-                    refuse(f"{self.kind.__name__}.{name}", value, rule.text)
-            else:
-                values[position] = _read_stretches(f"{self.kind.__name__}.{name}", value)
+        for value, (holds, name, text) in zip(values, self._checks, strict=False):
+            if not holds(value):
+                refuse(f"{self.kind.__name__}.{name}", value, text)
+        for position in self._nested:
+            if position < len(values):
+                name = f"{self.kind.__name__}.{self.rules[position][0]}"
+                values[position] = _read_stretches(name, values[position])
         return self.kind(*values)
+
+
+def _any(value: Any) -> bool:
+    """The check of a field that has another one of its own."""
+    return True
 
 
 _STRETCH = _Row(Stretch)
@@ -90,7 +103,7 @@ def decode(frame: bytes) -> tuple[int, Message]:
     if len(frame) > MAX_FRAME_BYTES:
         raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
     try:
-        row = msgpack.unpackb(frame, strict_map_key=True)
+        row = msgpack.unpackb(frame, strict_map_key=True) if len(frame) <= SMALL_BYTES else _unpack_large(frame)
     except Exception as exc:
         raise SerializationError(
             f"frame of {len(frame)} bytes that is no msgpack ({type(exc).__name__}: {exc})"
@@ -104,6 +117,27 @@ def decode(frame: bytes) -> tuple[int, Message]:
         )
     message: Message = known.read(row[2:])
     return row[1], message
+
+
+def _unpack_large(frame: bytes) -> Any:
+    """As msgpack does, but a byte each can be made into an object of a hundred: their number is limited."""
+    left = MAX_ITEMS
+
+    def count(items: Any) -> Any:
+        nonlocal left
+        left -= len(items) + 1
+        if left < 0:
+            raise ValueError(f"more than {MAX_ITEMS} values")
+        return items
+
+    return msgpack.unpackb(
+        frame,
+        strict_map_key=True,
+        list_hook=count,
+        object_hook=count,
+        max_array_len=MAX_ITEMS,
+        max_map_len=MAX_ITEMS,
+    )
 
 
 class LostFramesError(SerializationError):
@@ -123,6 +157,10 @@ class Sequencer:
         """The number of the next frame to send."""
         self._sent += 1
         return self._sent - 1
+
+    def skip(self) -> None:
+        """A frame arrived that nobody could read: it was the next one."""
+        self._received += 1
 
     def accept(self, sequence: int) -> bool:
         """Whether a received frame is new; False for a repetition.

@@ -22,8 +22,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rollout import checkpoint
+from rollout.backend import Backend, LocalBackend
 from rollout.batch import RolloutBatch
-from rollout.config import InferenceConfig
+from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.data_parallel import DataParallelBackend
 from rollout.engine.context import MemoryMove
 from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
@@ -32,11 +34,12 @@ from rollout.groups import GroupLedger
 from rollout.interrupts import interrupt_deferred
 from rollout.pacing import StalenessPacer
 from rollout.progress import ProgressBar
-from rollout.record import DynamicInferenceRequestRecord
+from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from rollout.suspension import Mode, Suspension
 from rollout.telemetry import RolloutMetrics
+from rollout.world import World
 
 OnError = Literal["raise", "mask"]
 
@@ -49,11 +52,14 @@ class RolloutManager:
         tokenizer: its tokenizer; None where prompts are token ids and no text is asked for.
         config: see `InferenceConfig`; None: defaults.
         engine: an engine of this model made elsewhere; then without `config`.
+        coordinator: on several ranks (torch.distributed is initialised), how they compute each other's groups: options,
+            True: the default ones, False: every rank for itself. Alone it changes nothing: no process, no socket.
         clock: seconds that never run backwards; a seam for tests.
 
     Raises:
         UnsupportedModelError: the model does something the engine cannot honour; the message names it.
         ConfigError: `engine` is of another model, or comes with a `config`.
+        DeadlineError: the ranks have not found each other.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class RolloutManager:
         config: InferenceConfig | None = None,
         *,
         engine: DynamicInferenceEngine | None = None,
+        coordinator: CoordinatorConfig | bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if engine is not None and (engine.model is not model or config is not None):
@@ -74,9 +81,17 @@ class RolloutManager:
         self._clock = clock
         self._metrics = RolloutMetrics(self.engine, clock)
         self._groups = GroupLedger()
-        self._suspension = Suspension(self.engine, self._metrics)
+        self._backend = self._choose_backend(coordinator)
+        self._suspension = Suspension(self.engine, self._metrics, lambda: self._backend.held_by_coordinator)
         self._closed = False
         self._pacer = StalenessPacer(self.config.max_staleness)
+
+    def _choose_backend(self, coordinator: CoordinatorConfig | bool) -> Backend:
+        world = World.of_torch() if coordinator is not False else None
+        if world is None:
+            return LocalBackend(self.engine)
+        options = coordinator if isinstance(coordinator, CoordinatorConfig) else None
+        return DataParallelBackend(self.engine, options, world)
 
     # --- generating ---------------------------------------------------------------------------------------------
 
@@ -160,7 +175,7 @@ class RolloutManager:
         try:
             for prompt, each, extra in zip(prompts, params, extras, strict=True):
                 with interrupt_deferred():
-                    added.append(self.engine.add_request(prompt, each, metadata=extra))
+                    added.append(self._backend.submit(prompt, each, extra))
                     self._groups.add(added[-1], each.n)
         except BaseException as exc:
             where = f"prompts[{len(added)}]"
@@ -201,7 +216,7 @@ class RolloutManager:
         with interrupt_deferred():
             for each in list(group_ids):
                 self._groups.drop([each])
-                self.engine.abort_request(each)
+                self._backend.abort(each)
             self._take_ended()
 
     @property
@@ -232,6 +247,7 @@ class RolloutManager:
     def pause(self) -> None:
         """Stop generating; `generate` refuses until `unpause`."""
         self._suspension.pause()
+        self._backend.moved_together("pause")
 
     def unpause(self) -> None:
         """Allow generating again.
@@ -240,6 +256,7 @@ class RolloutManager:
             EngineStateError: stopped by an explicit `suspend`: call `resume`.
         """
         self._suspension.unpause()
+        self._backend.moved_together("unpause")
 
     def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
         """Take the KV cache off the device; `generate` refuses until `resume`.
@@ -248,11 +265,15 @@ class RolloutManager:
             mode: `persist`, `offload` or `recompute`; None: the configuration's.
             keep_prefix_cache: keep cached blocks that no request holds, too; False before the weights change.
         """
-        return self._suspension.suspend(mode, keep_prefix_cache=keep_prefix_cache)
+        move = self._suspension.suspend(mode, keep_prefix_cache=keep_prefix_cache)
+        self._backend.moved_together("suspend")
+        return move
 
     def resume(self) -> MemoryMove:
         """Bring the KV cache back and allow generating again, also after `pause`. Harmless when running."""
-        return self._suspension.resume()
+        move = self._suspension.resume()
+        self._backend.moved_together("resume")
+        return move
 
     def suspended(self, mode: Mode = None) -> AbstractContextManager[None]:
         """A `with` block in which the KV cache is off the device; the first `generate` afterwards brings it back.
@@ -297,7 +318,7 @@ class RolloutManager:
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, with every version and random stream; torch.save (`weights_only`) and msgpack take it."""
         self._take_ended()
-        return checkpoint.save(self.engine, self._groups, self._pacer.updates_per_round)
+        return checkpoint.save(self._backend, self._groups, self.policy_version, self._pacer.updates_per_round)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
@@ -313,7 +334,7 @@ class RolloutManager:
         self._take_ended()
         if self._groups or self.engine.has_unfinished:
             raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
-        self._groups, updates_per_round = checkpoint.load(state, self.engine)
+        self._groups, updates_per_round = checkpoint.load(state, self.engine, self._backend)
         self._pacer = StalenessPacer(self.config.max_staleness, updates_per_round)
         self._sync_metrics()
 
@@ -328,6 +349,7 @@ class RolloutManager:
         if self._closed:
             return
         with interrupt_deferred():
+            self._backend.close()
             if self.engine.state is not EngineState.STOPPED:
                 self.engine.pause()
                 self.engine.stop()
@@ -366,48 +388,46 @@ class RolloutManager:
         def ended() -> int:
             return len(groups) - len(groups & unfinished)
 
+        def reached() -> bool:
+            return ended() >= goal and must.isdisjoint(unfinished)
+
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._metrics.enter_phase("generate")
         try:
             with ProgressBar(goal, progress) as bar, self.engine.installation:
-                while ended() < goal or not must.isdisjoint(unfinished):
-                    self._check_that_it_can_end(deadline, timeout_s)
-                    self._step()
+                # The backend may have others to help, and they may have work for this engine even where there is none.
+                while not reached() or not self._backend.leave():
+                    self._step(self._left(deadline, timeout_s))
                     bar.show(ended, self.engine.context.scheduler.num_active)
         finally:
             self._metrics.enter_phase("train")
             self._sync_metrics()
 
-    def _check_that_it_can_end(self, deadline: float, timeout_s: float | None) -> None:
-        unfinished = self._groups.unfinished
-        if self._clock() > deadline:
+    def _left(self, deadline: float, timeout_s: float | None) -> float:
+        left = deadline - self._clock()
+        if left < 0:
             raise DeadlineError(
-                f"generate() passed timeout_s={timeout_s} with {len(unfinished)} of {len(self._groups)} groups "
-                "unfinished; they stay in flight: call generate([], min_groups=...) to go on"
+                f"generate() passed timeout_s={timeout_s} with {len(self._groups.unfinished)} of {len(self._groups)} "
+                "groups unfinished; they stay in flight: call generate([], min_groups=...) to go on"
             )
-        if not self.engine.has_unfinished:
-            raise EngineStateError(
-                f"groups {sorted(unfinished)} cannot end: somebody else took their samples out of the engine "
-                "(engine.step()?); abort() them"
-            )
+        return left
 
-    def _step(self) -> None:
+    def _step(self, timeout_s: float) -> None:
+        self._backend.wait(timeout_s)
         with interrupt_deferred():
-            records = self.engine.step()
-            self._take(records)
+            self._take(self._backend.advance())
         self._metrics.step(self._groups.samples_missing)
 
     def _take_ended(self) -> None:
-        self._take(self.engine.take_ended())
+        self._take(self._backend.take_ended())
 
-    def _take(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        results = [record.merge() for record in records]
+    def _take(self, results: list[DynamicInferenceRequest]) -> None:
         for result in filter(self._groups.take, results):
             self._metrics.result(result)
 
     def _too_old(self) -> set[int]:
         self._pacer.begin_round(self.policy_version)
-        return self._pacer.too_old(self._groups, self.engine.staleness().items(), self.policy_version)
+        return self._pacer.too_old(self._groups, self._backend.ages(), self.policy_version)
 
     def _hand_out(self, group_ids: Sequence[int], on_error: OnError) -> RolloutBatch:
         batch = RolloutBatch.from_requests(

@@ -48,6 +48,7 @@ from itertools import accumulate, pairwise
 from typing import Annotated, Any, ClassVar
 
 from rollout.codec import refuse
+from rollout.errors import ConnectionLostError
 from rollout.wire_types import (
     TOKEN_BYTES,
     Argument,
@@ -60,6 +61,7 @@ from rollout.wire_types import (
     Hashes,
     LogProbs,
     Name,
+    Names,
     OptionalBlobs,
     OptionalCount,
     OptionalSeconds,
@@ -200,6 +202,8 @@ class ConnectAck(Message):
     policy_version: Count
     heartbeat_interval_s: Seconds
     heartbeat_timeout_s: Seconds
+    next_barrier: Count = 0
+    """Barriers before it are passed."""
 
 
 @dataclass(slots=True)
@@ -246,10 +250,15 @@ class Refused(Message):
 
     header = 5
     code: Name
-    """`malformed`, `version`, `unknown_peer`, `lost_frames`, `full`, `name_in_use`, `not_yours`."""
+    """`malformed`, `not_yours`; and of a session that is over: one of `TRY_AGAIN`, or `malformed`, `version`, `full`,
+    `stopping`, `replaced` (another process has its name), where trying again is of no use."""
     text: Text
     over: Flag
     """The connection's session has ended: whoever still wants something connects again."""
+
+
+TRY_AGAIN = frozenset({"unknown_peer", "lost_frames", "silent"})
+"""Codes of `Refused` after which another session is welcome."""
 
 
 # --- request ----------------------------------------------------------------------------------------------------------
@@ -277,6 +286,8 @@ class Submit(Message):
     """Report every so many tokens of a sample; 0: the coordinator's interval."""
     known: Stretches = field(default_factory=list)
     """What is there of a group that is continued (its `request_id` and `attempt` are not looked at)."""
+    wanted: Counts = field(default_factory=list)
+    """Samples to compute, of a group whose others have ended; empty: all."""
 
 
 @dataclass(slots=True)
@@ -416,6 +427,8 @@ class ControlDone(Message):
     call_id: Count
     error: OptionalText = None
     text: Text = ""
+    engines: Names = field(default_factory=list)
+    """Those that have not done it."""
 
 
 @dataclass(slots=True)
@@ -486,3 +499,13 @@ _KINDS: tuple[type[Message], ...] = (
 )
 MESSAGES: dict[int, type[Message]] = {kind.header: kind for kind in _KINDS}
 """Header → message."""
+
+
+def farewell(message: Message) -> ConnectionLostError | None:
+    """Why the session ends with this message of the other side, whatever its number; None: it goes on."""
+    if isinstance(message, Refused) and message.over:
+        text = f"the coordinator has ended the session ({message.code}): {message.text}"
+        return ConnectionLostError(text, final=message.code not in TRY_AGAIN)
+    if isinstance(message, Disconnect):
+        return ConnectionLostError(f"the other side has left ({message.reason or 'without saying why'})")
+    return None

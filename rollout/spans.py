@@ -99,6 +99,18 @@ class VersionSpans:
             raise IndexError(f"VersionSpans.version_at: position={position!r} must be in [0, {len(self)})")
         return self._versions[bisect_right(self._ends, position)]
 
+    def window(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(version, count) of the runs of positions `start` … `stop` - 1; what is not covered is left out."""
+        runs = []
+        at = max(0, start)
+        for index in range(bisect_right(self._ends, at), len(self._ends)):
+            if at >= stop:
+                break
+            end = min(self._ends[index], stop)
+            runs.append((self._versions[index], end - at))
+            at = end
+        return runs
+
     def dense(self) -> NDArray[np.int64]:
         """The version of every covered position, int64 [len]."""
         runs = self.runs

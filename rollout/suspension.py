@@ -10,7 +10,7 @@ What a caller stopped explicitly stays stopped whatever the hook does in between
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -26,10 +26,17 @@ Mode = KVCacheManagementMode | str | None
 
 
 class Suspension:
-    """Pause and suspend of one engine, by the trainer's calls and by the optimizer hook."""
+    """Pause and suspend of one engine, by the trainer's calls and by the optimizer hook.
 
-    def __init__(self, engine: DynamicInferenceEngine, metrics: RolloutMetrics) -> None:
+    Args:
+        held_elsewhere: whether the engine stands still because of somebody who will set it going again.
+    """
+
+    def __init__(
+        self, engine: DynamicInferenceEngine, metrics: RolloutMetrics, held_elsewhere: Callable[[], bool]
+    ) -> None:
         self._engine = engine
+        self._held_elsewhere = held_elsewhere
         self._metrics = metrics
         self._stopped_by: Literal["pause", "suspend"] | None = None
         self._blocks_open = 0
@@ -91,6 +98,8 @@ class Suspension:
             raise EngineStateError("generating inside `with rollout.suspended():`: leave the block first")
         if self._stopped_by == "suspend":
             raise EngineStateError("generating while suspended: call rollout.resume() first")
+        if self._held_elsewhere():
+            return
         if self._stopped_by == "pause" or self._engine.state is EngineState.PAUSED:
             raise EngineStateError("generating while paused: call rollout.unpause() first")
         if self._engine.state is EngineState.SUSPENDED:

@@ -6,6 +6,9 @@ Checks use `type()` and not `isinstance()`: True is no integer on the wire.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
+from math import isfinite
+from types import NoneType
 from typing import Annotated, Any
 
 from rollout.state import ControlSignal, CoordinatorState, EngineState
@@ -53,8 +56,38 @@ def _or_none(holds: Check) -> Check:
     return lambda value: value is None or holds(value)
 
 
-def _runs(value: Any) -> bool:
-    return type(value) is list and len(value) % 2 == 1 and all(map(_count, value)) and all(value[2::2])
+# Columns are checked by what C does with them whole: a call of ours per entry would cost more than everything else.
+
+
+def _only(values: Iterable[Any], *kinds: type) -> bool:
+    return set(map(type, values)) <= set(kinds)
+
+
+def _counts(value: Any) -> bool:
+    return type(value) is list and _all_counts(value)
+
+
+def _all_counts(values: list[Any]) -> bool:
+    return not values or (_only(values, int) and min(values) >= 0 and max(values) < 2**63)
+
+
+def _all_runs(value: Any) -> bool:
+    if type(value) is not list or not _only(value, list):
+        return False
+    odd = all(len(row) % 2 for row in value)
+    return odd and _all_counts(list(chain.from_iterable(value))) and all(all(row[2::2]) for row in value)
+
+
+def _column_of(*kinds: type) -> Check:
+    return lambda value: value is None or (type(value) is list and _only(value, *kinds, NoneType))
+
+
+def _times(value: Any) -> bool:
+    return value is None or (
+        type(value) is list
+        and _only(value, float, int, NoneType)
+        and all(map(isfinite, (each for each in value if each is not None)))
+    )
 
 
 def _text(value: Any) -> bool:
@@ -80,6 +113,7 @@ Seconds = Annotated[float, Rule("a finite number of seconds", _seconds)]
 OptionalSeconds = Annotated[float | None, Rule("None or a finite number of seconds", _or_none(_seconds))]
 Flag = Annotated[bool, Rule("a bool", _flag)]
 Name = Annotated[str, Rule("a string of at most 256 characters", _name)]
+Names = Annotated[list[str], Rule("a list of strings of at most 256 characters", _all(_name))]
 Text = Annotated[str, Rule("a string", _text)]
 OptionalText = Annotated[str | None, Rule("None or a string", _or_none(_text))]
 Blob = Annotated[bytes, Rule("bytes", _blob)]
@@ -90,20 +124,14 @@ Prompt = Annotated[
     bytes | str,
     Rule("a string, or little-endian int32 in bytes", lambda value: _text(value) or _bytes_of(TOKEN_BYTES)(value)),
 ]
-Counts = Annotated[list[int], Rule("a list of integers in [0, 2**63)", _all(_count))]
+Counts = Annotated[list[int], Rule("a list of integers in [0, 2**63)", _counts)]
 Versions = Annotated[
     list[list[int]],
-    Rule("per sample [version of the prompt, version, count, version, count, …], counts above 0", _all(_runs)),
+    Rule("per sample [version of the prompt, version, count, version, count, …], counts above 0", _all_runs),
 ]
-OptionalTimes = Annotated[
-    list[float | None] | None, Rule("None, or per sample None or seconds", _or_none(_all(_or_none(_seconds))))
-]
-OptionalBlobs = Annotated[
-    list[bytes | None] | None, Rule("None, or per sample None or bytes", _or_none(_all(_or_none(_blob))))
-]
-OptionalTexts = Annotated[
-    list[str | None] | None, Rule("None, or per sample None or a string", _or_none(_all(_or_none(_text))))
-]
+OptionalTimes = Annotated[list[float | None] | None, Rule("None, or per sample None or seconds", _times)]
+OptionalBlobs = Annotated[list[bytes | None] | None, Rule("None, or per sample None or bytes", _column_of(bytes))]
+OptionalTexts = Annotated[list[str | None] | None, Rule("None, or per sample None or a string", _column_of(str))]
 Signal = Annotated[str, Rule("a control signal", _in([*ControlSignal, SET_VERSION]))]
 Argument = Annotated[int | str | None, Rule("None, a name or an integer", lambda v: v is None or _name(v) or _count(v))]
 EngineStateName = Annotated[str, Rule("the name of an engine state", _in(EngineState))]

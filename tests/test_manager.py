@@ -898,7 +898,7 @@ def test_samples_that_somebody_else_took_are_an_error_and_no_endless_loop(model)
     rollout.submit([[5]], tokens(2))
     while rollout.engine.has_unfinished:
         rollout.engine.step()
-    with pytest.raises(EngineStateError, match=r"groups \[0\] cannot end.*abort\(\) them"):
+    with pytest.raises(EngineStateError, match=r"cannot end.*abort\(\) them"):
         rollout.generate([], min_groups=1)
     rollout.abort([0])
     assert len(rollout.generate([[5]], tokens(2))) == 1

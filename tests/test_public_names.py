@@ -11,7 +11,8 @@ import pytest
 
 import rollout
 
-VOCABULARY = [name for name in rollout.__all__ if not name.startswith(("Rollout", "Packed", "DynamicInferenceEngine"))]
+WITH_TORCH = ("Rollout", "Packed", "DynamicInferenceEngine", "EngineWorker")
+VOCABULARY = [name for name in rollout.__all__ if not name.startswith(WITH_TORCH)]
 
 
 def run(program: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -50,26 +50,30 @@ class Admission:
         prompt: str | None,
         priority: int,
         metadata: Any,
+        indices: Iterable[int] | None = None,
+        arrival_time: float | None = None,
     ) -> Sequence:
         """A new request's samples: the first, with the others as its unforked siblings.
+
+        Args:
+            indices: those of its n samples that are wanted; None: all.
+            arrival_time: None: now.
 
         Raises:
             InvalidRequestError: it can never be served as asked.
         """
-        self._controller.check_tokens(tokens)
-        self._controller.check_params(params)
-        params = self._clamped(number, len(tokens), params)
+        params = self.check(number, tokens, params)
         # Every request has a seed, so that its random stream survives checkpoints; one it brought or the engine's next.
         seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
         samples: list[Sequence] = []
-        for index in range(params.n):
+        for index in range(params.n) if indices is None else indices:
             request = DynamicInferenceRequest(
                 request_id=number,
                 sample_index=index,
                 prompt=prompt,
                 prompt_tokens=tokens,
                 sampling_params=params,
-                arrival_time=self._clock(),
+                arrival_time=self._clock() if arrival_time is None else arrival_time,
                 priority=priority,
                 metadata=metadata,
                 seed=seed,
@@ -82,6 +86,16 @@ class Admission:
             samples.append(self.sample(DynamicInferenceRequestRecord.from_request(request), order))
         samples[0].siblings = samples[1:]
         return samples[0]
+
+    def check(self, number: int, tokens: list[int], params: SamplingParams) -> SamplingParams:
+        """The parameters as they would be served.
+
+        Raises:
+            InvalidRequestError: they never can be.
+        """
+        self._controller.check_tokens(tokens)
+        self._controller.check_params(params)
+        return self._clamped(number, len(tokens), params)
 
     def continued(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sequence:
         """An unfinished record, as a sample that goes on where it stands; the record is changed accordingly.

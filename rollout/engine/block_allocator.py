@@ -24,6 +24,48 @@ NO_BLOCK = -1
 IntArray = NDArray[np.int32]
 
 
+class CacheChanges:
+    """Which prefixes have become findable under the present version, and which can no longer be found.
+
+    Always true: what could be found at the last `take` (nothing, if `flushed`), less `removed`, plus `added`, is what can
+    be found now. A prefix that came and went in between is in neither.
+    """
+
+    __slots__ = ("added", "flushed", "removed")
+
+    def __init__(self) -> None:
+        self.added: set[int] = set()
+        self.removed: set[int] = set()
+        self.flushed = False
+
+    def add(self, block_hash: int) -> None:
+        """A prefix that could not be found can be."""
+        if block_hash in self.removed:
+            self.removed.remove(block_hash)
+        else:
+            self.added.add(block_hash)
+
+    def remove(self, block_hash: int) -> None:
+        """A prefix that could be found cannot any more."""
+        if block_hash in self.added:
+            self.added.remove(block_hash)
+        else:
+            self.removed.add(block_hash)
+
+    def flush(self) -> None:
+        """Nothing can be found any more."""
+        self.added.clear()
+        self.removed.clear()
+        self.flushed = True
+
+    def take(self) -> CacheChanges:
+        """What has changed since the last call."""
+        taken = CacheChanges()
+        taken.added, taken.removed, taken.flushed = self.added, self.removed, self.flushed
+        self.added, self.removed, self.flushed = set(), set(), False
+        return taken
+
+
 class BlockAllocator:
     """Reference counts, prefix cache and eviction over `num_blocks` blocks of `block_size` token slots."""
 
@@ -42,6 +84,8 @@ class BlockAllocator:
         self.version = version
         self.refused_for_version = 0
         self.evictions = 0
+        self.changes: CacheChanges | None = None
+        """Keeps account of what can be found, for whoever sets it."""
         self._reset(num_blocks)
 
     def _reset(self, num_blocks: int) -> None:
@@ -87,6 +131,10 @@ class BlockAllocator:
     def findable(self, block_hash: int) -> bool:
         """Whether a block is registered under this hash and the present version (its tokens may differ)."""
         return block_hash in self._current
+
+    def findable_hashes(self) -> list[int]:
+        """Hashes of all blocks registered under the present version."""
+        return list(self._current)
 
     def match(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
         """The longest cached prefix of a chain of complete blocks, *pinned*: each block gains a reference.
@@ -197,6 +245,8 @@ class BlockAllocator:
         self._parent[block] = parent
         self._tokens[block] = tokens
         self._current[block_hash] = block
+        if self.changes is not None:
+            self.changes.add(block_hash)
         return block
 
     def advance_version(self, version: int) -> None:
@@ -206,6 +256,8 @@ class BlockAllocator:
         self.version = version
         self._outdated.update(self._current)
         self._current.clear()
+        if self.changes is not None:
+            self.changes.flush()
         self._lru_outdated.update(self._lru)
         self._lru.clear()
 
@@ -219,6 +271,8 @@ class BlockAllocator:
         count = self.num_cached
         for block in [*self._lru_outdated, *self._lru]:
             self._forget(block)
+        if self.changes is not None and not self._current:
+            self.changes.flush()
         return count
 
     def _evict_one(self) -> None:
@@ -234,9 +288,12 @@ class BlockAllocator:
 
     def _unlist(self, block: int) -> None:
         block_hash = int(self._hash[block])
-        for table in (self._current, self._outdated):
-            if table.get(block_hash) == block:
-                del table[block_hash]
+        if self._current.get(block_hash) == block:
+            del self._current[block_hash]
+            if self.changes is not None:
+                self.changes.remove(block_hash)
+        if self._outdated.get(block_hash) == block:
+            del self._outdated[block_hash]
         self.registered[block] = False
 
     # --- suspend and resume -------------------------------------------------------------------------------------

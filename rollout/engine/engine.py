@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,7 @@ from rollout.errors import (
     RequestError,
 )
 from rollout.interrupts import interrupt_deferred
+from rollout.outcome import Growth
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -111,6 +113,10 @@ class DynamicInferenceEngine:
         self._ended: list[DynamicInferenceRequestRecord] = []
         self._failed_steps = 0
         self.last_step: ScheduledStep | None = None
+        self.on_move: Callable[[], None] | None = None
+        """Called after every control call and weight update, and when the engine dies, by the thread that did it; also
+        when nothing has changed. That thread may hold the engine's lock (`step`, `locked`), so this must not wait for
+        another thread, only wake it."""
         self.counters = dict.fromkeys(("steps", "requests_requeued", "prompt_tokens", *_COUNTED.values()), 0)
         self._admission = Admission(self.config, self.controller, self.max_sequence_length, clock)
         if self.config.verify_model:
@@ -127,6 +133,8 @@ class DynamicInferenceEngine:
         request_id: int | None = None,
         priority: int = 0,
         metadata: Any = None,
+        samples: Sequence[int] | None = None,
+        arrival_time: float | None = None,
     ) -> int:
         """Accept one prompt (and its n samples); it runs in the coming steps.
 
@@ -135,6 +143,8 @@ class DynamicInferenceEngine:
             request_id: yours, or None for the engine's next.
             priority: higher runs first; equal ones in order of arrival.
             metadata: msgpack-able, returned untouched in the results.
+            samples: those of the n samples to compute, others of the same request may be here; None: all.
+            arrival_time: seconds by the engine's clock, from which times are counted; None: now.
 
         Returns:
             The request id.
@@ -149,11 +159,11 @@ class DynamicInferenceEngine:
             number = self._next_request_id if request_id is None else request_id
             tokens = self.controller.tokenize(prompt)
             try:
-                if number in self._live:
-                    raise InvalidRequestError(f"request_id={number} is in use by an unfinished request; choose another")
+                wanted = self._wanted(number, params.n, samples)
                 leader = self._admission.family(
                     number, tokens, params, order=self._order, version=self.policy_version, priority=priority,
-                    metadata=metadata, prompt=prompt if isinstance(prompt, str) else None,
+                    metadata=metadata, prompt=prompt if isinstance(prompt, str) else None, indices=wanted,
+                    arrival_time=arrival_time,
                 )  # fmt: skip
                 self.context.scheduler.add(leader)
             except InvalidRequestError as exc:
@@ -161,9 +171,37 @@ class DynamicInferenceEngine:
                 raise
             self._next_request_id = max(self._next_request_id, number + 1)
             self._order += 1
-            self._live[number] = set(range(params.n))
-            self.counters["prompt_tokens"] += params.n * len(tokens)
+            self._live.setdefault(number, set()).update(wanted)
+            self.counters["prompt_tokens"] += len(wanted) * len(tokens)
             return number
+
+    def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
+        """The tokens of a prompt that `add_request` would accept; nothing is queued, and n may be of any size.
+
+        Raises:
+            InvalidRequestError, ConfigError, TypeError: it would refuse it.
+        """
+        params = sampling_params or SamplingParams()
+        number = self._next_request_id
+        tokens = self.controller.tokenize(prompt)
+        clamped = self._admission.check(number, tokens, params)
+        self.controller.completion_text(clamped)
+        self.context.scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
+        return tokens
+
+    def _wanted(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
+        live = self._live.get(number, set())
+        if samples is None:
+            if live:
+                raise InvalidRequestError(f"request_id={number} is in use by an unfinished request; choose another")
+            return range(n)
+        if not samples or len(set(samples)) < len(samples) or not 0 <= min(samples) <= max(samples) < n:
+            raise InvalidRequestError(f"samples={list(samples)!r}: must be different ones of the n={n}, at least one")
+        if not live.isdisjoint(samples):
+            raise InvalidRequestError(
+                f"request {number} samples {sorted(live.intersection(samples))} are here already; abort them first"
+            )
+        return samples
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> None:
         """Continue an unfinished record (from `snapshot`, another engine or a checkpoint file) where it stands.
@@ -225,11 +263,27 @@ class DynamicInferenceEngine:
                     raise EngineStateError(f"no request can run, which must not happen; please report: {self.stats()}")
             return self.take_ended()
 
-    def take_ended(self) -> list[DynamicInferenceRequestRecord]:
-        """Records that have ended and that no step has returned yet: aborted or too stale between two steps."""
+    def take_ended(
+        self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
+    ) -> list[DynamicInferenceRequestRecord]:
+        """Records that have ended and that no step has returned yet: aborted or too stale between two steps.
+
+        Args:
+            keys: which (request_id, sample_index) to take; the others stay for the next step.
+        """
         with self._lock:
-            ended, self._ended = self._ended, []
+            ended: list[DynamicInferenceRequestRecord] = []
+            stay: list[DynamicInferenceRequestRecord] = []
+            for record in self._ended:
+                (ended if keys((record.request_id, record.sample_index)) else stay).append(record)
+            self._ended = stay
             return ended
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Several calls at one step boundary: no step of another thread comes between them."""
+        with self._lock, interrupt_deferred():
+            yield
 
     def _run(self, step: ScheduledStep) -> None:
         scheduler = self.context.scheduler
@@ -262,6 +316,7 @@ class DynamicInferenceEngine:
             self._lifecycle.die(exc)
             victims = scheduler.remove(lambda key: True)
             self.cache.drop()
+            self._moved()
         else:
             keys = {sample.key for sample in scheduler.sequences_of(step)}
             victims = scheduler.remove(lambda key: key in keys)
@@ -327,13 +382,17 @@ class DynamicInferenceEngine:
         """Where the engine stands."""
         return self._lifecycle.state
 
+    def refuse_when_stopped(self) -> None:
+        """Raises: EngineDeadError, EngineStateError: the engine is dead, or stopping or stopped."""
+        self._lifecycle.refuse_when_stopped()
+
     def pause(self) -> None:
         """Stop at the step boundary; requests keep their KV and wait."""
-        self._lifecycle.signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
+        self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
 
     def unpause(self) -> None:
         """Go on."""
-        self._lifecycle.signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
+        self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
     def suspend(self, mode: KVCacheManagementMode | None = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
         """Give the KV cache's device memory back, as `mode` (default: the configuration's) says.
@@ -355,13 +414,13 @@ class DynamicInferenceEngine:
             if chosen is not KVCacheManagementMode.PERSIST:
                 self.controller.runner.release_workspace()
 
-        self._lifecycle.signal(ControlSignal.SUSPEND, act)
+        self._signal(ControlSignal.SUSPEND, act)
         return moves[0] if moves else MemoryMove()
 
     def resume(self) -> MemoryMove:
         """Have the KV cache back; leads to PAUSED."""
         moves: list[MemoryMove] = []
-        self._lifecycle.signal(ControlSignal.RESUME, lambda: moves.append(self.context.resume()))
+        self._signal(ControlSignal.RESUME, lambda: moves.append(self.context.resume()))
         return moves[0] if moves else MemoryMove()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
@@ -372,8 +431,18 @@ class DynamicInferenceEngine:
                 self._end(sample, FinishReason.ABORT, "RequestAbortedError: the engine was stopped")
             self.cache.drop()
 
-        self._lifecycle.signal(ControlSignal.STOP, act)
+        self._signal(ControlSignal.STOP, act)
         return self.take_ended()
+
+    def _signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
+        try:
+            self._lifecycle.signal(signal, act)
+        finally:
+            self._moved()
+
+    def _moved(self) -> None:
+        if self.on_move is not None:
+            self.on_move()
 
     def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
         """Block until the engine is in a stable state.
@@ -407,7 +476,9 @@ class DynamicInferenceEngine:
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
             if self.config.max_staleness is not None:
                 self._enforce_staleness(self.config.max_staleness)
-            return scheduler.version
+            updated = scheduler.version
+        self._moved()
+        return updated
 
     def flush_prefix_cache(self) -> int:
         """Forget every cached block that no request holds; returns how many."""
@@ -440,6 +511,19 @@ class DynamicInferenceEngine:
                     self.context.scheduler.table.write_back(sample)
                 records.append(DynamicInferenceRequestRecord.deserialize(sample.record.serialize()))
             return records
+
+    def progress(self, known: Mapping[tuple[int, int], tuple[int, int]]) -> list[Growth]:
+        """Tokens that unfinished samples have gained. Costs a few microseconds per sample and copies only new tokens.
+
+        Args:
+            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with).
+
+        Returns:
+            One row per sample of `known` that has more, or that has started afresh (`StalenessPolicy.REQUEUE`): that
+            one counts from 0 again, and may have no token yet.
+        """
+        with self._lock:
+            return self.context.scheduler.growths(known)
 
     def staleness(self) -> dict[int, int]:
         """Per unfinished request id: updates since the oldest token of its unfinished samples (0: they have none)."""

@@ -12,7 +12,7 @@ Always true between calls:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from rollout.engine.block_tables import BlockTables
 from rollout.engine.sequences import IntArray, Sequence, SequenceTable
 from rollout.engine.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
+from rollout.outcome import Growth, growth
 from rollout.state import FinishReason, Status
 
 
@@ -71,6 +72,19 @@ class Scheduler:
             yield leader
             yield from leader.siblings
 
+    def growths(self, known: Mapping[tuple[int, int], tuple[int, int]]) -> list[Growth]:
+        """What the sequences named in `known` have beyond it: see `DynamicInferenceEngine.progress`."""
+        grown = []
+        for leader in (*self.waiting, *self.decoding, *self.prefilling):
+            for sequence in (leader, *leader.siblings):
+                said = known.get(sequence.key)
+                if said is None:
+                    continue
+                each = self.table.growth(sequence, *said) if sequence.active else growth(sequence.record, *said)
+                if each.count or each.start < said[0]:
+                    grown.append(each)
+        return grown
+
     def blocks_needed(self, prompt: int, length: int) -> int:
         """Blocks for the KV of `length` tokens, `prompt` of them to be prefilled.
 
@@ -94,16 +108,24 @@ class Scheduler:
                 "raise max_requests or split the group",
                 request_id,
             )
-        need = self.blocks_needed(len(sequence.tokens), sequence.max_length)
-        if need > self.allocator.num_blocks:
-            raise InvalidRequestError(
-                f"request {request_id}: {sequence.max_length} tokens need {need} KV blocks and the pool has "
-                f"{self.allocator.num_blocks}; raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
-                request_id,
-            )
+        self.check_room(request_id, len(sequence.tokens), sequence.max_length)
         for each in (sequence, *sequence.siblings):
             each.request.status = Status.WAITING_IN_QUEUE
         bisect.insort(self.waiting, sequence, key=_rank)
+
+    def check_room(self, request_id: int, prompt: int, length: int) -> None:
+        """Refuse a sample of `length` tokens, `prompt` of them its prompt, that does not fit even alone.
+
+        Raises:
+            InvalidRequestError: the pool has too few blocks.
+        """
+        need = self.blocks_needed(prompt, length)
+        if need > self.allocator.num_blocks:
+            raise InvalidRequestError(
+                f"request {request_id}: {length} tokens need {need} KV blocks and the pool has "
+                f"{self.allocator.num_blocks}; raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
+                request_id,
+            )
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
         """Take out every sequence whose (request_id, sample_index) fits, wherever it is; its blocks are free at once.

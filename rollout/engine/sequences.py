@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.block_allocator import NO_BLOCK
+from rollout.outcome import Growth, first_token_after, first_unknown, joined, versions
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -162,6 +163,38 @@ class SequenceTable:
         """Completion tokens of the live segment, their log-probs and arrival times (views)."""
         span = slice(self.prompt_length[slot], self.length[slot])
         return self.tokens[slot, span], self.logprobs[slot, span], self.times[slot, span]
+
+    def growth(self, sequence: Sequence, known: int, prompt_version: int) -> Growth:
+        """What an active sequence has beyond what is known; its record stays as it is. See `outcome.growth`."""
+        slot, record, live = sequence.slot, sequence.record, sequence.request
+        origin, end = int(self.origin[slot]), int(self.length[slot])
+        start = first_unknown(live, end - origin, known, prompt_version)
+        low, segment = origin + start, int(self.prompt_length[slot])
+        log_probs = self.logprobs[slot, max(low, segment) : end].tobytes()
+        if low < segment:
+            log_probs = np.asarray(joined(record, "generated_log_probs", start), np.float32).tobytes() + log_probs
+        ttft = None
+        if not start:
+            ttft = first_token_after(record)
+            if ttft is None and end > segment:
+                ttft = float(self.times[slot, segment]) - live.arrival_time
+        top_n = None
+        if live.sampling_params.logprobs:
+            earlier = segment - origin
+            top_n = sequence.top_logprobs[max(0, start - earlier) :]
+            if start < earlier:
+                top_n = [*joined(record, "generated_top_n_logprobs", start), *top_n]
+        return Growth(
+            record.request_id,
+            record.sample_index,
+            start,
+            end - low,
+            self.tokens[slot, low:end].tobytes(),
+            log_probs,
+            versions(live, start, end - origin),
+            ttft,
+            top_n,
+        )
 
     def write_back(self, sequence: Sequence) -> None:
         """Bring the record of an active sequence up to date with its row."""

@@ -1,0 +1,156 @@
+"""GRPO on several ranks: each asks its own problems, all compute them together, whoever is done early helps the others.
+
+    torchrun --nproc-per-node 2 examples/data_parallel_grpo.py --seed 0
+
+`examples/grpo.py` with three differences: the gradients go through `DistributedDataParallel`, every rank makes a
+`RolloutManager` as before (it finds the others by itself), and the problems of the ranks differ in length, so that
+without the balance the ranks with short answers would wait. The last columns of the table show who asked for how many
+tokens and who computed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from arithmetic import Problems, reward, sums
+from policy import character_tokenizer, exact_match, small_model, token_logprobs, trapezoid, warm_up
+from report import Report, Step
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from rollout import InferenceConfig, RolloutManager, SamplingParams
+from trainer_hooks.optimizer import attach
+from trainer_hooks.wandb import WandbLogger
+
+GROUP = 8
+MAX_TOKENS = 32
+EPOCHS = 2
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
+
+def grpo(
+    model: DistributedDataParallel, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
+) -> Iterator[tuple[Step, int]]:
+    """Sample groups, mark them, train twice on what came out; and so on. Yields the step and the tokens asked for."""
+    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
+    attach(optimizer, rollout)
+    params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
+    for _ in range(options.steps):
+        asked = problems.sample(options.prompts)
+        batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
+        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device).view(-1, GROUP)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        advantages, mask, staleness = advantages.view(-1, 1), batch.response_mask, []
+        with rollout.suspended():
+            for epoch in range(EPOCHS):
+                logprobs = token_logprobs(model, batch)
+                if epoch == 0:
+                    rollout.observe_logprobs(batch, logprobs)
+                ratio = (logprobs - batch.logprobs).exp()
+                clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+                loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
+                staleness.append((rollout.policy_version - batch.policy_versions)[mask])
+                optimizer.zero_grad()
+                loss.backward()
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        schedule.step()
+        yield Step(rewards.mean().item(), loss.item(), torch.cat(staleness)), int(mask.sum())
+
+
+def over_ranks(*values: float) -> list[list[float]]:
+    """Each value of each rank: one list per value, in the order of the ranks."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    return torch.stack(everybody, 1).tolist()
+
+
+def mean(values: list[float]) -> float:
+    """Of the ranks."""
+    return sum(values) / len(values)
+
+
+def balance(asked: list[float], computed: list[float]) -> str:
+    """Who asked for how many tokens, who computed them, and how far the busiest rank is above the mean."""
+    shares = " ".join(f"{share:,.0f}" for share in asked), " ".join(f"{share:,.0f}" for share in computed)
+    return f"{shares[0]} → {shares[1]}  {max(asked) / mean(asked):.2f} → {max(computed) / mean(computed):.2f}"
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
+    parser.add_argument("--steps", type=int, default=60, help="of GRPO")
+    parser.add_argument("--prompts", type=int, default=32, help=f"per step and rank, {GROUP} samples each")
+    parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate of GRPO")
+    parser.add_argument("--warm-up", type=float, default=0.3, help="loss that ends the supervised steps before it")
+    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out problems")
+    parser.add_argument("--out", type=Path, default=Path("runs/data_parallel_grpo"), help="folder of picture and wandb")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.prompts, options.warm_up, options.every = 4, 8, 2.0, 2
+    return options
+
+
+def main() -> None:
+    """One run, from random weights to the picture."""
+    started = time.perf_counter()
+    options = parse_options()
+    os.environ.setdefault("WANDB_SILENT", "true")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    tokenizer = character_tokenizer()
+    model = small_model(tokenizer, max_length=64, seed=options.seed)
+    problems = Problems(sums(), held_out=64 if options.quick else 512, seed=options.seed)
+    title = f"GRPO: a small Qwen3 learns to add on {size} ranks (seed {options.seed})"
+    report = Report(title, options.out, extra="tokens asked → computed by rank, max/mean", silent=rank > 0)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    problems = problems.share(rank, size, seed=options.seed)
+    config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
+    with (
+        RolloutManager(model, tokenizer, config) as rollout,
+        WandbLogger(
+            "rollout-data-parallel-grpo",
+            config=vars(options),
+            directory=options.out,
+            mode=None if rank == 0 else "disabled",
+        ) as logger,
+    ):
+
+        def exam(greedy: bool = False) -> float:
+            solved = exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
+            return mean(over_ranks(solved)[0])
+
+        before, before_greedy = exam(), exam(greedy=True)
+        report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
+        for number, (step, asked) in enumerate(grpo(DistributedDataParallel(model), rollout, problems, options), 1):
+            metrics = rollout.metrics()
+            rewards, asked_by, computed_by = over_ranks(step.reward, asked, metrics["rollout/generated_tokens"])
+            held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
+            step = Step(mean(rewards), step.loss, step.staleness)
+            logger.log(
+                number, {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}, metrics
+            )
+            report.row(number, step, held_out, metrics, balance(asked_by, computed_by))
+        after, after_greedy = exam(), exam(greedy=True)
+    if rank == 0:
+        report.say(f"picture: {report.picture(f'seed-{options.seed}')}")
+    report.say(f"held-out, sampled {before:.2f} → {after:.2f}, greedy {before_greedy:.2f} → {after_greedy:.2f}")
+    report.say(f"{time.perf_counter() - started:.0f} s in all")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,564 @@
+"""The asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
+
+Always true: every future ends, with a result or with an error that says why; nothing is polled, so that a reply wakes
+whoever waits for it in the same turn of the loop; once the connection is lost, every call raises
+`ConnectionLostError` at once.
+
+Not thread-safe: one client belongs to one event loop. For other threads there is `rollout.loop_thread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import numpy as np
+
+from rollout.client_session import Call, ClientSession, GroupResult, OpenGroup, Prompt
+from rollout.config import InferenceConfig
+from rollout.dealer import Dealer
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
+from rollout.protocol import PROTOCOL_VERSION, Connect, ConnectAck, Message, Refused, Shutdown, Stretch
+from rollout.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.spans import VersionSpans
+from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode
+from rollout.wire_types import SET_VERSION
+
+if TYPE_CHECKING:
+    from rollout.keys import JobKeys
+
+_log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = InferenceConfig.control_timeout_s
+"""Deadline of a control call that brings none, in seconds."""
+ANSWER_MARGIN_S = 5.0
+"""Longer than the coordinator, which names the engines that are late, so that it can say so."""
+QUERY_TIMEOUT_S = 30.0
+"""Deadline of a question that the coordinator answers by itself."""
+
+
+class SerializedResult(Sequence[dict[str, Any]]):
+    """The n samples of a group as plain dicts, each made when it is read."""
+
+    def __init__(self, result: GroupResult) -> None:
+        self._result = result
+
+    def __len__(self) -> int:
+        return len(self._result)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [each.serialize() for each in self._result[index]]
+        return self._result[index].serialize()
+
+
+Result = Sequence[DynamicInferenceRequest] | Sequence[dict[str, Any]]
+"""A `GroupResult`, or, from a client with `deserialize=False`, a `SerializedResult`."""
+
+
+class RequestFuture(asyncio.Future[Any]):
+    """A future that ends a group's computation when it is cancelled.
+
+    Attributes:
+        group: what is known of the group, from the first token on.
+    """
+
+    def __init__(
+        self, group: OpenGroup, abort: Callable[[int], object], present: Callable[[OpenGroup], Result]
+    ) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self.group = group
+        self._abort = abort
+        self._present = present
+        group.on_done = self._end
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel it, and abort the request."""
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self._abort(self.group.request_id)
+        return cancelled
+
+    def _end(self, group: OpenGroup) -> None:
+        if self.done():
+            return
+        if group.error is not None:
+            self.set_exception(group.error)
+        else:
+            self.set_result(self._present(group))
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one sample. Lists are as long as there are new tokens."""
+
+    sample_index: int
+    token_ids: list[int]
+    log_probs: list[float]
+    policy_versions: list[int]
+    restarted: bool
+    """The sample has started afresh: forget its earlier tokens."""
+
+
+class RequestStream:
+    """A group's tokens as they come: `async for delta in stream`, then `stream.result`.
+
+    Leaving the loop before the end aborts the request, as `aclose` does (`contextlib.aclosing` makes that immediate
+    where an exception leaves the loop).
+    """
+
+    def __init__(
+        self, group: OpenGroup, abort: Callable[[int], object], present: Callable[[OpenGroup], Result]
+    ) -> None:
+        self.group = group
+        self._abort = abort
+        self._present = present
+        self._waiting: deque[Delta] = deque()
+        self._streamed: set[int] = set()
+        self._closed = False
+        self._wake = asyncio.Event()
+        group.on_update = self._take
+        group.on_done = self._end
+
+    @property
+    def request_id(self) -> int:
+        """What `abort_request` takes."""
+        return self.group.request_id
+
+    @property
+    def result(self) -> Result:
+        """The group's samples, once it has ended.
+
+        Raises:
+            RolloutError: why it ended without a result.
+            RuntimeError: it has not ended.
+        """
+        return self._present(self.group)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """The deltas, in order.
+
+        Raises:
+            RolloutError: why the group ended without a result, after its last delta.
+        """
+        try:
+            while not self._closed:
+                if self._waiting:
+                    yield self._waiting.popleft()
+                elif self.group.done:
+                    if self.group.error is not None:
+                        raise self.group.error
+                    return
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the iteration and, if it has not ended, the request. Harmless when repeated."""
+        self._closed = True
+        self._wake.set()
+        if not self.group.done:
+            self._abort(self.group.request_id)
+
+    def _take(self, group: OpenGroup, stretch: Stretch) -> None:
+        for index, start, count, token_ids, log_probs, column in stretch.samples():
+            restarted = start == 0 and index in self._streamed
+            if not count and not restarted:
+                continue
+            if count:
+                self._streamed.add(index)
+            else:
+                self._streamed.discard(index)
+            runs = stretch.versions[column]
+            self._waiting.append(
+                Delta(
+                    index,
+                    np.frombuffer(token_ids, "<i4").tolist(),
+                    np.frombuffer(log_probs, "<f4").tolist(),
+                    VersionSpans(zip(runs[1::2], runs[2::2], strict=True)).dense().tolist(),
+                    restarted,
+                )
+            )
+        self._wake.set()
+
+    def _end(self, group: OpenGroup) -> None:
+        self._wake.set()
+
+
+class InferenceClient:
+    """A connection to a coordinator. No network before `start`; usable as an async context manager.
+
+    Args:
+        address: `tcp://host:port`.
+        name: by which logs know it.
+        keys: of the job, where the coordinator asks for them.
+        member: barriers wait for this client: it is the training loop of a rank.
+        deserialize: results are requests; False: plain dicts.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "client",
+        keys: JobKeys | None = None,
+        member: bool = False,
+        deserialize: bool = True,
+    ) -> None:
+        if not isinstance(name, str) or len(name) > 256:
+            raise ConfigError(f"name={name!r}: must be a string of at most 256 characters")
+        self.address = address
+        self.name = name
+        self._member = member
+        self._deserialize = deserialize
+        self._dealer = Dealer(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
+        self._session = ClientSession(self._dealer.send, on_refused=self._refused)
+        self._greeting: asyncio.Future[ConnectAck] | None = None
+        self._welcome: ConnectAck | None = None
+        self._state: CoordinatorState | None = None
+        self._policy_version: int | None = None
+        self._next_barrier = 0
+
+    # --- the connection -----------------------------------------------------------------------------------------
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Shake hands with the coordinator. Harmless when it is done already.
+
+        Raises:
+            DeadlineError: nobody answered within `timeout_s`.
+            ConnectionLostError: the coordinator refused, speaks another version, or the connection was lost or stopped
+                before; build another client.
+            ConfigError: no such address can be.
+        """
+        if self.lost is not None:
+            raise ConnectionLostError(f"{self.lost}; build another client")
+        if self.connected:
+            return
+        if self._greeting is not None:
+            raise RuntimeError(f"client {self.name!r}: start() while another start() waits for the coordinator")
+        self._greeting = asyncio.get_running_loop().create_future()
+        try:
+            self._dealer.open()
+            self._dealer.send(Connect(PROTOCOL_VERSION, self.name, self._member))
+            done, _ = await asyncio.wait((self._greeting,), timeout=timeout_s)
+            if not done:
+                raise DeadlineError(
+                    f"no coordinator answered at {self.address} within timeout_s={timeout_s}; is it running there, and "
+                    "has this client the keys of its job?"
+                )
+            welcome = self._greeting.result()
+        except BaseException:
+            self._dealer.close("the handshake failed")
+            raise
+        finally:
+            self._greeting = None
+        self._welcome = welcome
+        self._state = CoordinatorState(welcome.state)
+        self._policy_version = welcome.policy_version
+        self._next_barrier = welcome.next_barrier
+        self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
+
+    async def stop(self) -> None:
+        """Leave; what is open fails with `ConnectionLostError`. Harmless when repeated."""
+        self._dealer.close(f"client {self.name!r} has stopped")
+        self._lost(ConnectionLostError(f"{self.address}: client {self.name!r} was stopped"))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the handshake is done and the connection stands."""
+        return self._welcome is not None and self.lost is None
+
+    @property
+    def lost(self) -> ConnectionLostError | None:
+        """Why the connection is gone, if it is."""
+        return self._session.error
+
+    @property
+    def instance(self) -> str | None:
+        """Which life of which coordinator this is; None before `start`."""
+        return None if self._welcome is None else self._welcome.instance
+
+    @property
+    def next_barrier(self) -> int:
+        """The first barrier that is not known to be passed; 0 before `start`."""
+        return self._next_barrier
+
+    @property
+    def state(self) -> CoordinatorState | None:
+        """At the handshake, then after this client's own calls; `status` asks. None before `start`."""
+        return self._state
+
+    @property
+    def policy_version(self) -> int | None:
+        """At the handshake, then after this client's own calls; `status` asks. None before `start`."""
+        return self._policy_version
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        interval: int = 0,
+        arrival_time: float | None = None,
+        known: Iterable[Stretch] = (),
+    ) -> RequestFuture:
+        """Ask for a prompt's n samples; cancelling the future aborts them. Options as of `ClientSession.submit`.
+
+        Returns:
+            A future of a `Result`. It fails with a `RequestError` where the group ended without one, and with
+            `ConnectionLostError`; a sample that failed alone is in the result with its `error`.
+
+        Raises:
+            InvalidRequestError: a value is out of range; nothing was sent.
+            ConnectionLostError: there is no connection.
+        """
+        group = self.open_group(
+            prompt, sampling_params, priority=priority, timeout_s=timeout_s, interval=interval, arrival_time=arrival_time,
+            known=known,
+        )  # fmt: skip
+        return RequestFuture(group, self._abort, self._present)
+
+    def add_request_streaming(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        interval: int = 1,
+        arrival_time: float | None = None,
+        known: Iterable[Stretch] = (),
+    ) -> RequestStream:
+        """Ask for a prompt's n samples, `interval` tokens at a time; raises as `add_request` does."""
+        group = self.open_group(
+            prompt, sampling_params, priority=priority, timeout_s=timeout_s, interval=interval, arrival_time=arrival_time,
+            known=known,
+        )  # fmt: skip
+        return RequestStream(group, self._abort, self._present)
+
+    def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
+        """End a request; it fails with `RequestAbortedError`, unless it has just ended.
+
+        Returns:
+            Whether it was open.
+
+        Raises:
+            ConnectionLostError: there is no connection.
+        """
+        self._refuse_unless_connected()
+        return self._session.abort(request if isinstance(request, int) else request.group.request_id)
+
+    def open_group(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        interval: int = 0,
+        arrival_time: float | None = None,
+        known: Iterable[Stretch] = (),
+        wanted: Collection[int] | None = None,
+    ) -> OpenGroup:
+        """What `add_request` and `add_request_streaming` are made of, for whoever sets `on_update` and `on_done` himself.
+
+        Options as of `ClientSession.submit`; raises as `add_request` does.
+        """
+        self._refuse_unless_connected()
+        return self._session.submit(
+            prompt,
+            sampling_params or _DEFAULT_PARAMS,
+            priority=priority,
+            timeout_s=timeout_s,
+            interval=interval,
+            arrival_time=arrival_time,
+            known=known,
+            wanted=wanted,
+        )
+
+    def _abort(self, request_id: int) -> None:
+        if self.connected:
+            self._session.abort(request_id)
+
+    def _present(self, group: OpenGroup) -> Result:
+        result = group.result()
+        return result if self._deserialize else SerializedResult(result)
+
+    # --- control ------------------------------------------------------------------------------------------------
+
+    async def pause_engines(self, timeout_s: float | None = None) -> None:
+        """Stop every engine at its next step boundary; done when all have. Like all control calls:
+
+        Args:
+            timeout_s: deadline; None: `InferenceConfig.control_timeout_s`'s default.
+
+        Raises:
+            ControlError: not allowed in the coordinator's present state, or some engines have not done it in time;
+                the message and `engines` name them.
+            DeadlineError: the coordinator itself has not answered.
+            ConnectionLostError: there is no connection.
+        """
+        await self._signal(ControlSignal.PAUSE, None, timeout_s)
+
+    async def unpause_engines(self, timeout_s: float | None = None) -> None:
+        """Have every engine go on."""
+        await self._signal(ControlSignal.UNPAUSE, None, timeout_s)
+
+    async def suspend_engines(
+        self, mode: KVCacheManagementMode | str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Give every paused engine's KV memory back.
+
+        Args:
+            mode: what becomes of the KV cache; None: as each engine is configured.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        try:
+            argument = None if mode is None else KVCacheManagementMode(mode).value
+        except ValueError:
+            choices = ", ".join(repr(each.value) for each in KVCacheManagementMode)
+            raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from None
+        await self._signal(ControlSignal.SUSPEND, argument, timeout_s)
+
+    async def resume_engines(self, timeout_s: float | None = None) -> None:
+        """Have every suspended engine's KV back; leads to PAUSED."""
+        await self._signal(ControlSignal.RESUME, None, timeout_s)
+
+    async def stop_engines(self, timeout_s: float | None = None) -> None:
+        """End every paused or suspended engine; what is unfinished fails."""
+        await self._signal(ControlSignal.STOP, None, timeout_s)
+
+    async def set_policy_version(self, version: int, timeout_s: float | None = None) -> None:
+        """Tell every engine that its weights are those of `version`.
+
+        Raises:
+            ConfigError: not an integer in [0, 2**63).
+        """
+        if type(version) is not int or not 0 <= version < 2**63:
+            raise ConfigError(f"version={version!r}: must be an integer in [0, 2**63)")
+        await self._control(SET_VERSION, version, timeout_s)
+        self._policy_version = version
+
+    async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
+        """How things stand at the coordinator, for people.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s`.
+            ConnectionLostError: there is no connection.
+        """
+        self._refuse_unless_connected()
+        return await self._answer(self._session.status(), timeout_s, "status()") or {}
+
+    async def barrier(self, index: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Wait until every member has come to barrier `index` or further.
+
+        Raises:
+            DeadlineError: some member has not within `timeout_s`. That this one has remains said.
+            ConfigError: not an integer in [0, 2**63).
+            ConnectionLostError: there is no connection.
+        """
+        if type(index) is not int or not 0 <= index < 2**63:
+            raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
+        self._refuse_unless_connected()
+        await self._answer(self._session.barrier(index), timeout_s, f"barrier({index})")
+        self._next_barrier = max(self._next_barrier, index + 1)
+
+    def shutdown_coordinator(self) -> None:
+        """End the coordinator's process; what is open fails by name.
+
+        Raises:
+            ConnectionLostError: there is no connection.
+        """
+        self._refuse_unless_connected()
+        self._dealer.send(Shutdown())
+
+    async def _signal(self, signal: ControlSignal, argument: str | None, timeout_s: float | None) -> None:
+        await self._control(signal.value, argument, timeout_s)
+        _, reached, harmless = COORDINATOR_TRANSITIONS[signal]
+        if self._state not in harmless:
+            self._state = reached
+
+    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> None:
+        self._refuse_unless_connected()
+        limit = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
+        call = self._session.control(signal, argument, limit)
+        await self._answer(call, limit + ANSWER_MARGIN_S, signal)
+
+    async def _answer(self, call: Call, timeout_s: float, what: str) -> dict[str, Any] | None:
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(_: Call) -> None:
+            if not answered.done():
+                answered.set_result(None)
+
+        call.on_done = wake
+        try:
+            await asyncio.wait((answered,), timeout=timeout_s)
+        finally:
+            answered.cancel()
+            self._session.forget(call)
+        if not call.done:
+            raise DeadlineError(f"{what}: no answer from the coordinator at {self.address} within {timeout_s} s")
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    # --- what arrives -------------------------------------------------------------------------------------------
+
+    def _receive(self, message: Message) -> None:
+        if self._greeting is None or self._greeting.done():
+            self._session.receive(message)
+        elif not isinstance(message, ConnectAck):
+            raise SerializationError(f"{type(message).__name__} arrived where ConnectAck must: that is no coordinator")
+        elif message.protocol_version != PROTOCOL_VERSION:
+            older = "coordinator" if message.protocol_version < PROTOCOL_VERSION else "client"
+            raise SerializationError(
+                f"the coordinator speaks version {message.protocol_version} of the protocol and this client "
+                f"{PROTOCOL_VERSION}: upgrade the {older}"
+            )
+        else:
+            self._greeting.set_result(message)
+
+    def _lost(self, error: ConnectionLostError) -> None:
+        self._session.lost(error)
+        if self._greeting is not None and not self._greeting.done():
+            self._greeting.set_exception(error)
+
+    def _refused(self, message: Refused) -> None:
+        _log.warning("client %r: the coordinator refused a frame (%s): %s", self.name, message.code, message.text)
+
+    def _refuse_unless_connected(self) -> None:
+        if self.lost is not None:
+            raise ConnectionLostError(str(self.lost))
+        if self._welcome is None:
+            raise ConnectionLostError(f"{self.address}: client {self.name!r} is not connected; await start() first")
+
+
+_DEFAULT_PARAMS = SamplingParams()

@@ -1,0 +1,193 @@
+"""Control calls and barriers: who has been asked, who has answered, who is missing. No I/O, no clock.
+
+A call completes when every engine that was there when it was made has answered; an engine that is lost meanwhile is no
+longer waited for. A barrier completes when every member has come to it; a member that is lost is no longer waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollout.coordinator.open_requests import NO_BARRIER, ClientPeer, RankPeer
+from rollout.coordinator.peers import Peers
+from rollout.protocol import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
+from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
+from rollout.wire_types import SET_VERSION
+
+
+@dataclass(eq=False)
+class Call:
+    """One control call on its way."""
+
+    client: bytes
+    call_id: int
+    signal: str
+    deadline: float
+    timeout_s: float
+    awaited: dict[bytes, str]
+    """Engines that have not answered: identity → name."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Engine name → what it could not do."""
+
+
+class ControlPlane:
+    """State and policy version of the job, and the calls that move them.
+
+    Args:
+        on_stopped: called when every engine has stopped, or STOP's deadline has passed, before its caller is told.
+    """
+
+    def __init__(self, peers: Peers, on_stopped: Callable[[], None]) -> None:
+        self._on_stopped = on_stopped
+        self.state = CoordinatorState.RUNNING
+        self.policy_version = 0
+        self._peers = peers
+        self._calls: dict[int, Call] = {}
+        self._next_command = 0
+
+    @property
+    def stopped(self) -> bool:
+        """STOP has been asked for and every engine has answered, or its deadline has passed."""
+        return self.state is CoordinatorState.STOPPING and not any(
+            call.signal == ControlSignal.STOP for call in self._calls.values()
+        )
+
+    def call(self, client: ClientPeer, message: Control, now: float) -> None:
+        """Relay a call to every engine, or refuse it."""
+        refusal = self._move(message)
+        if refusal is not None:
+            self._peers.say(client, ControlDone(message.call_id, "ControlError", refusal))
+            return
+        command_id = self._next_command
+        self._next_command += 1
+        ranks = list(self._peers.ranks.values())
+        self._calls[command_id] = Call(
+            client.identity,
+            message.call_id,
+            message.signal,
+            now + message.timeout_s,
+            message.timeout_s,
+            {rank.identity: rank.name for rank in ranks},
+        )
+        for rank in ranks:
+            self._peers.say(rank, Command(command_id, message.signal, message.argument))
+        self._settle(command_id)
+
+    def _move(self, message: Control) -> str | None:
+        if message.signal == SET_VERSION:
+            version = message.argument
+            if type(version) is not int or version < self.policy_version:
+                return f"set_version({version!r}): must be an integer of at least {self.policy_version}; versions only rise"
+            if self.state is CoordinatorState.STOPPING:
+                return "set_version() while stopping: allowed before; start another coordinator"
+            self.policy_version = version
+            return None
+        signal = ControlSignal(message.signal)
+        acts_in, leads_to, harmless_in = COORDINATOR_TRANSITIONS[signal]
+        if self.state in acts_in:
+            self.state = leads_to
+        elif self.state not in harmless_in:
+            allowed = " or ".join(sorted(state.value for state in acts_in))
+            cure = "resume first" if self.state is CoordinatorState.SUSPENDED else "pause first"
+            if self.state is CoordinatorState.STOPPING:
+                cure = "start another coordinator"
+            return f"{signal.value} while {self.state.value}: allowed when {allowed}; {cure}"
+        return None
+
+    def acknowledged(self, rank: RankPeer, message: CommandAck) -> None:
+        """One engine has done its part, or could not."""
+        call = self._calls.get(message.command_id)
+        if call is None or call.awaited.pop(rank.identity, None) is None:
+            return
+        if message.error is not None:
+            call.failures[rank.name] = message.error
+        self._settle(message.command_id)
+
+    def lost(self, identity: bytes) -> None:
+        """A peer has gone: nobody waits for it, and it waits for nothing."""
+        for command_id, call in list(self._calls.items()):
+            if call.awaited.pop(identity, None) is not None:
+                self._settle(command_id)
+
+    def next_deadline(self) -> float:
+        """When a call is due."""
+        return min((call.deadline for call in self._calls.values()), default=float("inf"))
+
+    def expire(self, now: float) -> None:
+        """End the calls whose deadline has passed, naming the engines that have not answered."""
+        for command_id, call in list(self._calls.items()):
+            if call.deadline <= now:
+                names = sorted(call.awaited.values())
+                self._end(
+                    command_id,
+                    "DeadlineError",
+                    f"{call.signal}: {', '.join(names)} did not answer within {call.timeout_s} s; all others have",
+                    names,
+                )
+
+    def _settle(self, command_id: int) -> None:
+        call = self._calls[command_id]
+        if call.awaited:
+            return
+        if not call.failures:
+            self._end(command_id, None, "", [])
+            return
+        what = "; ".join(f"{name}: {why}" for name, why in sorted(call.failures.items()))
+        self._end(command_id, "ControlError", f"{call.signal}: {what}", sorted(call.failures))
+
+    def _end(self, command_id: int, error: str | None, text: str, engines: list[str]) -> None:
+        call = self._calls.pop(command_id)
+        if call.signal == ControlSignal.STOP:
+            self._on_stopped()
+        client = self._peers.clients.get(call.client)
+        if client is not None:
+            self._peers.say(client, ControlDone(call.call_id, error, text, engines))
+
+
+class Barriers:
+    """Members come to numbered barriers; each is told when all have come."""
+
+    def __init__(self, peers: Peers, size: int) -> None:
+        self._peers = peers
+        self._size = size
+        self._departed: set[str] = set()
+        self.passed = NO_BARRIER
+        """The furthest barrier that every member has come to."""
+
+    def joined(self, client: ClientPeer) -> None:
+        """A member has connected; it starts at the next barrier."""
+        client.barrier = client.answered = self.passed
+        self._departed.discard(client.name)
+
+    def left(self, client: ClientPeer) -> None:
+        """A member has gone: the others wait for it no longer."""
+        self._departed.add(client.name)
+        self._settle()
+
+    def come(self, client: ClientPeer, message: Barrier) -> None:
+        """A member stands at a barrier."""
+        client.barrier = max(client.barrier, message.index)
+        self._settle()
+
+    def missing(self) -> list[str]:
+        """Members that the furthest one waits for."""
+        members = self._members()
+        furthest = max((member.barrier for member in members), default=self.passed)
+        late = sorted(member.name for member in members if member.barrier < furthest)
+        absent = self._size - len(self._departed) - len(members)
+        return late + [f"{absent} that have not connected"] * (absent > 0)
+
+    def _members(self) -> list[ClientPeer]:
+        return [client for client in self._peers.clients.values() if client.member]
+
+    def _settle(self) -> None:
+        members = self._members()
+        if not members or len(members) < self._size - len(self._departed):
+            return
+        self.passed = max(self.passed, min(member.barrier for member in members))
+        for member in members:
+            reached = min(member.barrier, self.passed)
+            if reached > member.answered:
+                member.answered = reached
+                self._peers.say(member, BarrierDone(reached))

@@ -1,0 +1,619 @@
+"""The deciding part of the coordinator: messages in, messages out. No I/O; the clock is passed in.
+
+Promises:
+- an accepted request ends once: with an outcome for each of its samples, or with one error that names it;
+- samples of a rank that is lost are queued again, in their old place, and go on from the last tokens known;
+- what a rank says about an assignment it no longer has is not believed;
+- no message of one peer harms another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from rollout.config import CoordinatorConfig
+from rollout.coordinator.control import Barriers, ControlPlane
+from rollout.coordinator.dispatch import Dispatcher
+from rollout.coordinator.dispatch import ScheduleRecord as ScheduleRecord
+from rollout.coordinator.lazy_heap import LazyHeap
+from rollout.coordinator.open_requests import MAX_SAMPLES, Assignment, ClientPeer, OpenRequest, Peer, RankPeer
+from rollout.coordinator.peers import Peers
+from rollout.coordinator.routing import Router
+from rollout.errors import SerializationError
+from rollout.frames import MAX_FRAME_BYTES, LostFramesError, Sequencer
+from rollout.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Barrier,
+    CommandAck,
+    Connect,
+    ConnectAck,
+    Control,
+    Decline,
+    Disconnect,
+    EngineMoved,
+    Heartbeat,
+    Message,
+    Progress,
+    Refused,
+    Register,
+    RegisterAck,
+    RequestFailed,
+    Shutdown,
+    Status,
+    StatusQuery,
+    Stretch,
+    Submit,
+)
+from rollout.seeds import stream_key
+from rollout.state import ControlSignal, CoordinatorState, EngineState
+
+MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
+"""Of a prompt and what is known of its samples: with all the rest it must fit into one frame again."""
+
+MAX_PEERS = 65536
+"""Sessions at once; more are turned away."""
+
+_FROM_CLIENT = (Submit, Abort, Control, Barrier, StatusQuery, Shutdown)
+_FROM_RANK = (Progress, Decline, CommandAck, EngineMoved)
+
+
+@dataclass(frozen=True, slots=True)
+class TextJob:
+    """Work for a tokenizer: a text to be tokens, or completions (int32 token ids) to be texts."""
+
+    job_id: int
+    text: str | None = None
+    token_ids: list[bytes] | None = None
+
+
+class CoordinatorCore:
+    """Routes requests of clients over ranks, and relays control.
+
+    Args:
+        instance: names this life of the coordinator.
+    """
+
+    def __init__(self, config: CoordinatorConfig, instance: str) -> None:
+        self.config = config
+        self.instance = instance
+        self.finished = False
+        self.peers = Peers()
+        self.control = ControlPlane(self.peers, lambda: self._end_everything("the engines were stopped"))
+        self.barriers = Barriers(self.peers, config.data_parallel_size)
+        self.dispatcher = Dispatcher(config, self.peers)
+        self._deadlines = LazyHeap[OpenRequest](lambda request: not request.closed)
+        self._text_jobs: list[TextJob] = []
+        self._texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
+        self._next_request_id = 0
+        self._next_job = 0
+        self._last_tick: float | None = None
+        self._without_rank_since: float | None = None
+        self._without_peer_since: float | None = None
+        self._now = 0.0
+
+    @property
+    def state(self) -> CoordinatorState:
+        """Where the job stands."""
+        return self.control.state
+
+    @property
+    def policy_version(self) -> int:
+        """The newest policy version anybody told of."""
+        return self.control.policy_version
+
+    @property
+    def router(self) -> Router:
+        """What chooses a rank."""
+        return self.dispatcher.router
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def receive(self, identity: bytes, sequence: int, message: Message, now: float) -> None:
+        """A frame of a peer. Nothing a peer can send makes this raise."""
+        self._now = now
+        peer = self.peers.get(identity)
+        if peer is None:
+            self._greet(identity, sequence, message)
+            return
+        try:
+            if not peer.frames.accept(sequence):
+                return
+        except LostFramesError as exc:
+            self._end_session(peer, "lost_frames", str(exc))
+            return
+        peer.heard = now
+        if isinstance(message, Heartbeat):
+            return
+        if isinstance(message, Disconnect):
+            self._leave(peer, message.reason or "it has disconnected", died=False)
+        elif isinstance(peer, ClientPeer) and isinstance(message, _FROM_CLIENT):
+            self._from_client(peer, message)
+        elif isinstance(peer, RankPeer) and isinstance(message, _FROM_RANK):
+            self._from_rank(peer, message)
+        else:
+            kind = "client" if isinstance(peer, ClientPeer) else "rank"
+            self.refuse(identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
+        self._go_on()
+
+    def refuse(self, identity: bytes, code: str, text: str) -> None:
+        """A frame of this peer was no good; it hears why, and goes on."""
+        peer = self.peers.get(identity)
+        if peer is None:
+            self.peers.say_to_stranger(identity, Refused(code, text, True))
+        else:
+            self.peers.say(peer, Refused(code, text, False))
+
+    def unreadable(self, identity: bytes, text: str) -> None:
+        """A frame of this peer could not be read: it hears why, and goes on."""
+        peer = self.peers.get(identity)
+        if peer is not None:
+            peer.frames.skip()
+        self.refuse(identity, "malformed", text)
+
+    def shutdown(self, why: str, now: float) -> None:
+        """Take leave of everybody: what is open fails at its client, with `why`."""
+        self._now = now
+        for peer in self.peers:
+            self.peers.say(peer, Disconnect(why[:256]))
+        self.finished = True
+
+    def unreachable(self, identity: bytes, why: str, now: float) -> None:
+        """Nothing can be sent to this peer any more."""
+        self._now = now
+        peer = self.peers.get(identity)
+        if peer is not None:
+            self._leave(peer, why, died=True)
+            self._go_on()
+
+    def tick(self, now: float) -> None:
+        """Do what is due: heartbeats, silent peers, deadlines."""
+        self._now = now
+        interval, timeout = self.config.heartbeat_interval_s, self.config.heartbeat_timeout_s
+        last, self._last_tick = self._last_tick, now
+        if last is not None and now - last > timeout / 2:
+            # This process itself was stopped: the peers' frames of that time are still to be read.
+            for peer in self.peers:
+                peer.heard = now
+        for peer in self.peers:
+            if now - peer.heard > timeout:
+                self._end_session(peer, "silent", f"nothing was heard of it for {timeout} s")
+            elif now - peer.spoken >= interval / 2:
+                self.peers.say(peer, Heartbeat())
+        self.control.expire(now)
+        while (late := self._deadlines.head()) is not None and late.deadline <= now:
+            self._deadlines.pop()
+            self._fail(late, "RequestTimeoutError", "its timeout_s has passed")
+        self._give_up_what_nobody_can_take()
+        self._count_empty_time()
+        self._go_on()
+
+    def next_deadline(self) -> float:
+        """When `tick` is due."""
+        if self._last_tick is None:
+            return self._now
+        request_due = self._deadlines.head_key()
+        return min(
+            self._last_tick + self.config.heartbeat_interval_s / 2,
+            self.control.next_deadline(),
+            math.inf if request_due is None else request_due,
+        )
+
+    def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:
+        """The tokens of a text prompt, or why there are none."""
+        self._now = now
+        request, _ = self._texts.pop(job_id, (None, None))
+        if request is None or not request.open:
+            return
+        if isinstance(tokens, Exception):
+            self._fail(request, "InvalidRequestError", f"its prompt cannot be tokenised: {tokens}")
+            return
+        request.prompt = np.asarray(tokens, "<i4").tobytes()
+        self.peers.say(request.client, Accepted(request.client_request_id, request.prompt))
+        self.dispatcher.enqueue(request)
+        self._go_on()
+
+    def detokenized(self, job_id: int, texts: Sequence[str | None], now: float) -> None:
+        """The texts of completions that have ended."""
+        self._now = now
+        request, stretch = self._texts.pop(job_id, (None, None))
+        if request is not None and stretch is not None:
+            remaining = iter(texts)
+            outcomes = stretch.outcomes or []
+            stretch.texts = [None if outcome is None else next(remaining) for outcome in outcomes]
+            request.texts_due -= 1
+            self._forward(request, stretch)
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def take_outbox(self) -> list[tuple[bytes, int, Message]]:
+        """(identity, sequence, message) of all that is to be sent, in order."""
+        return self.peers.take_outbox(self._now)
+
+    def take_text_jobs(self) -> list[TextJob]:
+        """Work for the tokenizer; each is answered by `tokenized` or `detokenized`."""
+        taken, self._text_jobs = self._text_jobs, []
+        return taken
+
+    def take_decisions(self) -> list[ScheduleRecord]:
+        """Routing decisions since the last call."""
+        taken, self.dispatcher.decisions = self.dispatcher.decisions, []
+        return taken
+
+    def status(self) -> dict[str, Any]:
+        """How things stand, for people."""
+        return {
+            "instance": self.instance,
+            "state": self.state.value,
+            "policy_version": self.policy_version,
+            "queued_samples": self.dispatcher.queued_samples,
+            "ranks": [
+                {
+                    "name": rank.name,
+                    "state": rank.state.value,
+                    "policy_version": rank.policy_version,
+                    "ready": rank.ready,
+                    "slots": rank.slots,
+                    "assigned_samples": self.router.pending(rank.name),
+                    "running": rank.running,
+                    "waiting": rank.waiting,
+                    "silent_for_s": max(0.0, self._now - rank.heard),
+                }
+                for rank in sorted(self.peers.ranks.values(), key=lambda rank: rank.name)
+            ],
+            "clients": [
+                {"name": client.name, "open_requests": len(client.requests), "member": client.member}
+                for client in sorted(self.peers.clients.values(), key=lambda client: client.name)
+            ],
+            "barrier_waits_for": self.barriers.missing(),
+        }
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def _greet(self, identity: bytes, sequence: int, message: Message) -> None:
+        if not isinstance(message, Connect | Register) or sequence != 0:
+            if not isinstance(message, Disconnect):
+                text = "no session of this coordinator: connect anew (it was restarted, or has given you up)"
+                self.refuse(identity, "unknown_peer", text)
+            return
+        if message.protocol_version != PROTOCOL_VERSION:
+            older = "this side" if message.protocol_version < PROTOCOL_VERSION else "the coordinator"
+            text = f"protocol version {message.protocol_version}: the coordinator speaks {PROTOCOL_VERSION}; upgrade {older}"
+            self.refuse(identity, "version", text)
+        elif self.state is CoordinatorState.STOPPING:
+            self.refuse(identity, "stopping", "the job is stopping; start another coordinator")
+        elif len(self.peers) >= MAX_PEERS:
+            self.refuse(identity, "full", f"{MAX_PEERS} peers are here; start another coordinator")
+        elif isinstance(message, Connect):
+            self._welcome_client(identity, message)
+        else:
+            self._welcome_rank(identity, message)
+
+    def _welcome_client(self, identity: bytes, message: Connect) -> None:
+        for older in [each for each in self.peers.clients.values() if message.member and each.member]:
+            if older.name == message.name:
+                self._end_session(older, "replaced", f"another process has connected as {message.name!r}")
+        client = ClientPeer(identity, message.name, self._now, self._now, _begun(), message.member)
+        self.peers.clients[identity] = client
+        if client.member:
+            self.barriers.joined(client)
+        self.peers.say(
+            client,
+            ConnectAck(
+                PROTOCOL_VERSION,
+                self.instance,
+                self.state.value,
+                self.policy_version,
+                self.config.heartbeat_interval_s,
+                self.config.heartbeat_timeout_s,
+                self.barriers.passed + 1,
+            ),
+        )
+
+    def _welcome_rank(self, identity: bytes, message: Register) -> None:
+        if message.slots < 1 or message.block_size != self.config.block_size_tokens:
+            self.refuse(
+                identity,
+                "malformed",
+                f"slots={message.slots}, block_size={message.block_size}: must be at least 1, and the coordinator's "
+                f"block_size_tokens={self.config.block_size_tokens}",
+            )
+            return
+        if self.peers.has_rank(message.name):
+            text = f"another process has registered as {message.name!r}"
+            self._end_session(self.peers.rank_named(message.name), "replaced", text)
+        rank = RankPeer(
+            identity, message.name, self._now, self._now, _begun(), message.slots, EngineState(message.state),
+            message.policy_version,
+        )  # fmt: skip
+        self.peers.add_rank(rank)
+        self.dispatcher.add_rank(rank, np.frombuffer(message.hashes, "<i8").tolist())
+        self.control.policy_version = max(self.control.policy_version, rank.policy_version)
+        self.peers.say(
+            rank,
+            RegisterAck(
+                PROTOCOL_VERSION,
+                self.instance,
+                self.state.value,
+                self.policy_version,
+                self.config.heartbeat_interval_s,
+                self.config.heartbeat_timeout_s,
+                self.config.progress_interval,
+            ),
+        )
+
+    def _end_session(self, peer: Peer, code: str, text: str) -> None:
+        self.peers.say(peer, Refused(code, text, True))
+        self._leave(peer, text, died=True)
+
+    def _leave(self, peer: Peer, why: str, *, died: bool) -> None:
+        self.peers.drop(peer)
+        self.control.lost(peer.identity)
+        if isinstance(peer, ClientPeer):
+            for request in list(peer.requests.values()):
+                self._close(request)
+            if peer.member:
+                self.barriers.left(peer)
+        else:
+            self._lose_rank(cast(RankPeer, peer), why, died)
+        self._count_empty_time()
+
+    def _lose_rank(self, rank: RankPeer, why: str, died: bool) -> None:
+        for request in self.dispatcher.remove_rank(rank):
+            request.losses += died
+            if request.losses >= self.config.max_rank_losses:
+                self._fail(
+                    request,
+                    "RankLostError",
+                    f"{request.losses} ranks were lost while it was there, the last, {rank.name!r}, because: {why}; it is "
+                    f"given to no other (max_rank_losses={self.config.max_rank_losses})",
+                )
+
+    def _count_empty_time(self) -> None:
+        self._without_rank_since = _since(self._without_rank_since, not self.peers.ranks, self._now)
+        self._without_peer_since = _since(self._without_peer_since, not len(self.peers), self._now)
+        if self._without_peer_since is not None:
+            idle = self._now - self._without_peer_since >= self.config.idle_exit_s
+            self.finished = self.finished or idle or self.control.stopped
+
+    def _give_up_what_nobody_can_take(self) -> None:
+        limit = self.config.no_rank_timeout_s
+        if self._without_rank_since is not None and self._now - self._without_rank_since >= limit:
+            for request in self._open_requests():
+                self._fail(request, "RequestTimeoutError", f"there has been no rank for {limit} s (no_rank_timeout_s)")
+        for request in list(self.dispatcher.too_new):
+            request.too_new_since = _since(request.too_new_since, True, self._now)
+            if not request.closed and self._now - cast(float, request.too_new_since) >= limit:
+                why = f"no rank has reached policy version {request.newest_version} of its tokens for {limit} s"
+                self._fail(request, "RequestTimeoutError", why)
+        self.dispatcher.too_new = [request for request in self.dispatcher.too_new if not request.closed]
+
+    def _open_requests(self) -> list[OpenRequest]:
+        return [request for client in self.peers.clients.values() for request in client.requests.values()]
+
+    def _go_on(self) -> None:
+        if self.state is not CoordinatorState.STOPPING:
+            self.dispatcher.dispatch()
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def _from_client(self, client: ClientPeer, message: Message) -> None:
+        if isinstance(message, Submit):
+            self._submit(client, message)
+        elif isinstance(message, Abort):
+            request = client.requests.get(message.request_id)
+            if request is not None:
+                self._fail(request, "RequestAbortedError", "it was aborted")
+        elif isinstance(message, Control):
+            self.control.call(client, message, self._now)
+            if message.signal == ControlSignal.STOP and self.state is CoordinatorState.STOPPING:
+                self._stop_queued()
+        elif isinstance(message, Barrier):
+            self.barriers.come(client, message)
+        elif isinstance(message, StatusQuery):
+            self.peers.say(client, Status(message.call_id, self.status()))
+        else:
+            self.shutdown(f"client {client.name!r} has shut the coordinator down", self._now)
+
+    def _submit(self, client: ClientPeer, message: Submit) -> None:
+        if message.request_id <= client.last_request_id:
+            text = (
+                f"request id {message.request_id}: must be above {client.last_request_id}, the last one of this client"
+            )
+            self.refuse(client.identity, "malformed", text)
+            return
+        client.last_request_id = message.request_id
+        refusal = self._refusal(client, message)
+        if refusal is not None:
+            self.peers.say(client, RequestFailed(message.request_id, *refusal))
+            return
+        number = self._next_request_id
+        request = OpenRequest(
+            number,
+            client,
+            message.request_id,
+            message.n,
+            message.params,
+            stream_key(self.config.seed, number) if message.seed is None else message.seed,
+            message.priority,
+            0.0 if message.arrival_time is None else message.arrival_time,
+            message.interval or self.config.progress_interval,
+            float("inf") if message.timeout_s is None else self._now + message.timeout_s,
+            len(message.prompt),
+        )
+        request.open = set(message.wanted) or set(range(message.n))
+        request.queued = set(request.open)
+        try:
+            for row in message.known:
+                if row.outcomes is not None and any(outcome is not None for outcome in row.outcomes):
+                    raise SerializationError("a sample that has ended is not continued")
+                request.absorb(row)
+        except SerializationError as exc:
+            self.peers.say(client, RequestFailed(message.request_id, "InvalidRequestError", f"known: {exc}"))
+            return
+        self._next_request_id += 1
+        client.requests[message.request_id] = request
+        client.open_bytes += len(message.prompt)
+        if request.deadline != float("inf"):
+            self._deadlines.put(request.deadline, request)
+        if isinstance(message.prompt, str):
+            self._start_text_job(request, None, text=message.prompt)
+        else:
+            request.prompt = message.prompt
+            self.dispatcher.enqueue(request)
+
+    def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
+        if self.state is CoordinatorState.STOPPING:
+            return "EngineStateError", "the job is stopping: it takes no more work; start another coordinator"
+        if not 1 <= message.n <= MAX_SAMPLES:
+            return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
+        if any(index >= message.n for index in message.wanted):
+            return "InvalidRequestError", f"wanted={message.wanted}: must be samples below n={message.n}"
+        if len(client.requests) >= self.config.max_open_requests:
+            limit = self.config.max_open_requests
+            return "QueueFullError", f"{limit} requests of this client are open (max_open_requests); wait for some"
+        size = len(message.prompt) + sum(len(row.token_ids) + len(row.log_probs) for row in message.known)
+        if size > MAX_REQUEST_BYTES:
+            return (
+                "InvalidRequestError",
+                f"{size} bytes of prompt and known tokens: at most {MAX_REQUEST_BYTES} are taken",
+            )
+        if client.open_bytes + size > self.config.max_open_mb << 20:
+            limit = self.config.max_open_mb
+            return (
+                "QueueFullError",
+                f"this client's open prompts would take more than max_open_mb={limit}; wait for some",
+            )
+        if isinstance(message.prompt, str) and self.config.tokenizer is None:
+            return (
+                "InvalidRequestError",
+                "its prompt is text and there is no tokenizer here: send token ids, or set CoordinatorConfig.tokenizer",
+            )
+        return None
+
+    def _fail(self, request: OpenRequest, error: str, why: str) -> None:
+        client = request.client
+        text = f"request {request.client_request_id} of client {client.name!r}: {why}"
+        self._close(request)
+        self.peers.say(client, RequestFailed(request.client_request_id, error, text))
+
+    def _close(self, request: OpenRequest) -> None:
+        self.dispatcher.cancel(request)
+        request.closed = True
+        request.open.clear()
+        request.rows.clear()
+        if request.client.requests.pop(request.client_request_id, None) is not None:
+            request.client.open_bytes -= request.prompt_bytes
+
+    def _stop_queued(self) -> None:
+        for request in self._open_requests():
+            if not request.assignments and request.open:
+                self._fail(request, "RequestAbortedError", "the engines were stopped")
+
+    def _end_everything(self, why: str) -> None:
+        for request in self._open_requests():
+            self._fail(request, "RequestAbortedError", why)
+
+    # --- ranks ------------------------------------------------------------------------------------------------------
+
+    def _from_rank(self, rank: RankPeer, message: Message) -> None:
+        if isinstance(message, Progress):
+            self._progress(rank, message)
+        elif isinstance(message, Decline):
+            assignment = rank.assignments.get(message.attempt)
+            if assignment is not None and assignment.request.request_id == message.request_id:
+                self._fail(assignment.request, message.error, message.text)
+        elif isinstance(message, EngineMoved):
+            self._moved(rank, EngineState(message.state), message.policy_version)
+            rank.ready = True
+            self.dispatcher.rank_moved()
+        elif isinstance(message, CommandAck):
+            self._moved(rank, EngineState(message.state), message.policy_version)
+            self.control.acknowledged(rank, message)
+            self.dispatcher.rank_moved()
+
+    def _moved(self, rank: RankPeer, state: EngineState, policy_version: int) -> None:
+        rank.state = state
+        if policy_version > rank.policy_version:
+            rank.policy_version = policy_version
+            self.router.version_changed(rank.name)
+        self.control.policy_version = max(self.control.policy_version, policy_version)
+
+    def _progress(self, rank: RankPeer, message: Progress) -> None:
+        rank.running, rank.waiting = message.running, message.waiting
+        if message.blocks_added or message.blocks_removed or message.flushed:
+            self.router.reported(
+                rank.name,
+                np.frombuffer(message.blocks_added, "<i8").tolist(),
+                np.frombuffer(message.blocks_removed, "<i8").tolist(),
+                message.flushed,
+            )
+        for stretch in message.stretches:
+            assignment = rank.assignments.get(stretch.attempt)
+            # Unknown: it was cancelled while these tokens were on their way.
+            if assignment is None or assignment.request.request_id != stretch.request_id:
+                continue
+            if not assignment.samples.issuperset(stretch.indices):
+                self._end_session(rank, "malformed", f"samples {stretch.indices} are not of attempt {stretch.attempt}")
+                return
+            try:
+                self._advance(assignment, stretch)
+            except SerializationError as exc:
+                self._end_session(rank, "malformed", str(exc))
+                return
+
+    def _advance(self, assignment: Assignment, stretch: Stretch) -> None:
+        request = assignment.request
+        ended = request.absorb(stretch)
+        if ended:
+            self.dispatcher.ended(assignment, ended)
+        if not ended or self.config.tokenizer is None or stretch.texts is not None:
+            self._forward(request, stretch)
+            return
+        # The samples that go on do not wait for the text of those that have ended.
+        token_ids = [request.completion(each, stretch) for each in ended]
+        going_on = set(stretch.indices).difference(ended)
+        if going_on:
+            self._forward(request, stretch.only(going_on))
+            stretch = stretch.only(set(ended))
+        request.texts_due += 1
+        self._start_text_job(request, stretch, token_ids=token_ids)
+
+    def _forward(self, request: OpenRequest, stretch: Stretch) -> None:
+        client = request.client
+        if client.requests.get(request.client_request_id) is not request:
+            return
+        stretch.request_id, stretch.attempt = request.client_request_id, 0
+        self.peers.say_stretch(client, stretch)
+        if not request.open and not request.texts_due:
+            self._close(request)
+
+    def _start_text_job(
+        self,
+        request: OpenRequest,
+        stretch: Stretch | None,
+        text: str | None = None,
+        token_ids: list[bytes] | None = None,
+    ) -> None:
+        job = TextJob(self._next_job, text, token_ids)
+        self._next_job += 1
+        self._texts[job.job_id] = (request, stretch)
+        self._text_jobs.append(job)
+
+
+def _begun() -> Sequencer:
+    frames = Sequencer()
+    frames.accept(0)
+    return frames
+
+
+def _since(before: float | None, holds: bool, now: float) -> float | None:
+    if not holds:
+        return None
+    return now if before is None else before

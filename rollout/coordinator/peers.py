@@ -1,0 +1,98 @@
+"""Who is connected: clients and ranks, and what waits to be said to each. No I/O, no clock.
+
+Always true: what is said to a peer leaves in the order in which it was said, numbered without a gap; stretches of a turn
+for one client leave as one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollout.coordinator.open_requests import ClientPeer, Peer, RankPeer
+from rollout.protocol import Message, Stretch, Update
+
+UPDATE_BYTES = 4 << 20
+"""Tokens and log-probs after which no further stretch joins an `Update`: it must fit into a frame."""
+
+
+class Peers:
+    """Sessions by identity, and the outbox."""
+
+    def __init__(self) -> None:
+        self.clients: dict[bytes, ClientPeer] = {}
+        self.ranks: dict[bytes, RankPeer] = {}
+        self._ranks_by_name: dict[str, RankPeer] = {}
+        self._outbox: list[tuple[bytes, int, Message]] = []
+        self._with_stretches: dict[bytes, ClientPeer] = {}
+        self._said_to: list[Peer] = []
+
+    def __len__(self) -> int:
+        return len(self.clients) + len(self.ranks)
+
+    def __iter__(self) -> Iterator[Peer]:
+        yield from list(self.ranks.values())
+        yield from list(self.clients.values())
+
+    def get(self, identity: bytes) -> Peer | None:
+        """The session of `identity`."""
+        return self.ranks.get(identity) or self.clients.get(identity)
+
+    def add_rank(self, rank: RankPeer) -> None:
+        """A rank has registered; no other has its name."""
+        self.ranks[rank.identity] = self._ranks_by_name[rank.name] = rank
+
+    def has_rank(self, name: str) -> bool:
+        """Whether a rank of that name is here."""
+        return name in self._ranks_by_name
+
+    def rank_named(self, name: str) -> RankPeer:
+        """The rank of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._ranks_by_name[name]
+
+    def drop(self, peer: Peer) -> None:
+        """Its session has ended; nothing more is said to it."""
+        self.clients.pop(peer.identity, None)
+        if self.ranks.pop(peer.identity, None) is not None:
+            del self._ranks_by_name[peer.name]
+        self._with_stretches.pop(peer.identity, None)
+
+    def say(self, peer: Peer, message: Message) -> None:
+        """Put a message into the outbox."""
+        if peer.identity in self._with_stretches:
+            self._flush(self._with_stretches.pop(peer.identity))
+        self._put(peer, message)
+
+    def say_stretch(self, client: ClientPeer, stretch: Stretch) -> None:
+        """Put a stretch into the client's next `Update`."""
+        client.stretches.append(stretch)
+        client.stretch_bytes += len(stretch.token_ids) + len(stretch.log_probs)
+        self._with_stretches[client.identity] = client
+        if client.stretch_bytes > UPDATE_BYTES:
+            self._flush(self._with_stretches.pop(client.identity))
+
+    def say_to_stranger(self, identity: bytes, message: Message) -> None:
+        """Answer somebody without a session; such a frame has number 0."""
+        self._outbox.append((identity, 0, message))
+
+    def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
+        """(identity, sequence, message) of everything said since the last call."""
+        for client in self._with_stretches.values():
+            self._flush(client)
+        self._with_stretches.clear()
+        for peer in self._said_to:
+            peer.spoken = now
+        self._said_to.clear()
+        taken, self._outbox = self._outbox, []
+        return taken
+
+    def _flush(self, client: ClientPeer) -> None:
+        stretches, client.stretches, client.stretch_bytes = client.stretches, [], 0
+        self._put(client, Update(stretches))
+
+    def _put(self, peer: Peer, message: Message) -> None:
+        self._said_to.append(peer)
+        self._outbox.append((peer.identity, peer.frames.next(), message))

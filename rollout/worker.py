@@ -1,0 +1,558 @@
+"""The connection between an engine and the coordinator: work comes in, results go out, whatever the training loop does.
+
+    loop thread     the socket; heartbeats go on while the engine steps or suspends
+    apply thread    does what the coordinator says, at the next step boundary, also while the training loop is busy
+    caller          `step` or `run`: the engine's steps, and the report after each
+
+Promises:
+- a session is fed and asked only under the engine's lock, so that what it says is in order;
+- nothing of a session that has ended is sent, and nothing that arrives for it is done;
+- when a session ends, every sample that came with it ends too: the coordinator gives it to another rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from rollout.dealer import Dealer
+from rollout.engine.block_allocator import CacheChanges
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
+from rollout.loop_thread import LoopThread
+from rollout.outcome import Growth
+from rollout.protocol import PROTOCOL_VERSION, Message, Refused, Register, RegisterAck
+from rollout.rank_session import Key, Known, RankSession
+from rollout.record import DynamicInferenceRequestRecord
+from rollout.sampling_params import SamplingParams
+from rollout.state import ControlSignal, EngineState, KVCacheManagementMode
+from rollout.wire_types import SET_VERSION
+
+if TYPE_CHECKING:
+    from rollout.keys import JobKeys
+
+CLOSE_TIMEOUT_S = 10.0
+"""For the socket's and the apply thread's last acts."""
+ATTEMPT_S = 10.0
+"""For one attempt to find the coordinator again, over a socket of its own."""
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 2.0
+"""Between two attempts: doubling from the first to the longest."""
+
+"""What the reason begins with when another process has registered by the same name."""
+
+_HELD = (EngineState.PAUSED, EngineState.SUSPENDED)
+
+_log = logging.getLogger(__name__)
+
+
+class SeamOfEngine:
+    """An engine as `rank_session.EngineSeam`."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self._changes = CacheChanges()
+
+    def begin(self) -> list[int]:
+        """Keep account of the prefix cache from now on; returns the hashes that are in it."""
+        allocator = self.engine.context.allocator
+        self._changes = allocator.changes = CacheChanges()
+        return allocator.findable_hashes()
+
+    def end(self) -> None:
+        """Keep no account any more."""
+        self.engine.context.allocator.changes = None
+
+    @property
+    def state(self) -> EngineState:
+        """Where it stands."""
+        return self.engine.state
+
+    @property
+    def policy_version(self) -> int:
+        """Of its weights."""
+        return self.engine.policy_version
+
+    def next_request_id(self) -> int:
+        """A number nobody else will get."""
+        number = self.engine.next_request_id
+        self.engine.reserve_request_ids(number + 1)
+        return number
+
+    def add(
+        self,
+        request_id: int,
+        samples: Sequence[int],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float | None,
+    ) -> None:
+        """Queue some samples of a prompt."""
+        self.engine.add_request(
+            prompt, params, request_id=request_id, samples=samples, priority=priority, arrival_time=arrival_time
+        )
+
+    def continue_(self, record: DynamicInferenceRequestRecord) -> None:
+        """Queue a sample of which tokens are known."""
+        self.engine.add_record(record)
+
+    def discard(self, request_id: int, sample: int | None = None) -> None:
+        """End samples without a result."""
+        self.engine.abort_request(request_id, sample)
+        self.engine.take_ended(lambda key: key[0] == request_id and sample in (None, key[1]))
+
+    def progress(self, known: Mapping[Key, Known]) -> list[Growth]:
+        """New tokens."""
+        return self.engine.progress(known)
+
+    def take_ended(self, request_ids: Container[int]) -> list[DynamicInferenceRequestRecord]:
+        """Records that no step has returned."""
+        return self.engine.take_ended(lambda key: key[0] in request_ids)
+
+    def control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
+        """Do what the coordinator says. An engine of a later version keeps it."""
+        if signal == ControlSignal.PAUSE:
+            self.engine.pause()
+        elif signal == ControlSignal.UNPAUSE:
+            self.engine.unpause()
+        elif signal == ControlSignal.SUSPEND:
+            self.engine.suspend(cast(KVCacheManagementMode | None, argument))
+        elif signal == ControlSignal.RESUME:
+            self.engine.resume()
+        elif signal == ControlSignal.STOP:
+            return self.engine.stop()
+        elif signal == SET_VERSION and type(argument) is int:
+            if argument > self.engine.policy_version:
+                self.engine.weights_updated(argument)
+        else:
+            raise EngineStateError(f"{signal}({argument!r}): no engine can do that; use the signals of rollout.state")
+        return []
+
+    def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
+        """What has changed in the prefix cache."""
+        taken = self._changes.take()
+        return taken.added, taken.removed, taken.flushed
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting) samples."""
+        scheduler = self.engine.context.scheduler
+        return scheduler.num_active, scheduler.num_waiting
+
+
+@dataclass(eq=False)
+class _Link:
+    """One session, from the socket to the engine."""
+
+    dealer: Dealer
+    session: RankSession
+    inbox: deque[Message | ConnectionLostError] = field(default_factory=deque)
+    cut: bool = False
+    """Nothing is sent any more, nothing that comes is done."""
+    error: Exception | None = None
+    """Why it has ended."""
+
+
+class EngineWorker:
+    """Serves a coordinator with one engine.
+
+    Args:
+        engine: may also serve others: they call `wake` when they have queued something, and find in `take_ended` what
+            ended in a step made here.
+        address: of the coordinator, `tcp://host:port`.
+        name: of this rank; a later process of the same name takes its place.
+        keys: of the job, where the coordinator has some.
+        loop: for the socket; None: one of its own.
+        reconnect_timeout_s: how long `run` looks for a coordinator that it has lost.
+        on_lost: called with the reason when a session ends that was not stopped here; by a thread of the worker, which
+            it must not keep waiting.
+
+    Attributes:
+        lost: why there is no session; None: there is one, or none was begun or all was stopped.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        address: str,
+        *,
+        name: str,
+        keys: JobKeys | None = None,
+        loop: LoopThread | None = None,
+        reconnect_timeout_s: float = 60.0,
+        on_lost: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.address = address
+        self.name = name
+        self.lost: Exception | None = None
+        self.reconnect_timeout_s = reconnect_timeout_s
+        self._keys = keys
+        self._on_lost = on_lost
+        self._seam = SeamOfEngine(engine)
+        self._loop = loop
+        self._owns_loop = loop is None
+        self._link: _Link | None = None
+        self._thread: threading.Thread | None = None
+        self._ended: list[DynamicInferenceRequestRecord] = []
+        # One session at a time is begun or ended by a caller.
+        self._connecting = threading.Lock()
+        # Guards what follows, and the inbox. Whoever holds it waits for nothing else, the engine's lock least of all.
+        self._changed = threading.Condition()
+        self._engine_moved = False
+        self._closed = False
+
+    # --- the session ------------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Register with the coordinator; from now on its work is taken in.
+
+        Raises:
+            DeadlineError: it did not answer within `timeout_s`.
+            ConnectionLostError: it refused: another protocol version, another block size, or it is stopping.
+            ConfigError: no such address can be.
+            EngineStateError: it was started before.
+        """
+        if self._thread is not None or self._closed:
+            raise EngineStateError(f"worker {self.name!r}: start() again; build another, or reconnect()")
+        if self._loop is None:
+            self._loop = LoopThread(f"rollout-worker-{self.name}")
+        self.engine.on_move = self._note_move
+        self._thread = threading.Thread(target=self._apply_forever, name=f"rollout-apply-{self.name}", daemon=True)
+        self._thread.start()
+        try:
+            self._connect(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Leave the coordinator, which gives what is unfinished to other ranks. Harmless when repeated."""
+        with self._changed:
+            if self._thread is None or self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        with self._connecting, self.engine.locked():
+            if (link := self._link) is not None:
+                self._report(link, self._seam.take_ended(link.session.numbers), everything=True)
+                self._drop(link, "the worker was stopped")
+            self.engine.on_move = None
+            self._seam.end()
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._owns_loop:
+            self._its_loop().close()
+
+    def reconnect(
+        self, address: str | None = None, keys: JobKeys | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Begin a new session, with the same or with another coordinator; what is left of the old one ends.
+
+        Args:
+            address, keys: of another coordinator; None: as before.
+            timeout_s: how long to look for it; None: `reconnect_timeout_s`.
+
+        Raises:
+            ConnectionLostError: no session came about in that time.
+            EngineStateError: it was stopped, or never started.
+        """
+        self.address = self.address if address is None else address
+        self._keys = self._keys if keys is None else keys
+        limit = self.reconnect_timeout_s if timeout_s is None else timeout_s
+        deadline, pause = time.monotonic() + limit, FIRST_RETRY_S
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._connect(max(0.0, min(left, ATTEMPT_S)))
+            except (ConnectionLostError, DeadlineError) as exc:
+                if left <= ATTEMPT_S and deadline - time.monotonic() <= 0:
+                    raise ConnectionLostError(
+                        f"{self.address}: no session of worker {self.name!r} within {limit} s; the last attempt: {exc}"
+                    ) from exc
+            else:
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, max(0.0, min(pause, deadline - time.monotonic())))
+            pause = min(2 * pause, LONGEST_RETRY_S)
+
+    def _connect(self, timeout_s: float) -> None:
+        with self._connecting:
+            if self._thread is None or self._closed:
+                raise EngineStateError(f"worker {self.name!r}: reconnect() before start() or after stop()")
+            before = self._link
+            if before is not None:
+                with self.engine.locked():
+                    self._drop(before, "it connects anew")
+            link = self._open(None if before is None else before.session.ordered)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: link.session.entered or link.error is not None or self._closed, timeout_s
+                )
+            with self.engine.locked():
+                if link.error is None and not link.session.entered:
+                    self._lose(
+                        link,
+                        DeadlineError(
+                            f"{self.address}: no coordinator has answered worker {self.name!r} within {timeout_s:g} s; is "
+                            "it running, and is this its address?"
+                        ),
+                    )
+            if link.error is not None:
+                raise link.error
+
+    def _open(self, ordered: EngineState | None) -> _Link:
+        engine, loop = self.engine, self._its_loop()
+        dealer = Dealer(
+            self.address,
+            self.name,
+            keys=self._keys,
+            on_message=lambda message: self._arrived(link, message),
+            on_lost=lambda error: self._arrived(link, error),
+        )
+        session = RankSession(self._seam, lambda message: self._send(link, message), ordered=ordered)
+        link = _Link(dealer, session)
+
+        async def open_dealer() -> None:
+            dealer.open()
+
+        loop.run(open_dealer(), CLOSE_TIMEOUT_S)
+        with engine.locked():
+            hashes = self._seam.begin()
+            self._link, self.lost = link, None
+            self._send(
+                link,
+                Register(
+                    PROTOCOL_VERSION,
+                    self.name,
+                    engine.config.max_requests,
+                    engine.config.block_size_tokens,
+                    engine.state.value,
+                    engine.policy_version,
+                    np.asarray(hashes, "<i8").tobytes(),
+                ),
+            )
+        return link
+
+    def _drop(self, link: _Link, reason: str) -> None:
+        """End a session from here. The engine's lock is held."""
+        link.session.lost()
+        if not link.cut:
+            link.cut = True
+            self._its_loop().call_soon(self._shut, link, reason)
+
+    def _its_loop(self) -> LoopThread:
+        if self._loop is None:
+            raise EngineStateError(f"worker {self.name!r}: start() it first")
+        return self._loop
+
+    # --- on the loop's thread ---------------------------------------------------------------------------------------
+
+    def _arrived(self, link: _Link, item: Message | ConnectionLostError) -> None:
+        if isinstance(item, RegisterAck):
+            link.dealer.heartbeat(item.heartbeat_interval_s, item.heartbeat_timeout_s)
+        with self._changed:
+            link.cut = link.cut or isinstance(item, ConnectionLostError)
+            link.inbox.append(item)
+            self._changed.notify_all()
+
+    def _send(self, link: _Link, message: Message) -> None:
+        if not link.cut:
+            self._its_loop().call_soon(self._transmit, link, message)
+
+    def _transmit(self, link: _Link, message: Message) -> None:
+        if link.dealer.is_open:
+            link.dealer.send(message)
+
+    def _shut(self, link: _Link, reason: str) -> None:
+        link.dealer.close(reason)
+
+    # --- on the apply thread ----------------------------------------------------------------------------------------
+
+    def _note_move(self) -> None:
+        with self._changed:
+            self._engine_moved = True
+            self._changed.notify_all()
+
+    def _apply_forever(self) -> None:
+        device = self.engine.controller.layout.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._engine_moved or self._has_mail())
+                if self._closed:
+                    return
+                self._engine_moved = False
+            with self.engine.locked():
+                lost = self._apply()
+            with self._changed:
+                self._changed.notify_all()
+            if lost is not None and self._on_lost is not None:
+                self._on_lost(lost)
+
+    def _has_mail(self) -> bool:
+        return self._link is not None and self._link.error is None and bool(self._link.inbox)
+
+    def _apply(self) -> Exception | None:
+        """Everything that has arrived, at one step boundary; returns why the session has ended, if it has."""
+        link = self._link
+        if link is None or link.error is not None:
+            return None
+        for _ in range(len(link.inbox)):
+            item = link.inbox.popleft()
+            if isinstance(item, ConnectionLostError):
+                return self._lose(link, item)
+            if link.cut:
+                continue
+            try:
+                self._receive(link, item)
+            except Exception as exc:  # noqa: BLE001 - a session whose engine cannot follow it is of no use to anybody
+                return self._lose(link, exc)
+        if not link.session.entered or link.cut:
+            return None
+        if link.session.ordered is not EngineState.STOPPED:
+            try:
+                self.engine.refuse_when_stopped()
+            except (EngineDeadError, EngineStateError) as exc:
+                return self._lose(link, exc)
+        self._report(link, self._seam.take_ended(link.session.numbers))
+        return None
+
+    def _receive(self, link: _Link, message: Message) -> None:
+        if isinstance(message, RegisterAck) and message.protocol_version != PROTOCOL_VERSION:
+            older = "the coordinator" if message.protocol_version < PROTOCOL_VERSION else "this side"
+            raise ConnectionLostError(
+                f"{self.address}: the coordinator speaks protocol version {message.protocol_version} and this side "
+                f"{PROTOCOL_VERSION}; upgrade {older}"
+            )
+        if isinstance(message, Refused):
+            _log.warning(
+                "%s refused a message of worker %r (%s): %s", self.address, self.name, message.code, message.text
+            )
+        self._ended += link.session.receive(message)
+
+    def _report(
+        self,
+        link: _Link,
+        ended: list[DynamicInferenceRequestRecord],
+        *,
+        steps: int = 0,
+        everything: bool = False,
+    ) -> None:
+        self._ended += link.session.report(ended, steps=steps, everything=everything)
+
+    def _lose(self, link: _Link, error: Exception) -> Exception:
+        self._drop(link, f"{type(error).__name__}: {error}")
+        link.error = self.lost = error
+        return error
+
+    # --- the engine's steps -----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One step of the engine, and the report of what it brought.
+
+        Returns:
+            False: there was nothing to do, or the engine is not RUNNING.
+
+        Raises:
+            EngineDeadError: the engine has died; the coordinator has been told, and gives its requests to others.
+        """
+        with self.engine.locked():
+            link = self._link
+            if not self._has_work():
+                return False
+            ended = self.engine.step()
+            if self.engine.state is EngineState.STOPPED:
+                self._engine_died(link, ended)
+            elif link is not None:
+                self._report(link, ended, steps=1)
+            else:
+                self._ended += ended
+            return True
+
+    def _engine_died(self, link: _Link | None, ended: list[DynamicInferenceRequestRecord]) -> None:
+        numbers: Container[int] = () if link is None else link.session.numbers
+        self._ended += [record for record in ended if record.request_id not in numbers]
+        try:
+            self.engine.refuse_when_stopped()
+        except EngineDeadError as exc:
+            if link is not None:
+                self._lose(link, exc)
+            raise
+
+    def _has_work(self) -> bool:
+        return self.engine.state is EngineState.RUNNING and self.engine.has_unfinished
+
+    def run(self) -> None:
+        """Step whenever there is work, until `stop` is called (by another thread) or the engine stops.
+
+        A session that is lost is followed by another one, as soon as a coordinator is there.
+
+        Raises:
+            ConnectionLostError: none was there for `reconnect_timeout_s`, or another process has taken this one's name.
+            EngineDeadError: the engine has died.
+        """
+        while not self._closed and self.engine.state is not EngineState.STOPPED:
+            if self.lost is not None:
+                self._find_another()
+            elif not self.step():
+                self.wait_for_work(self.engine.config.control_timeout_s)
+
+        if not self._closed and isinstance(self.lost, EngineDeadError):
+            raise self.lost
+
+    def _find_another(self) -> None:
+        if isinstance(self.lost, ConnectionLostError) and self.lost.final:
+            raise self.lost
+        try:
+            self.reconnect()
+        except EngineStateError:
+            if not self._closed:
+                raise
+
+    def wait_for_work(self, timeout_s: float, *, or_when: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until `step` has something to do, or never will: the session is lost, the worker or engine stopped.
+
+        Args:
+            or_when: something else to wait for; whoever makes it true calls `wake`. It must not wait itself.
+
+        Returns:
+            False: nothing of it within `timeout_s`.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: (
+                    self._has_work()
+                    or or_when()
+                    or self._closed
+                    or self.lost is not None
+                    or self.engine.state is EngineState.STOPPED
+                ),
+                timeout_s,
+            )
+
+    @property
+    def held_by_coordinator(self) -> bool:
+        """Whether a control call has paused or suspended the engine: another one sets it going."""
+        state, link = self.engine.state, self._link
+        return state in _HELD and link is not None and link.session.ordered is state
+
+    def wake(self) -> None:
+        """Somebody else has queued work in the engine: whoever waits in `wait_for_work` looks again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def take_ended(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of requests that did not come from the coordinator and have ended in a step made here."""
+        with self.engine.locked():
+            ended, self._ended = self._ended, []
+            return ended

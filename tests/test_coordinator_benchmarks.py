@@ -1,0 +1,122 @@
+"""The coordinator's benchmarks, as small as they get: each one runs, prints its table and saves its figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import coordinator, core_alone, long_tail
+from tests.benchmarks.echo import Load, answer
+from tests.benchmarks.long_tail import Engine, Setting
+
+SMALL = [
+    *("--rounds", "1", "--requests", "20", "--seconds", "0.2", "--in-flight", "32", "--memory-requests", "100"),
+    *("--prompts", "16", "--slots", "8", "--longest", "300", "--seeds", "1"),
+]
+
+
+def run(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    """What the command saved and what it printed."""
+    path = folder / "figures.json"
+    assert coordinator.main([*arguments, *SMALL, "--json", str(path)]) == 0
+    return json.loads(path.read_text(encoding="utf-8")), capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def few_requests_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_alone, "OPEN", 16)
+    monkeypatch.setattr(core_alone, "RANKS", (1, 3))
+
+
+@pytest.mark.distributed
+def test_a_round_trip_is_shown_beside_the_floor_and_a_client_that_polls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, printed = run(tmp_path, capsys, "latency")
+    assert set(figures["latency"]) == {"ours", "polled", "floor", "direct"}
+    assert all(row["median_us"] > 0 for row in figures["latency"].values())
+    assert "round trip" in printed
+
+
+@pytest.mark.distributed
+def test_throughput_says_what_each_process_takes_of_a_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, printed = run(tmp_path, capsys, "throughput")
+    for result in figures["throughput"].values():
+        for kind in ("ours", "floor"):
+            assert result[kind]["requests_per_s"] > 0
+            assert set(result[kind]["cpu_us"]) == {"client", "coordinator", "rank"}
+    assert "samples/s" in printed
+
+
+@pytest.mark.distributed
+def test_a_profile_names_what_every_process_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, printed = run(tmp_path, capsys, "long_tail", "--profile")
+    for roles in figures["profile"].values():
+        assert set(roles) == {"client", "coordinator", "rank"}
+        assert all("decode" in text for text in roles.values())
+    assert "tottime" in printed
+
+
+def test_the_core_alone_is_timed_by_ranks_and_its_memory_watched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, printed = run(tmp_path, capsys, "core", "memory")
+    assert [set(row["us"]) for row in figures["core"]] == [{"1", "3"}] * len(coordinator.CORE_LOADS)
+    assert len(figures["memory"]["rss_mb"]) == core_alone.SAMPLES
+    assert "ranks: 3" in printed
+    assert "resident" in printed
+
+
+def test_the_long_tail_stands_beside_its_bound_and_the_static_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, printed = run(tmp_path, capsys, "long_tail")
+    medians = figures["long_tail"]["medians"]
+    schedules = ("foreseen_s", "one_queue_s", "ours_s", "told_s", "static_s")
+    assert all(medians["bound_s"] <= medians[name] for name in schedules)
+    assert "static split" in printed
+
+
+def test_every_token_is_decoded_once_whoever_plans() -> None:
+    setting = Setting(ranks=2, slots=3, prompts=9, group=4, median=20.0, longest=90)
+    lengths, _ = setting.draw(seed=1)
+    job = long_tail.Job(setting, lengths)
+    job.run()
+    _, split = long_tail.static_split(setting, lengths)
+    assert sum(engine.tokens for engine in job.engines.values()) == sum(split) == sum(map(sum, lengths))
+
+
+def test_an_engine_takes_the_time_of_its_batches() -> None:
+    # Slots for two of three: 2 steps of both, then the third joins for 1 step, then it is alone for 3.
+    setting = Setting(slots=2, step_s=(1.0, 0.1))
+    assert long_tail.alone(Engine(setting), [2, 3, 4]) == pytest.approx(3 * 1.2 + 3 * 1.1)
+
+
+def test_one_queue_leaves_no_rank_idle_while_a_sample_waits() -> None:
+    setting = Setting(ranks=2, slots=1, step_s=(1.0, 0.0))
+    assert long_tail.one_queue(setting, [5, 1, 1, 1, 1, 1]) == pytest.approx(5.0)
+
+
+def test_the_bound_is_the_longest_sample_where_work_is_scarce_and_the_work_where_it_is_not() -> None:
+    setting = Setting(ranks=2, slots=2, step_s=(1.0, 0.5))
+    assert long_tail.lower_bound(setting, [[10], [1]]) == pytest.approx(10 * 1.5)
+    assert long_tail.lower_bound(setting, [[4] * 10]) == pytest.approx(40 * (1.0 / 2 + 0.5) / 2)
+
+
+def test_an_echo_is_an_answer_that_a_client_can_read() -> None:
+    load = Load(prompt_tokens=5, n=3, completion=2)
+    stretch = answer(load.assign(), load.completion)
+    stretch.check()
+    assert stretch.outcomes is not None
+    assert None not in stretch.outcomes
+
+
+def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        coordinator.parse(["speed"])
+    assert "speed: must be of latency" in capsys.readouterr().err
