@@ -24,8 +24,8 @@ class Backend(Protocol):
     def next_group_id(self) -> int:
         """The id the next group gets."""
 
-    def submit(self, prompt: Prompt, params: SamplingParams, metadata: Any) -> int:
-        """Queue a group; returns its id.
+    def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
+        """Queue a group under an id that has not been used.
 
         Raises:
             InvalidRequestError: it can never be served; nothing was queued.
@@ -39,7 +39,7 @@ class Backend(Protocol):
         """
 
     def abort(self, group_id: int) -> None:
-        """End a group now. Unknown ids are ignored."""
+        """End a group: here now, elsewhere soon. Unknown ids are ignored."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to do, at most so long. Ctrl-C may interrupt it.
@@ -57,13 +57,24 @@ class Backend(Protocol):
         """Samples that have ended meanwhile, merged."""
 
     def leave(self) -> bool:
-        """Whether this rank may stop computing; called again and again, with `advance` in between, until it may."""
+        """Whether this rank may stop computing; called again and again, with `advance` in between, until it may.
+
+        Raises:
+            EngineStateError: the ranks have come here by different calls, or with different policy versions.
+        """
+
+    def rest(self) -> None:
+        """Nobody steps for a while."""
+
+    def samples_here(self, samples_missing: int) -> int:
+        """Of the samples that are still to come, or that others ask for: those this engine has to compute."""
 
     def moved_together(self, what: str) -> None:
         """An explicit pause, unpause, suspend or resume is done here; returns when all ranks have done it.
 
         Raises:
             DeadlineError: some have not; names them.
+            EngineStateError: some have done something else, or are of another policy version; names them.
         """
 
     @property
@@ -91,9 +102,9 @@ class LocalBackend:
         """The id the next group gets."""
         return self._engine.next_request_id
 
-    def submit(self, prompt: Prompt, params: SamplingParams, metadata: Any) -> int:
-        """Queue a group; returns its id."""
-        return self._engine.add_request(prompt, params, metadata=metadata)
+    def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
+        """Queue a group."""
+        self._engine.add_request(prompt, params, request_id=group_id, metadata=metadata)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
         """Go on with samples of groups that were saved. All of them, or none."""
@@ -130,6 +141,13 @@ class LocalBackend:
     def leave(self) -> bool:
         """At once."""
         return True
+
+    def rest(self) -> None:
+        """There is nobody to tell."""
+
+    def samples_here(self, samples_missing: int) -> int:
+        """All of them."""
+        return samples_missing
 
     def moved_together(self, what: str) -> None:
         """There is nobody else."""

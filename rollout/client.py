@@ -10,7 +10,6 @@ Not thread-safe: one client belongs to one event loop. For other threads there i
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from rollout.wire_types import SET_VERSION
 
 if TYPE_CHECKING:
     from rollout.keys import JobKeys
-
-_log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = InferenceConfig.control_timeout_s
 """Deadline of a control call that brings none, in seconds."""
@@ -259,8 +256,8 @@ class InferenceClient:
                     "has this client the keys of its job?"
                 )
             welcome = self._greeting.result()
-        except BaseException:
-            self._dealer.close("the handshake failed")
+        except BaseException as exc:
+            self._dealer.close("the handshake failed", quietly=isinstance(exc, DeadlineError))
             raise
         finally:
             self._greeting = None
@@ -476,18 +473,24 @@ class InferenceClient:
         self._refuse_unless_connected()
         return await self._answer(self._session.status(), timeout_s, "status()") or {}
 
-    async def barrier(self, index: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def barrier(
+        self, index: int, timeout_s: float = CONTROL_TIMEOUT_S, *, what: str = "", policy_version: int = 0
+    ) -> None:
         """Wait until every member has come to barrier `index` or further.
+
+        Args:
+            what, policy_version: the call that ends there, and the version of the weights; the same at every member.
 
         Raises:
             DeadlineError: some member has not within `timeout_s`. That this one has remains said.
+            EngineStateError: all have come, and `what` or `policy_version` differ.
             ConfigError: not an integer in [0, 2**63).
             ConnectionLostError: there is no connection.
         """
         if type(index) is not int or not 0 <= index < 2**63:
             raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
         self._refuse_unless_connected()
-        await self._answer(self._session.barrier(index), timeout_s, f"barrier({index})")
+        await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
         self._next_barrier = max(self._next_barrier, index + 1)
 
     def shutdown_coordinator(self) -> None:
@@ -552,7 +555,10 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: Refused) -> None:
-        _log.warning("client %r: the coordinator refused a frame (%s): %s", self.name, message.code, message.text)
+        # Which of them it was is not known, and what it asked for would be waited for in vain.
+        why = f"the coordinator could not take a frame ({message.code}): {message.text}"
+        self._dealer.close(why)
+        self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))
 
     def _refuse_unless_connected(self) -> None:
         if self.lost is not None:

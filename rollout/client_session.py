@@ -29,6 +29,7 @@ from rollout.codec import refuse
 from rollout.errors import (
     ConnectionLostError,
     ControlError,
+    EngineStateError,
     InvalidRequestError,
     RequestError,
     RolloutError,
@@ -464,12 +465,15 @@ class ClientSession:
         self._send(StatusQuery(call.call_id))
         return call
 
-    def barrier(self, index: int) -> Call:
-        """Say that this member has come to barrier `index`; done when every member has come there or further."""
+    def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:
+        """Say that this member has come to barrier `index`; done when every member has come there or further.
+
+        It fails with an `EngineStateError` where `what` (the call that ends there) or the version are not everybody's.
+        """
         self._refuse_when_lost()
         call = Call(-1)
         self._barriers.setdefault(index, []).append(call)
-        self._send(Barrier(index))
+        self._send(Barrier(index, what, policy_version))
         return call
 
     def forget(self, call: Call) -> None:
@@ -566,9 +570,15 @@ class ClientSession:
             call.finish(error, value)
 
     def _barrier_done(self, message: BarrierDone) -> None:
+        error = None
+        if message.differences:
+            error = EngineStateError(
+                f"the ranks have not come together: {message.differences}; every rank must make the same calls in the same "
+                "order, and count the same weight updates (is the optimizer hook attached on all of them?)"
+            )
         for index in [index for index in self._barriers if index <= message.index]:
             for call in self._barriers.pop(index):
-                call.finish()
+                call.finish(error)
 
     def _refused(self, message: Refused | Disconnect) -> None:
         error = farewell(message)

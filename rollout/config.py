@@ -172,7 +172,8 @@ class CoordinatorConfig(_Options):
     """Tokens of one block hash; every rank must have the same."""
 
     deterministic_mode: bool = False
-    """Route by order of arrival and sorted rank names alone, never by timing."""
+    """Route by order of arrival and sorted rank names alone, never by timing; priority does not change where, and a text
+    that is being tokenised holds its place."""
 
     max_hashes_per_rank: int = 1 << 18
     """Block hashes remembered of one rank, the least recently used go first."""
@@ -196,10 +197,11 @@ class CoordinatorConfig(_Options):
     """Tokens of a sample after which a rank reports them: what is computed again when it dies."""
 
     no_rank_timeout_s: float = 600.0
-    """Requests fail by name when there has been no rank for so long."""
+    """Requests that wait fail by name when there has been no rank that is ready for so long."""
 
     max_rank_losses: int = 5
-    """Ranks that may die under one request before it is given to no other: it may be what kills them."""
+    """Ranks that may die under one request, without a new token of it in between, before it is given to no other: it may
+    be what kills them."""
 
     max_open_requests: int = 100_000
     """Groups one client may have open."""

@@ -7,18 +7,22 @@
 Promises:
 - a group that was submitted stays on record here, token by token: a lost rank costs nothing that is known, and neither
   does a lost coordinator, for rank 0 starts another and every rank submits its open groups again;
-- what a group's samples become does not depend on where they are computed: each group has its seed before it leaves.
+- what a group's samples become does not depend on where they are computed: each group has its seed before it leaves;
+- calls that all ranks make together are counted here, and the others hear of the last one through the store, so that
+  a rank that was cut off at the very end of one does not wait in it for ever.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -29,8 +33,10 @@ from rollout.coordinator.launch import CoordinatorHandle, launch_coordinator
 from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
+    ConfigError,
     ConnectionLostError,
     DeadlineError,
+    EngineStateError,
     RequestAbortedError,
     RolloutError,
     SerializationError,
@@ -43,7 +49,7 @@ from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.seeds import stream_key
-from rollout.state import FinishReason, Status
+from rollout.state import CoordinatorState, FinishReason, Status
 from rollout.worker import EngineWorker
 from rollout.world import World
 
@@ -51,8 +57,10 @@ _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """For all ranks to find each other: they may load their models one after the other."""
-RETRY_S = 0.5
-"""Between two looks for a coordinator that is gone."""
+ATTEMPT_S = 5.0
+"""For one attempt to begin anew, before a look for another coordinator."""
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -67,12 +75,28 @@ class _Group:
     arrival_time: float
     missing: set[int]
     """Samples that have not been handed out."""
+    saved: list[Stretch]
+    """What was known of it before it was sent."""
     open: OpenGroup | None = None
-    """What is known of it; None until it was sent."""
+    """What is known of it since; None until it was sent."""
+    error: RolloutError | None = None
+    """Why it has ended without the samples that are missing."""
 
-    def missing_and_not_ended(self) -> bool:
-        """Whether somebody has still to compute for it."""
-        return self.open is None or not self.open.complete
+    @property
+    def ended(self) -> bool:
+        """Whether nobody has anything to compute for it any more."""
+        return self.error is not None or (self.open is not None and self.open.complete)
+
+    def known(self) -> list[Stretch]:
+        """Its tokens."""
+        return self.saved if self.open is None else self.open.known()
+
+    def oldest_version(self) -> int | None:
+        """The lowest policy version of a token of a sample that has not ended; None: they have no token."""
+        if self.open is not None:
+            return self.open.oldest_version()
+        rows = (runs for stretch in self.saved for runs in stretch.versions)
+        return min((version for runs in rows for version in runs[1::2]), default=None)
 
 
 class DataParallelBackend:
@@ -80,8 +104,8 @@ class DataParallelBackend:
 
     Args:
         engine: this rank's.
-        config: of the coordinator; None: defaults. Size, block size, seed and host come from the job where they are left
-            at their defaults.
+        config: of the coordinator; None: defaults. Size and block size are the job's, and so is the host where it is
+            loopback and the ranks are on several.
         world: the ranks.
 
     Raises:
@@ -103,13 +127,18 @@ class DataParallelBackend:
         self._loop = LoopThread("rollout-data-parallel")
         self._happened = False
         self._ended: deque[tuple[_Group, int]] = deque()
-        self._failed: deque[tuple[_Group, OpenGroup]] = deque()
+        self._failed: deque[_Group] = deque()
+        self._calls_ended = 0
+        """Calls that all ranks have made, to their end."""
         self._barrier: Future[None] | None = None
+        """Of the end of the present one."""
+        self._began_anew = False
+        """Since the last one has ended: its end may have been said to a session that is gone."""
         self._client: InferenceClient | None = None
         self._worker: EngineWorker | None = None
         self._closed = False
         try:
-            self._launch_or_learn(START_TIMEOUT_S)
+            self._launch_or_learn(0)
             self._worker = EngineWorker(
                 engine,
                 self._address,
@@ -119,7 +148,9 @@ class DataParallelBackend:
                 on_lost=lambda error: self._wake(),
             )
             self._worker.start(START_TIMEOUT_S)
-            self._connect()
+            self._join(START_TIMEOUT_S)
+            # Whoever begins alone gets all of its own work: what is assigned is not given to those who come later.
+            self._meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
             self.close()
             raise
@@ -131,67 +162,115 @@ class DataParallelBackend:
         width = len(str(self._world.size - 1))
         return f"rank-{self._world.rank:0{width}d}"
 
-    def _launch_or_learn(self, timeout_s: float) -> None:
-        key = f"coordinator/{self._incarnation}"
+    def _launch_or_learn(self, incarnation: int) -> None:
+        key = f"coordinator/{incarnation}"
         if self._world.rank == 0:
-            keys = None if self._config.insecure or is_loopback(self._config.host) else JobKeys.generate()
-            self._coordinator = launch_coordinator(self._config, keys)
-            self._address, self._keys = self._coordinator.address, keys
-            told = None if keys is None else keys.client_side().serialize()
+            self._launch()
+            told = None if self._keys is None else self._keys.client_side().serialize()
             self._world.publish(key, msgpack.packb([self._address, told]))
-            return
-        try:
-            address, told = msgpack.unpackb(self._world.wait_for(key, timeout_s))
-        except ValueError as exc:
-            raise SerializationError(f"{key}: must be [address, keys]: {exc}") from exc
-        self._address, self._keys = address, None if told is None else JobKeys.deserialize(told)
+        else:
+            try:
+                address, told = msgpack.unpackb(self._world.wait_for(key, START_TIMEOUT_S))
+            except ValueError as exc:
+                raise SerializationError(f"{key}: must be [address, keys]: {exc}") from exc
+            self._address, self._keys = address, None if told is None else JobKeys.deserialize(told)
+        self._incarnation = incarnation
 
-    def _connect(self) -> None:
-        client = InferenceClient(self._address, name=self._name, keys=self._keys, member=True)
-        self._loop.run(client.start(START_TIMEOUT_S), START_TIMEOUT_S + 5)
-        self._client = client
+    def _launch(self) -> None:
+        config = self._config
+        if self._address:
+            # Whoever still talks to the old address is told at once that its session is over.
+            with suppress(ConfigError):
+                port = int(self._address.rpartition(":")[2])
+                self._coordinator = launch_coordinator(config.replace(inference_coordinator_port=port), self._keys)
+                self._watch(self._coordinator)
+                return
+        elif not (config.insecure or is_loopback(config.host)):
+            self._keys = JobKeys.generate()
+        self._coordinator = launch_coordinator(config, self._keys)
+        self._address = self._world.reachable(self._coordinator.address)
+        self._watch(self._coordinator)
+
+    def _watch(self, coordinator: CoordinatorHandle) -> None:
+        """Notice its end at once; nothing is left of it then."""
+
+        def wait() -> None:
+            coordinator.process.wait()
+            self._wake()
+
+        threading.Thread(target=wait, name="rollout-coordinator-watch", daemon=True).start()
+
+    def _join(self, timeout_s: float) -> None:
+        """Connect, and submit what is open."""
+
+        async def join() -> None:
+            client = InferenceClient(self._address, name=self._name, keys=self._keys, member=True)
+            await client.start(timeout_s)
+            self._client = client
+            for group in list(self._groups.values()):
+                self._send(group)
+
+        self._loop.run(join(), timeout_s + 5)
 
     def _lost(self) -> Exception | None:
-        if self._worker is not None and self._worker.lost is not None:
-            return self._worker.lost
-        return None if self._client is None else self._client.lost
+        if self._coordinator is not None and not self._coordinator.alive:
+            code = self._coordinator.process.returncode
+            return ConnectionLostError(f"{self._address}: the coordinator's process has ended with code {code}")
+        if self._client is None:
+            return ConnectionLostError(f"{self._address}: the last session has ended, and no other was begun")
+        return self._its_worker().lost or self._client.lost
 
-    def _recover(self) -> None:
-        """Begin anew after a session, or the coordinator itself, was lost; what is open is submitted again."""
-        why = self._lost()
-        if isinstance(why, RolloutError) and not isinstance(why, ConnectionLostError | DeadlineError):
+    def _recover(self, why: Exception) -> None:
+        """Go on after a session, or the coordinator itself, was lost.
+
+        Raises:
+            ConnectionLostError: no coordinator took this rank back in time, or ever will.
+            EngineDeadError: that was why.
+        """
+        if not isinstance(why, ConnectionLostError | DeadlineError) or _is_final(why):
             raise why
-        _log.warning(
-            "%s: %s; %d groups are open here and go on with another session", self._name, why, len(self._groups)
-        )
-        self._barrier = None
+        _log.warning("%s: %s; %d groups are open here and go on", self._name, why, len(self._groups))
         deadline = time.monotonic() + self._timeout_s
+        attempts = 0
         while True:
             try:
-                self._find_coordinator()
-                self._leave_client("it connects anew")
-                self._connect()
-                self._its_worker().reconnect(self._address, self._keys, START_TIMEOUT_S)
-                break
+                self._begin_anew(again=attempts > 0)
+                return
             except (ConnectionLostError, DeadlineError) as exc:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or _is_final(exc):
                     raise ConnectionLostError(
                         f"{self._name}: no coordinator within {self._timeout_s} s (control_timeout_s) after: {why}; the "
                         f"last attempt: {exc}"
                     ) from exc
-                time.sleep(RETRY_S)
-        for group in self._groups.values():
-            if group.missing_and_not_ended():
-                self._loop.call_soon(self._send, group, [] if group.open is None else group.open.known())
+                attempts += 1
 
-    def _find_coordinator(self) -> None:
-        if self._world.rank == 0:
-            if self._coordinator is None or not self._coordinator.alive:
-                self._incarnation += 1
-                self._launch_or_learn(START_TIMEOUT_S)
-        elif self._world.is_published(f"coordinator/{self._incarnation + 1}"):
-            self._incarnation += 1
-            self._launch_or_learn(START_TIMEOUT_S)
+    def _begin_anew(self, again: bool) -> None:
+        replaced = self._find_coordinator(again)
+        # A session that stands is kept: the others would take its end for this rank's.
+        if replaced or self._client is None or self._client.lost is not None:
+            self._barrier, self._began_anew = None, True
+            self._leave_client("it connects anew")
+            self._join(ATTEMPT_S)
+        worker = self._its_worker()
+        if replaced or worker.lost is not None:
+            worker.reconnect(self._address, self._keys, ATTEMPT_S)
+
+    def _find_coordinator(self, again: bool) -> bool:
+        """Whether there is another one than before."""
+        before = self._address, self._keys
+        if self._coordinator is not None:
+            if self._coordinator.alive and not again:
+                return False
+            if self._coordinator.alive:
+                # It does not answer its own host.
+                self._coordinator.kill()
+            self._coordinator.let_go()
+            self._launch_or_learn(self._incarnation + 1)
+            return True
+        if not self._world.is_published(f"coordinator/{self._incarnation + 1}"):
+            return False
+        self._launch_or_learn(self._incarnation + 1)
+        return before != (self._address, self._keys)
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
@@ -200,16 +279,14 @@ class DataParallelBackend:
         """The id the next group gets."""
         return self._next_group_id
 
-    def submit(self, prompt: Prompt, params: SamplingParams, metadata: Any) -> int:
-        """Queue a group at the coordinator; returns its id."""
+    def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
+        """Queue a group at the coordinator."""
         tokens = self._engine.check_request(prompt, params)
-        group_id = self._next_group_id
         if params.seed is None:
             params = params.replace(seed=stream_key(self._base_seed, group_id))
         text = prompt if isinstance(prompt, str) else None
-        self._next_group_id += 1
+        self._next_group_id = max(self._next_group_id, group_id + 1)
         self._open(group_id, tokens, text, params, metadata, time.time(), range(params.n), [])
-        return group_id
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
         """Go on with samples of groups that were saved."""
@@ -243,22 +320,27 @@ class DataParallelBackend:
         samples: Iterable[int],
         known: list[Stretch],
     ) -> None:
-        group = _Group(group_id, tokens, text, params, metadata, arrival_time, set(samples))
+        group = _Group(group_id, tokens, text, params, metadata, arrival_time, set(samples), known)
         self._groups[group_id] = group
-        self._loop.call_soon(self._send, group, known)
+        self._loop.call_soon(self._send, group)
 
     # --- on the loop's thread ---------------------------------------------------------------------------------------
 
-    def _send(self, group: _Group, known: list[Stretch]) -> None:
-        client = self._client
-        if client is None or client.lost is not None or group.group_id not in self._groups:
-            # Aborted meanwhile; or lost, and whoever recovers sends it again.
+    def _send(self, group: _Group) -> None:
+        client, wanted = self._client, tuple(group.missing)
+        if client is None or client.lost is not None or group.ended or not wanted:
+            # Aborted or handed out meanwhile; or lost, and whoever begins anew sends it again.
             return
-        group.open = client.open_group(
-            group.prompt, group.params, arrival_time=group.arrival_time, known=known, wanted=group.missing
-        )
-        group.open.on_update = lambda _, stretch: self._note_ended(group, stretch)
-        group.open.on_done = lambda opened: self._note_done(group, opened)
+        try:
+            opened = client.open_group(
+                group.prompt, group.params, arrival_time=group.arrival_time, known=group.known(), wanted=wanted
+            )
+        except RolloutError as exc:
+            self._fail(group, exc)
+            return
+        group.open = opened
+        opened.on_update = lambda _, stretch: self._note_ended(group, stretch)
+        opened.on_done = lambda opened: self._note_done(group, opened)
 
     def _note_ended(self, group: _Group, stretch: Stretch) -> None:
         if stretch.outcomes is not None:
@@ -269,8 +351,14 @@ class DataParallelBackend:
             self._wake()
 
     def _note_done(self, group: _Group, opened: OpenGroup) -> None:
-        if opened.error is not None and not isinstance(opened.error, ConnectionLostError):
-            self._failed.append((group, opened))
+        if isinstance(opened.error, ConnectionLostError):
+            self._wake()
+        elif opened.error is not None:
+            self._fail(group, opened.error)
+
+    def _fail(self, group: _Group, error: RolloutError) -> None:
+        group.error = error
+        self._failed.append(group)
         self._wake()
 
     def _wake(self) -> None:
@@ -282,12 +370,21 @@ class DataParallelBackend:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the engine has work, samples have ended, or the barrier is passed; recover what was lost."""
-        if self._lost() is not None:
-            self._recover()
+        if (why := self._lost()) is not None:
+            self._recover(why)
+            # Where this rank has come to is said again, before anything is waited for.
+            return
+        if not self._happened:
+            self._engine.refuse_when_stopped()
         patience = min(timeout_s, self._timeout_s)
         if self._its_worker().wait_for_work(patience, or_when=lambda: self._happened) or timeout_s <= patience:
             return
-        self._ask_who_is_missing()
+        try:
+            status = self._status()
+        except (ConnectionLostError, DeadlineError):
+            # The next call begins anew, as soon as the session counts as lost.
+            return
+        self._refuse_if_somebody_is_missing(status)
 
     def advance(self) -> list[DynamicInferenceRequest]:
         """At most one step of the engine; then whatever of this rank's groups has ended, anywhere."""
@@ -303,8 +400,8 @@ class DataParallelBackend:
             if index in group.missing and group.open is not None:
                 results.append(self._hand_out(group, index, group.open.request(index)))
         while self._failed:
-            group, opened = self._failed.popleft()
-            results += [self._hand_out(group, each, _failed(group, each, opened)) for each in sorted(group.missing)]
+            group = self._failed.popleft()
+            results += [self._hand_out(group, each, _failed(group, each)) for each in sorted(group.missing)]
         return results
 
     def _hand_out(self, group: _Group, index: int, result: DynamicInferenceRequest) -> DynamicInferenceRequest:
@@ -325,53 +422,102 @@ class DataParallelBackend:
         if group.open is not None and self._client is not None and self._client.lost is None:
             self._client.abort_request(group.open.request_id)
 
+    def rest(self) -> None:
+        """This rank makes no steps for a while."""
+        if self._worker is not None:
+            self._worker.rest()
+
+    def samples_here(self, samples_missing: int) -> int:
+        """Samples this engine has, whoever asked for them."""
+        scheduler = self._engine.context.scheduler
+        return scheduler.num_active + scheduler.num_waiting
+
     def leave(self) -> bool:
         """Whether every rank has come to the end of its groups; until then this one works for the others."""
+        if self._has_ended_elsewhere():
+            self._barrier = None
+            self._end_call()
+            return True
         if self._lost() is not None:
             return False
         if self._barrier is None:
-            self._barrier = self._come_to_barrier()
+            self._barrier = self._come_to_barrier("generate()", self._timeout_s)
         if not self._barrier.done():
             return False
         barrier, self._barrier = self._barrier, None
         # Of a deadline `wait` has spoken already, and this rank remains where it has come to.
         if isinstance(barrier.exception(), ConnectionLostError | DeadlineError):
+            self._happened = True
             return False
+        self._end_call()
         barrier.result()
         return True
 
     def moved_together(self, what: str) -> None:
         """Wait until all ranks have done the same."""
-        if self._lost() is not None:
-            self._recover()
-        try:
-            self._come_to_barrier().result()
-        except DeadlineError as exc:
-            late = ", ".join(self._status()["barrier_waits_for"]) or "some ranks"
-            raise DeadlineError(
-                f"{what}(): {late} did not do the same within {self._timeout_s} s (control_timeout_s); every rank must"
-            ) from exc
+        if self._barrier is not None and self._barrier.done() and not self._barrier.exception():
+            # Of a generate that was given up here; it has ended everywhere else.
+            self._end_call()
+        self._barrier = None
+        self._meet(f"{what}()", self._timeout_s)
+
+    def _meet(self, call: str, timeout_s: float) -> None:
+        while not self._has_ended_elsewhere():
+            if (why := self._lost()) is not None:
+                self._recover(why)
+            barrier = self._come_to_barrier(call, timeout_s)
+            try:
+                barrier.result()
+            except DeadlineError as exc:
+                late = "some ranks"
+                with suppress(ConnectionLostError, DeadlineError):
+                    late = ", ".join(self._status()["barrier_waits_for"]) or late
+                raise DeadlineError(
+                    f"{call}: {late} did not do the same within {timeout_s} s; every rank must (where it only needs longer: "
+                    "InferenceConfig.control_timeout_s)"
+                ) from exc
+            except ConnectionLostError:
+                continue
+            except EngineStateError:
+                self._end_call()
+                raise
+            break
+        self._end_call()
+
+    def _has_ended_elsewhere(self) -> bool:
+        """Whether the present call is over, as this rank could not hear."""
+        cut_off = self._began_anew or self._lost() is not None
+        return cut_off and self._world.calls_ended() > self._calls_ended
 
     @property
     def held_by_coordinator(self) -> bool:
         """Whether a control call has paused or suspended the engine: another one sets it going."""
         return self._its_worker().held_by_coordinator
 
-    def _come_to_barrier(self) -> Future[None]:
-        client = self._connected()
-        barrier = self._loop.start(client.barrier(client.next_barrier, self._timeout_s))
-        barrier.add_done_callback(lambda _: self._wake())
-        return barrier
+    def _come_to_barrier(self, call: str, timeout_s: float) -> Future[None]:
+        barrier = self._connected().barrier(
+            self._calls_ended, timeout_s, what=call, policy_version=self._engine.policy_version
+        )
+        said = self._loop.start(barrier)
+        said.add_done_callback(lambda _: self._wake())
+        return said
 
-    def _ask_who_is_missing(self) -> None:
-        """Nothing has happened for long: fine while some rank computes, else somebody will never come."""
-        status = self._status()
-        if any(rank["running"] or rank["assigned_samples"] for rank in status["ranks"]):
+    def _end_call(self) -> None:
+        self._calls_ended += 1
+        self._began_anew = False
+        self._world.publish_calls_ended(self._calls_ended)
+
+    def _refuse_if_somebody_is_missing(self, status: dict[str, Any]) -> None:
+        """Nothing has happened for long: fine while some rank computes or all are held, else somebody will never come."""
+        computing = (rank["running"] and rank["since_progress_s"] < self._timeout_s for rank in status["ranks"])
+        if status["state"] != CoordinatorState.RUNNING or any(computing):
             return
+        idle = [rank["name"] for rank in status["ranks"] if rank["assigned_samples"]]
+        late = [name for name in dict.fromkeys((*status["barrier_waits_for"], *idle)) if name != self._name]
         raise DeadlineError(
             f"{self._name}: nothing has happened for {self._timeout_s} s (control_timeout_s), waiting for "
-            f"{', '.join(status['barrier_waits_for']) or 'nobody in particular'} to end generate(); every rank must call "
-            "it, with an empty list where it has no prompts"
+            f"{', '.join(late) or 'nobody in particular'} in generate(); every rank must call it, with an empty list where "
+            "it has no prompts"
         )
 
     def _status(self) -> dict[str, Any]:
@@ -393,16 +539,18 @@ class DataParallelBackend:
         """(group id, updates since the oldest token known of its unfinished samples was sampled)."""
         version = self._engine.policy_version
         for group in self._groups.values():
-            oldest = None if group.open is None else group.open.oldest_version()
+            oldest = group.oldest_version()
             yield group.group_id, 0 if oldest is None else version - oldest
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the unfinished samples of this rank's groups, with the tokens known here."""
-        return [
-            DynamicInferenceRequestRecord.from_request(request)
-            for group in self._groups.values()
-            for request in _interrupted(group, group.open)
-        ]
+
+        async def read() -> list[DynamicInferenceRequest]:
+            return [request for group in list(self._groups.values()) for request in _interrupted(group)]
+
+        # On the thread that adds to what is known.
+        requests = [] if self._closed else self._loop.run(read(), self._timeout_s)
+        return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 
     def close(self) -> None:
         """Leave the others, who take over what this rank was computing. Harmless when repeated."""
@@ -422,10 +570,10 @@ class DataParallelBackend:
             self._loop.run(client.stop(), self._timeout_s)
 
 
-def _interrupted(group: _Group, opened: OpenGroup | None) -> list[DynamicInferenceRequest]:
+def _interrupted(group: _Group) -> list[DynamicInferenceRequest]:
     """The samples that have not been handed out, where they stand."""
     samples = sorted(group.missing)
-    known = {} if opened is None else pieces(opened.known(), samples)
+    known = pieces(group.known(), samples)
     requests = []
     for index in samples:
         piece = known.get(index)
@@ -445,14 +593,18 @@ def _interrupted(group: _Group, opened: OpenGroup | None) -> list[DynamicInferen
     return requests
 
 
-def _failed(group: _Group, index: int, opened: OpenGroup) -> DynamicInferenceRequest:
-    """A sample of a group that ended without a result, with the tokens that are known of it."""
-    (request,) = [each for each in _interrupted(group, opened) if each.sample_index == index]
-    error = opened.error
+def _failed(group: _Group, index: int) -> DynamicInferenceRequest:
+    """A sample of a group that ended without it, with the tokens that are known of it."""
+    (request,) = [each for each in _interrupted(group) if each.sample_index == index]
+    error = group.error
     request.status = Status.FAILED
     request.finish_reason = FinishReason.ABORT if isinstance(error, RequestAbortedError) else FinishReason.ERROR
     request.error = f"{type(error).__name__}: {error}"
     return request
+
+
+def _is_final(error: Exception) -> bool:
+    return isinstance(error, ConnectionLostError) and error.final
 
 
 def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World) -> CoordinatorConfig:

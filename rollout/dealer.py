@@ -131,13 +131,15 @@ class Dealer:
         self._said = self._heard = self._loop.time()
         self._set_timer()
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, quietly: bool = False) -> None:
         """Take leave of the coordinator and close. Harmless when repeated.
 
         Args:
             reason: told to the coordinator, at most 256 characters of it.
+            quietly: not told, and what is still to be sent is dropped: a greeting that nobody has answered must not
+                reach whoever listens there next, as if it were newer than the next greeting.
         """
-        self._shut(reason, f"the connection was closed ({reason})")
+        self._shut(None if quietly else reason, f"the connection was closed ({reason})")
 
     # --- both directions ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
+from math import isfinite
 from operator import attrgetter
+from types import NoneType
 from typing import Any, get_type_hints
 
 import msgpack
@@ -15,7 +18,7 @@ import msgpack
 from rollout.codec import refuse
 from rollout.errors import SerializationError
 from rollout.protocol import MESSAGES, PROTOCOL_VERSION, Message, Stretch
-from rollout.wire_types import Rule
+from rollout.wire_types import TOKEN_BYTES, Rule
 
 MAX_FRAME_BYTES = 64 << 20
 """Longest frame; a longer one is refused unread."""
@@ -74,10 +77,47 @@ _STRETCH = _Row(Stretch)
 def _read_stretches(name: str, value: Any) -> list[Stretch]:
     if type(value) is not list or any(type(row) is not list for row in value):
         refuse(name, value, "a list of stretches")
-    stretches: list[Stretch] = [_STRETCH.read(row) for row in value]
-    for stretch in stretches:
-        stretch.check()
-    return stretches
+    return [Stretch(*row) if _surely_right(row) else _looked_at(row) for row in value]
+
+
+def _looked_at(row: list[Any]) -> Stretch:
+    stretch: Stretch = _STRETCH.read(row)
+    stretch.check()
+    return stretch
+
+
+def _surely_right(row: list[Any]) -> bool:
+    """Whether a stretch passes every rule; False: it must be looked at, field by field.
+
+    Nearly all frames of a job are stretches like these: one run per sample, no top-n. All their numbers are
+    looked at together, in half the time.
+    """
+    try:
+        number, attempt, indices, starts, counts, token_ids, log_probs, versions, ttfts, top_n, texts, outcomes = row
+        columns = [indices, starts, counts, versions, *(each for each in (ttfts, texts, outcomes) if each is not None)]
+        numbers = [number, attempt, *indices, *starts, *counts, *chain.from_iterable(versions)]
+        return (
+            top_n is None
+            and type(token_ids) is type(log_probs) is bytes
+            and {*map(type, columns), *map(type, versions)} == {list}
+            and {*map(len, columns)} == {len({*indices})}
+            and {*map(type, numbers)} == {int}
+            and min(numbers) >= 0
+            and max(numbers) < 2**63
+            and [count for _, _, count in versions] == counts
+            and 0 not in counts
+            and len(token_ids) == len(log_probs) == TOKEN_BYTES * sum(counts)
+            and (ttfts is None or (_TIMES.issuperset(map(type, ttfts)) and all(map(isfinite, filter(None, ttfts)))))
+            and (texts is None or _TEXTS.issuperset(map(type, texts)))
+            and (outcomes is None or _BLOBS.issuperset(map(type, outcomes)))
+        )
+    except (TypeError, ValueError):
+        return False
+
+
+_TIMES = frozenset({float, NoneType})
+_TEXTS = frozenset({str, NoneType})
+_BLOBS = frozenset({bytes, NoneType})
 
 
 _ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}

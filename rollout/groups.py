@@ -6,7 +6,7 @@ results of groups that are not here (aborted, handed out) are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rollout.request import DynamicInferenceRequest
@@ -15,6 +15,8 @@ from rollout.request import DynamicInferenceRequest
 @dataclass
 class _Group:
     size: int
+    prompt: Hashable
+    """What stands for its prompt in the book of lengths."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     oldest_version: int | None = None
     """That sampled any completion token in `results`."""
@@ -42,9 +44,9 @@ class GroupLedger:
         """Ids of groups whose samples have all come back, in order of submission."""
         return [each for each in self._groups if each not in self.unfinished]
 
-    def add(self, group_id: int, size: int) -> None:
+    def add(self, group_id: int, size: int, prompt: Hashable = None) -> None:
         """A group of `size` samples was accepted."""
-        self._groups[group_id] = _Group(size)
+        self._groups[group_id] = _Group(size, prompt)
         self.unfinished.add(group_id)
         self.samples_missing += size
 
@@ -61,6 +63,10 @@ class GroupLedger:
         if len(group.results) == group.size:
             self.unfinished.discard(result.request_id)
         return True
+
+    def prompt(self, group_id: int) -> Hashable:
+        """What `add` was told; None: nothing."""
+        return self._groups[group_id].prompt
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         """(group id, samples), in order of submission."""

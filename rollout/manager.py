@@ -12,6 +12,7 @@ by Ctrl-C in the `generate` that brought it. Whatever else raises, it stays in f
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from rollout import checkpoint
+from rollout import checkpoint, lengths
 from rollout.backend import Backend, LocalBackend
 from rollout.batch import RolloutBatch
 from rollout.config import CoordinatorConfig, InferenceConfig
@@ -32,6 +33,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
 from rollout.groups import GroupLedger
 from rollout.interrupts import interrupt_deferred
+from rollout.lengths import LengthBook
 from rollout.pacing import StalenessPacer
 from rollout.progress import ProgressBar
 from rollout.request import DynamicInferenceRequest
@@ -81,6 +83,7 @@ class RolloutManager:
         self._clock = clock
         self._metrics = RolloutMetrics(self.engine, clock)
         self._groups = GroupLedger()
+        self._lengths = LengthBook()
         self._backend = self._choose_backend(coordinator)
         self._suspension = Suspension(self.engine, self._metrics, lambda: self._backend.held_by_coordinator)
         self._closed = False
@@ -108,6 +111,11 @@ class RolloutManager:
     ) -> RolloutBatch:
         """Sample completions; blocks until they are done.
 
+        On several ranks every rank calls it, with its own prompts or with `[]`, and it ends on all of them together: a
+        rank that is done early computes for the others. A rank on which it raises before that (a prompt that can never
+        be served, `timeout_s`, Ctrl-C) keeps the others waiting until it calls again, or ends; after
+        `control_timeout_s` they raise a `DeadlineError` that names it. `on_error="raise"` raises at the common end.
+
         Args:
             prompts: texts, token id sequences, or lists of chat messages; `[]` is allowed.
             sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
@@ -127,9 +135,11 @@ class RolloutManager:
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
-            EngineStateError: an explicit `pause` or `suspend` was not undone, or the manager is closed.
+            EngineStateError: an explicit `pause` or `suspend` was not undone, or the manager is closed; or the ranks are
+                not of the same policy version, or have not made the same calls (raised on all of them).
             EngineDeadError: too many steps in a row have failed.
-            DeadlineError: `timeout_s` has passed.
+            DeadlineError: `timeout_s` has passed, or another rank does not come; the message names it.
+            ConnectionLostError: the coordinator was lost, and none took its place within `control_timeout_s`.
             RolloutFailedError: see `on_error`.
             KeyboardInterrupt: Ctrl-C, at the end of the step; this call's prompts are given up.
         """
@@ -158,6 +168,9 @@ class RolloutManager:
     ) -> list[int]:
         """Queue prompts; they run during the coming `generate` and `as_completed` calls. Returns their group ids.
 
+        Where the completions of some prompts are known to be long, from earlier calls, these start first: a batch ends
+        with its longest sample.
+
         Raises:
             InvalidRequestError: a prompt can never be served; the message names it. Nothing of this call was queued.
             TypeError: a prompt is none of text, token ids, chat messages, or `prompts` is no list of prompts.
@@ -171,21 +184,27 @@ class RolloutManager:
             raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
         for index, extra in enumerate(extras):
             checkpoint.check_portable(f"metadata[{index}]", extra)
+        first = self._backend.next_group_id
+        keys = [lengths.key(prompt) for prompt in prompts]
         added: list[int] = []
+        where = "prompts"
         try:
-            for prompt, each, extra in zip(prompts, params, extras, strict=True):
+            for position in self._lengths.longest_first(keys):
+                where = f"prompts[{position}]"
                 with interrupt_deferred():
-                    added.append(self._backend.submit(prompt, each, extra))
-                    self._groups.add(added[-1], each.n)
+                    added.append(first + position)
+                    self._backend.submit(added[-1], prompts[position], params[position], extras[position])
+            with interrupt_deferred():
+                for position, key in enumerate(keys):
+                    self._groups.add(first + position, params[position].n, key)
         except BaseException as exc:
-            where = f"prompts[{len(added)}]"
             self.abort(added)
             if isinstance(exc, InvalidRequestError):
                 raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
             if isinstance(exc, TypeError | ConfigError):
                 raise type(exc)(f"{where}: {exc}") from exc
             raise
-        return added
+        return list(range(first, first + len(prompts)))
 
     def as_completed(
         self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
@@ -193,6 +212,9 @@ class RolloutManager:
         """Run, and yield each group as it ends (those submitted meanwhile too, when `group_ids` is None).
 
         Groups that are not asked for, because the loop ended early, stay in flight.
+
+        On several ranks every rank runs such a loop (or a `generate`): its end, early or not, is where they wait for each
+        other, computing for those that go on.
 
         Raises:
             KeyError: a group id that was never given out, or was handed out already.
@@ -205,14 +227,28 @@ class RolloutManager:
         return self._as_completed(chosen, on_error)
 
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
-        while mine := [each for each in self._groups if chosen is None or each in chosen]:
+        try:
+            while mine := [each for each in self._groups if chosen is None or each in chosen]:
+                self._ensure_running()
+                self._run(mine, 1, alone=True)
+                ended = next(each for each in mine if each not in self._groups.unfinished)
+                yield self._hand_out([ended], on_error)
+        except (GeneratorExit, RolloutFailedError):
+            self._end_together()
+            raise
+        self._end_together()
+
+    def _end_together(self) -> None:
+        # At the end of the interpreter the threads that talk to the others have ended already.
+        if not self._closed and not sys.is_finalizing() and not self._backend.leave():
             self._ensure_running()
-            self._run(mine, 1)
-            ended = next(each for each in mine if each not in self._groups.unfinished)
-            yield self._hand_out([ended], on_error)
+            self._run((), 0)
 
     def abort(self, group_ids: Iterable[int]) -> None:
-        """End groups now, handing nothing out; their KV blocks are free when this returns. Unknown ids are ignored."""
+        """End groups now, handing nothing out. Unknown ids are ignored.
+
+        Their KV blocks are free when this returns; those on other ranks, as soon as they have heard of it.
+        """
         with interrupt_deferred():
             for each in list(group_ids):
                 self._groups.drop([each])
@@ -332,7 +368,7 @@ class RolloutManager:
             InvalidRequestError: a request does not fit this engine (a smaller pool than the one that saved it, say).
         """
         self._take_ended()
-        if self._groups or self.engine.has_unfinished:
+        if self._groups or self._backend.snapshot():
             raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
         self._groups, updates_per_round = checkpoint.load(state, self.engine, self._backend)
         self._pacer = StalenessPacer(self.config.max_staleness, updates_per_round)
@@ -381,8 +417,13 @@ class RolloutManager:
         *,
         progress: bool | None = False,
         timeout_s: float | None = None,
+        alone: bool = False,
     ) -> None:
-        """Step until `goal` groups `among` these have ended, and all that are `awaited`."""
+        """Step until `goal` groups `among` these have ended, and all that are `awaited`; then for the others.
+
+        Args:
+            alone: not for the others.
+        """
         groups, must, unfinished = set(among), set(awaited), self._groups.unfinished
 
         def ended() -> int:
@@ -396,10 +437,11 @@ class RolloutManager:
         try:
             with ProgressBar(goal, progress) as bar, self.engine.installation:
                 # The backend may have others to help, and they may have work for this engine even where there is none.
-                while not reached() or not self._backend.leave():
+                while not reached() or not (alone or self._backend.leave()):
                     self._step(self._left(deadline, timeout_s))
                     bar.show(ended, self.engine.context.scheduler.num_active)
         finally:
+            self._backend.rest()
             self._metrics.enter_phase("train")
             self._sync_metrics()
 
@@ -408,7 +450,8 @@ class RolloutManager:
         if left < 0:
             raise DeadlineError(
                 f"generate() passed timeout_s={timeout_s} with {len(self._groups.unfinished)} of {len(self._groups)} "
-                "groups unfinished; they stay in flight: call generate([], min_groups=...) to go on"
+                "groups unfinished here (other ranks may have more); they stay in flight: call generate([], "
+                "min_groups=...) to go on"
             )
         return left
 
@@ -416,7 +459,7 @@ class RolloutManager:
         self._backend.wait(timeout_s)
         with interrupt_deferred():
             self._take(self._backend.advance())
-        self._metrics.step(self._groups.samples_missing)
+        self._metrics.step(self._backend.samples_here(self._groups.samples_missing))
 
     def _take_ended(self) -> None:
         self._take(self._backend.take_ended())
@@ -424,6 +467,9 @@ class RolloutManager:
     def _take(self, results: list[DynamicInferenceRequest]) -> None:
         for result in filter(self._groups.take, results):
             self._metrics.result(result)
+            key = self._groups.prompt(result.request_id)
+            if result.error is None and key is not None:
+                self._lengths.observe(key, len(result.generated_tokens))
 
     def _too_old(self) -> set[int]:
         self._pacer.begin_round(self.policy_version)
@@ -455,7 +501,7 @@ class RolloutManager:
         self._suspension.ensure_running()
 
     def _sync_metrics(self) -> None:
-        self._metrics.sync(self._groups.samples_missing, len(self._groups))
+        self._metrics.sync(self._backend.samples_here(self._groups.samples_missing), len(self._groups))
 
 
 def _check_on_error(on_error: str) -> None:

@@ -446,6 +446,10 @@ class Barrier(Message):
 
     header = 45
     index: Count
+    what: Name = ""
+    """The call that ends there."""
+    policy_version: Count = 0
+    """Of its weights."""
 
 
 @dataclass(slots=True)
@@ -454,6 +458,8 @@ class BarrierDone(Message):
 
     header = 46
     index: Count
+    differences: Text = ""
+    """Which members came there with which call and version, where they are not the same."""
 
 
 @dataclass(slots=True)

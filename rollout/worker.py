@@ -12,7 +12,6 @@ Promises:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
 from rollout.loop_thread import LoopThread
 from rollout.outcome import Growth
-from rollout.protocol import PROTOCOL_VERSION, Message, Refused, Register, RegisterAck
+from rollout.protocol import PROTOCOL_VERSION, Message, Progress, Refused, Register, RegisterAck
 from rollout.rank_session import Key, Known, RankSession
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
@@ -41,17 +40,15 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 10.0
 """For the socket's and the apply thread's last acts."""
-ATTEMPT_S = 10.0
-"""For one attempt to find the coordinator again, over a socket of its own."""
+FIRST_ATTEMPT_S = 1.0
+LONGEST_ATTEMPT_S = 10.0
+"""For one attempt to find the coordinator again, over a socket of its own: doubling from the first to the longest. The
+first may have reached a coordinator in its last second, which hears no more."""
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 2.0
 """Between two attempts: doubling from the first to the longest."""
 
-"""What the reason begins with when another process has registered by the same name."""
-
 _HELD = (EngineState.PAUSED, EngineState.SUSPENDED)
-
-_log = logging.getLogger(__name__)
 
 
 class SeamOfEngine:
@@ -59,6 +56,8 @@ class SeamOfEngine:
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
+        self.resting = False
+        """Nobody steps the engine: nothing in it runs."""
         self._changes = CacheChanges()
 
     def begin(self) -> list[int]:
@@ -145,7 +144,8 @@ class SeamOfEngine:
     def load(self) -> tuple[int, int]:
         """(running, waiting) samples."""
         scheduler = self.engine.context.scheduler
-        return scheduler.num_active, scheduler.num_waiting
+        running, waiting = scheduler.num_active, scheduler.num_waiting
+        return (0, running + waiting) if self.resting else (running, waiting)
 
 
 @dataclass(eq=False)
@@ -268,13 +268,13 @@ class EngineWorker:
         self.address = self.address if address is None else address
         self._keys = self._keys if keys is None else keys
         limit = self.reconnect_timeout_s if timeout_s is None else timeout_s
-        deadline, pause = time.monotonic() + limit, FIRST_RETRY_S
+        deadline, attempt, pause = time.monotonic() + limit, FIRST_ATTEMPT_S, FIRST_RETRY_S
         while True:
             left = deadline - time.monotonic()
             try:
-                self._connect(max(0.0, min(left, ATTEMPT_S)))
+                self._connect(max(0.0, min(left, attempt)))
             except (ConnectionLostError, DeadlineError) as exc:
-                if left <= ATTEMPT_S and deadline - time.monotonic() <= 0:
+                if left <= attempt and deadline - time.monotonic() <= 0:
                     raise ConnectionLostError(
                         f"{self.address}: no session of worker {self.name!r} within {limit} s; the last attempt: {exc}"
                     ) from exc
@@ -282,6 +282,7 @@ class EngineWorker:
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, max(0.0, min(pause, deadline - time.monotonic())))
+            attempt = min(2 * attempt, LONGEST_ATTEMPT_S)
             pause = min(2 * pause, LONGEST_RETRY_S)
 
     def _connect(self, timeout_s: float) -> None:
@@ -342,12 +343,12 @@ class EngineWorker:
             )
         return link
 
-    def _drop(self, link: _Link, reason: str) -> None:
+    def _drop(self, link: _Link, reason: str, quietly: bool = False) -> None:
         """End a session from here. The engine's lock is held."""
         link.session.lost()
         if not link.cut:
             link.cut = True
-            self._its_loop().call_soon(self._shut, link, reason)
+            self._its_loop().call_soon(self._shut, link, reason, quietly)
 
     def _its_loop(self) -> LoopThread:
         if self._loop is None:
@@ -372,8 +373,8 @@ class EngineWorker:
         if link.dealer.is_open:
             link.dealer.send(message)
 
-    def _shut(self, link: _Link, reason: str) -> None:
-        link.dealer.close(reason)
+    def _shut(self, link: _Link, reason: str, quietly: bool) -> None:
+        link.dealer.close(reason, quietly=quietly)
 
     # --- on the apply thread ----------------------------------------------------------------------------------------
 
@@ -435,8 +436,10 @@ class EngineWorker:
                 f"{PROTOCOL_VERSION}; upgrade {older}"
             )
         if isinstance(message, Refused):
-            _log.warning(
-                "%s refused a message of worker %r (%s): %s", self.address, self.name, message.code, message.text
+            raise ConnectionLostError(
+                f"{self.address}: the coordinator could not take a frame of worker {self.name!r} ({message.code}): "
+                f"{message.text}; this is a bug or a mix of versions",
+                final=True,
             )
         self._ended += link.session.receive(message)
 
@@ -451,7 +454,7 @@ class EngineWorker:
         self._ended += link.session.report(ended, steps=steps, everything=everything)
 
     def _lose(self, link: _Link, error: Exception) -> Exception:
-        self._drop(link, f"{type(error).__name__}: {error}")
+        self._drop(link, f"{type(error).__name__}: {error}", quietly=isinstance(error, DeadlineError))
         link.error = self.lost = error
         return error
 
@@ -470,6 +473,7 @@ class EngineWorker:
             link = self._link
             if not self._has_work():
                 return False
+            self._seam.resting = False
             ended = self.engine.step()
             if self.engine.state is EngineState.STOPPED:
                 self._engine_died(link, ended)
@@ -478,6 +482,15 @@ class EngineWorker:
             else:
                 self._ended += ended
             return True
+
+    def rest(self) -> None:
+        """No step is made for a while: say what is known up to here, and that nothing runs."""
+        with self.engine.locked():
+            self._seam.resting = True
+            link = self._link
+            if link is not None and link.session.entered and not link.cut:
+                self._report(link, [], everything=True)
+                self._send(link, Progress([], b"", b"", False, *self._seam.load()))
 
     def _engine_died(self, link: _Link | None, ended: list[DynamicInferenceRequestRecord]) -> None:
         numbers: Container[int] = () if link is None else link.session.numbers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol
@@ -13,8 +14,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rollout.errors import ConfigError, DeadlineError
+from rollout.keys import is_loopback
 
 _numbers = count()
+WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
+"""Hosts that mean: listen everywhere."""
+_CALLS_ENDED = "calls_ended"
+HOSTS_TIMEOUT_S = 120.0
+"""For all ranks to say on which host they are."""
 
 
 class Store(Protocol):
@@ -57,21 +64,37 @@ class World:
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
         size = dist.get_world_size()
-        return cls(
-            dist.get_rank(),
-            size,
-            distributed_c10d._get_default_store(),
-            f"rollout/{next(_numbers)}",
-            os.environ.get("LOCAL_WORLD_SIZE") == str(size) or _same_host(size),
-        )
+        store = distributed_c10d._get_default_store()
+        world = cls(dist.get_rank(), size, store, f"rollout/{next(_numbers)}", one_host=True)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            return world
+        return replace(world, one_host=world._share_a_host())
+
+    def _share_a_host(self) -> bool:
+        mine = socket.gethostname().encode()
+        self.publish(f"host/{self.rank}", mine)
+        return all(self.wait_for(f"host/{rank}", HOSTS_TIMEOUT_S) == mine for rank in range(self.size))
 
     def publish(self, key: str, value: bytes) -> None:
         """Leave a value for the others."""
         self.store.set(f"{self.prefix}/{key}", value)
 
     def is_published(self, key: str) -> bool:
-        """Whether it is there."""
-        return self.store.check([f"{self.prefix}/{key}"])
+        """Whether it is there; nothing is in a store that has gone with the process that held it."""
+        try:
+            return self.store.check([f"{self.prefix}/{key}"])
+        except dist.DistError:
+            return False
+
+    def publish_calls_ended(self, count: int) -> None:
+        """So many calls of all ranks together have ended. Every rank says so of each, before it makes the next."""
+        # The store dies with the process that holds it; whoever goes on without can do without this, too.
+        with suppress(dist.DistError):
+            self.publish(_CALLS_ENDED, str(count).encode())
+
+    def calls_ended(self) -> int:
+        """The highest count that any rank has published."""
+        return int(self.store.get(f"{self.prefix}/{_CALLS_ENDED}")) if self.is_published(_CALLS_ENDED) else 0
 
     def wait_for(self, key: str, timeout_s: float) -> bytes:
         """The value, as soon as it is there.
@@ -100,14 +123,26 @@ class World:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 # Sends nothing: it asks the kernel which of its addresses leads there.
                 probe.connect(target)
-                return str(probe.getsockname()[0])
+                mine = str(probe.getsockname()[0])
         except OSError as exc:
             raise ConfigError(
                 f"MASTER_ADDR={master!r} does not tell this host's address ({exc}); set CoordinatorConfig(host=...)"
             ) from exc
+        if is_loopback(mine):
+            raise ConfigError(
+                f"MASTER_ADDR={master!r} is {mine} on this host, where the other hosts of the job cannot reach it; set "
+                "CoordinatorConfig(host=...) to an address that they can"
+            )
+        return mine
 
+    def reachable(self, address: str) -> str:
+        """`tcp://host:port` with a host that the other ranks can connect to, where it is a wildcard.
 
-def _same_host(size: int) -> bool:
-    names: list[str | None] = [None] * size
-    dist.all_gather_object(names, socket.gethostname())
-    return len(set(names)) == 1
+        Raises:
+            ConfigError: it cannot be told.
+        """
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        if host not in WILDCARDS:
+            return address
+        mine = "127.0.0.1" if self.one_host else self.address_for_others()
+        return f"tcp://[{mine}]:{port}" if ":" in mine else f"tcp://{mine}:{port}"

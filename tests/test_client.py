@@ -590,11 +590,14 @@ async def test_a_group_may_be_opened_for_whoever_listens_to_it_himself():
 
 
 @asynchronous
-async def test_a_refused_frame_is_logged_and_the_rest_goes_on(caplog):
+async def test_a_frame_that_the_coordinator_cannot_take_ends_the_session_and_nothing_waits_for_ever():
     async with connected() as (client, fake):
+        future = client.add_request(PROMPT)
         fake.say(fake.peers[0], Refused("malformed", "that frame was odd", over=False))
-        assert await client.add_request(PROMPT)
-    assert "that frame was odd" in caplog.text
+        with pytest.raises(ConnectionLostError, match="that frame was odd"):
+            await future
+        assert client.lost is not None
+        assert client.lost.final
 
 
 @asynchronous

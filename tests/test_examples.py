@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,26 @@ def test_the_example_runs_and_leaves_a_picture(name: str, tmp_path: Path) -> Non
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out" in done.stdout
+    pictures = list(tmp_path.glob("*.png"))
+    assert pictures, "no picture"
+    assert pictures[0].stat().st_size > 10_000
+    assert list(tmp_path.rglob("*.wandb")), "wandb has written nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_data_parallel_example_runs_on_two_ranks_and_shows_the_balance(tmp_path: Path) -> None:
+    environment = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(ROOT / "examples" / "data_parallel_grpo.py"), "--quick", "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=500, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2 ranks" in done.stdout
+    assert "tokens asked → computed by rank, max/mean" in done.stdout
+    rows = re.findall(r"([\d,]+) ([\d,]+) → ([\d,]+) ([\d,]+)  \d\.\d\d → \d\.\d\d", done.stdout)
+    assert rows, done.stdout
     pictures = list(tmp_path.glob("*.png"))
     assert pictures, "no picture"
     assert pictures[0].stat().st_size > 10_000

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import SerializationError
-from rollout.frames import MAX_FRAME_BYTES, LostFramesError, Sequencer, decode, encode
+from rollout.frames import MAX_FRAME_BYTES, LostFramesError, Sequencer, _looked_at, _surely_right, decode, encode
 from rollout.protocol import MESSAGES, Disconnect, Heartbeat, Message, Refused, Stretch, Submit, Update, farewell
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 from rollout.wire_types import SET_VERSION, Rule
@@ -243,3 +243,31 @@ def test_a_frame_nobody_could_read_counts_as_one():
     assert frames.accept(0)
     frames.skip()
     assert frames.accept(2)
+
+
+def plain_stretch() -> list[Any]:
+    """One as nearly all are: whole samples, one version each."""
+    return [7, 3, [0, 2], [0, 5], [2, 1], b"\1\0\0\0" * 3, b"\0\0\0\0" * 3, [[1, 1, 2], [0, 1, 1]], [0.5, None], None,
+            ["ab", None], [b"o", None]]  # fmt: skip
+
+
+STRAY_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 6), st.just(2**63), st.floats(), st.text(max_size=2),
+    st.binary(max_size=12), st.lists(st.integers(-1, 3), max_size=4), st.lists(st.none(), max_size=3),
+    st.lists(st.lists(st.integers(-1, 3), max_size=5), max_size=3), st.lists(st.floats(), max_size=3),
+)  # fmt: skip
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 11), STRAY_VALUES), max_size=3), st.integers(-1, 1))
+def test_the_quick_look_at_a_stretch_lets_nothing_pass_that_the_rules_refuse(changes, length):
+    row = plain_stretch()
+    for field, value in changes:
+        row[field] = value
+    row = row[:-1] if length < 0 else [*row, None] if length > 0 else row
+    if _surely_right(row):
+        assert _looked_at(row) == Stretch(*row)
+
+
+def test_the_quick_look_takes_the_usual_stretch():
+    assert _surely_right(plain_stretch())

@@ -39,7 +39,7 @@ from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.spans import VersionSpans
 from rollout.state import EngineState
-from tests.models import greedy, make_model, make_tokenizer
+from tests.models import VOCAB, greedy, make_model, make_tokenizer
 from tests.rollouts import (
     DenseLedger,
     assert_nothing_leaked,
@@ -998,3 +998,25 @@ def test_nobody_asked_and_a_bar_is_for_a_terminal_and_for_patience(monkeypatch):
         bar.show(lambda: 9, running=3)
     assert "4/4" in terminal.getvalue()
     assert "running=3" in terminal.getvalue()
+
+
+def test_prompts_whose_completions_were_long_start_first_the_next_time(model):
+    """A batch ends with its longest sample; one that starts last is computed nearly alone."""
+    rollout = make_rollout(model, max_requests=1)
+    prompts, lengths = [[5], [6], [7], [8]], [3, 12, 1, 7]
+    params = [tokens(length) for length in lengths]
+    first = rollout.generate(prompts, params)
+    again = rollout.generate(prompts, params)
+    assert again.response_lengths.tolist() == lengths
+    began = [request.events[1].timestamp for request in (again[index] for index in range(4))]
+    assert sorted(range(4), key=began.__getitem__) == [1, 3, 0, 2]
+    assert sorted(range(4), key=[first[index].events[1].timestamp for index in range(4)].__getitem__) == [0, 1, 2, 3]
+
+
+def test_a_bad_prompt_is_named_by_its_place_in_whatever_order_they_start(model):
+    rollout = make_rollout(model)
+    rollout.generate([[5], [6]], [tokens(1), tokens(9)])
+    with pytest.raises(InvalidRequestError, match=r"prompts\[2\]"):
+        rollout.generate([[5], [6], [VOCAB + 7], [7]], tokens(2))
+    assert rollout.groups_in_flight == 0
+    assert len(rollout.generate([[5], [6]], tokens(2))) == 2

@@ -6,6 +6,7 @@ longer waited for. A barrier completes when every member has come to it; a membe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from rollout.coordinator.peers import Peers
 from rollout.protocol import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
 from rollout.wire_types import SET_VERSION
+
+MAX_NAMES = 8
+"""Members that are named one by one."""
 
 
 @dataclass(eq=False)
@@ -118,13 +122,10 @@ class ControlPlane:
         """End the calls whose deadline has passed, naming the engines that have not answered."""
         for command_id, call in list(self._calls.items()):
             if call.deadline <= now:
-                names = sorted(call.awaited.values())
-                self._end(
-                    command_id,
-                    "DeadlineError",
-                    f"{call.signal}: {', '.join(names)} did not answer within {call.timeout_s} s; all others have",
-                    names,
-                )
+                late = sorted(call.awaited.values())
+                text = f"{call.signal}: {', '.join(late)} did not answer within {call.timeout_s} s"
+                text += f"; {_failed(call)}" if call.failures else "; all others have"
+                self._end(command_id, "ControlError", text, sorted({*late, *call.failures}))
 
     def _settle(self, command_id: int) -> None:
         call = self._calls[command_id]
@@ -133,8 +134,7 @@ class ControlPlane:
         if not call.failures:
             self._end(command_id, None, "", [])
             return
-        what = "; ".join(f"{name}: {why}" for name, why in sorted(call.failures.items()))
-        self._end(command_id, "ControlError", f"{call.signal}: {what}", sorted(call.failures))
+        self._end(command_id, "ControlError", f"{call.signal}: {_failed(call)}", sorted(call.failures))
 
     def _end(self, command_id: int, error: str | None, text: str, engines: list[str]) -> None:
         call = self._calls.pop(command_id)
@@ -145,13 +145,24 @@ class ControlPlane:
             self._peers.say(client, ControlDone(call.call_id, error, text, engines))
 
 
+def _failed(call: Call) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in sorted(call.failures.items()))
+
+
 class Barriers:
-    """Members come to numbered barriers; each is told when all have come."""
+    """Members come to numbered barriers; each is told when all have come.
+
+    One whose session is lost may come back at once, with another, so it is waited for during a grace.
+    """
 
     def __init__(self, peers: Peers, size: int) -> None:
         self._peers = peers
         self._size = size
         self._departed: set[str] = set()
+        self._awaited_until: dict[str, float] = {}
+        """Members whose session was lost."""
+        self._words: dict[bytes, Barrier] = {}
+        """What each member said last."""
         self.passed = NO_BARRIER
         """The furthest barrier that every member has come to."""
 
@@ -159,15 +170,29 @@ class Barriers:
         """A member has connected; it starts at the next barrier."""
         client.barrier = client.answered = self.passed
         self._departed.discard(client.name)
+        self._awaited_until.pop(client.name, None)
 
-    def left(self, client: ClientPeer) -> None:
-        """A member has gone: the others wait for it no longer."""
-        self._departed.add(client.name)
-        self._settle()
+    def left(self, client: ClientPeer, awaited_until: float) -> None:
+        """A member has gone: the others wait for it until then, and no longer."""
+        self._awaited_until[client.name] = awaited_until
+        self._words.pop(client.identity, None)
+
+    def expire(self, now: float) -> None:
+        """Wait no longer for members that have not come back in time."""
+        gone = [name for name, until in self._awaited_until.items() if until <= now]
+        for name in gone:
+            del self._awaited_until[name]
+            self._departed.add(name)
+        if gone:
+            self._settle()
 
     def come(self, client: ClientPeer, message: Barrier) -> None:
         """A member stands at a barrier."""
         client.barrier = max(client.barrier, message.index)
+        # Whoever asks again has lost the answer, with an earlier session.
+        client.answered = min(client.answered, message.index - 1)
+        if client.member:
+            self._words[client.identity] = message
         self._settle()
 
     def missing(self) -> list[str]:
@@ -186,8 +211,26 @@ class Barriers:
         if not members or len(members) < self._size - len(self._departed):
             return
         self.passed = max(self.passed, min(member.barrier for member in members))
+        differences: dict[int, str] = {}
         for member in members:
             reached = min(member.barrier, self.passed)
             if reached > member.answered:
                 member.answered = reached
-                self._peers.say(member, BarrierDone(reached))
+                if reached not in differences:
+                    differences[reached] = self._differences(reached)
+                self._peers.say(member, BarrierDone(reached, differences[reached]))
+
+    def _differences(self, index: int) -> str:
+        said: dict[str, list[str]] = defaultdict(list)
+        for member in sorted(self._members(), key=lambda member: member.name):
+            word = self._words.get(member.identity)
+            if word is not None and word.index == index:
+                said[f"{word.what or 'a barrier'} at policy version {word.policy_version}"].append(member.name)
+        if len(said) < 2:
+            return ""
+        return "; ".join(f"{_some_of(names)}: {word}" for word, names in said.items())
+
+
+def _some_of(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"

@@ -53,6 +53,7 @@ from rollout.protocol import (
 )
 from rollout.seeds import stream_key
 from rollout.state import ControlSignal, CoordinatorState, EngineState
+from rollout.wire_types import TOKEN_BYTES
 
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
 """Of a prompt and what is known of its samples: with all the rest it must fit into one frame again."""
@@ -121,14 +122,22 @@ class CoordinatorCore:
         peer = self.peers.get(identity)
         if peer is None:
             self._greet(identity, sequence, message)
-            return
+            self._count_empty_time()
+        elif self._is_next(peer, sequence):
+            self._take(peer, message)
+        self._go_on()
+
+    def _is_next(self, peer: Peer, sequence: int) -> bool:
         try:
-            if not peer.frames.accept(sequence):
-                return
+            new = peer.frames.accept(sequence)
         except LostFramesError as exc:
             self._end_session(peer, "lost_frames", str(exc))
-            return
-        peer.heard = now
+            return False
+        if new:
+            peer.heard = self._now
+        return new
+
+    def _take(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, Disconnect):
@@ -139,8 +148,7 @@ class CoordinatorCore:
             self._from_rank(peer, message)
         else:
             kind = "client" if isinstance(peer, ClientPeer) else "rank"
-            self.refuse(identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
-        self._go_on()
+            self.refuse(peer.identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
         """A frame of this peer was no good; it hears why, and goes on."""
@@ -187,11 +195,12 @@ class CoordinatorCore:
             elif now - peer.spoken >= interval / 2:
                 self.peers.say(peer, Heartbeat())
         self.control.expire(now)
+        self.barriers.expire(now)
         while (late := self._deadlines.head()) is not None and late.deadline <= now:
             self._deadlines.pop()
             self._fail(late, "RequestTimeoutError", "its timeout_s has passed")
-        self._give_up_what_nobody_can_take()
         self._count_empty_time()
+        self._give_up_what_nobody_can_take()
         self._go_on()
 
     def next_deadline(self) -> float:
@@ -211,13 +220,22 @@ class CoordinatorCore:
         request, _ = self._texts.pop(job_id, (None, None))
         if request is None or not request.open:
             return
-        if isinstance(tokens, Exception):
-            self._fail(request, "InvalidRequestError", f"its prompt cannot be tokenised: {tokens}")
-            return
-        request.prompt = np.asarray(tokens, "<i4").tobytes()
-        self.peers.say(request.client, Accepted(request.client_request_id, request.prompt))
-        self.dispatcher.enqueue(request)
+        refusal = self._take_tokens(request, tokens)
+        if refusal is not None:
+            self._fail(request, "InvalidRequestError", refusal)
         self._go_on()
+
+    def _take_tokens(self, request: OpenRequest, tokens: Sequence[int] | Exception) -> str | None:
+        if isinstance(tokens, Exception):
+            return f"its prompt cannot be tokenised: {tokens}"
+        prompt = np.asarray(tokens, "<i4").tobytes()
+        if len(prompt) > MAX_REQUEST_BYTES:
+            return f"its prompt is {len(tokens)} tokens: at most {MAX_REQUEST_BYTES // TOKEN_BYTES} are taken"
+        request.client.open_bytes += len(prompt) - request.prompt_bytes
+        request.prompt, request.prompt_bytes = prompt, len(prompt)
+        self.peers.say(request.client, Accepted(request.client_request_id, prompt))
+        self.dispatcher.enqueue(request)
+        return None
 
     def detokenized(self, job_id: int, texts: Sequence[str | None], now: float) -> None:
         """The texts of completions that have ended."""
@@ -264,6 +282,7 @@ class CoordinatorCore:
                     "running": rank.running,
                     "waiting": rank.waiting,
                     "silent_for_s": max(0.0, self._now - rank.heard),
+                    "since_progress_s": max(0.0, self._now - rank.progressed),
                 }
                 for rank in sorted(self.peers.ranks.values(), key=lambda rank: rank.name)
             ],
@@ -330,7 +349,7 @@ class CoordinatorCore:
             self._end_session(self.peers.rank_named(message.name), "replaced", text)
         rank = RankPeer(
             identity, message.name, self._now, self._now, _begun(), message.slots, EngineState(message.state),
-            message.policy_version,
+            message.policy_version, progressed=self._now,
         )  # fmt: skip
         self.peers.add_rank(rank)
         self.dispatcher.add_rank(rank, np.frombuffer(message.hashes, "<i8").tolist())
@@ -359,7 +378,8 @@ class CoordinatorCore:
             for request in list(peer.requests.values()):
                 self._close(request)
             if peer.member:
-                self.barriers.left(peer)
+                self.barriers.left(peer, self._now + self.config.heartbeat_timeout_s * died)
+                self.barriers.expire(self._now)
         else:
             self._lose_rank(cast(RankPeer, peer), why, died)
         self._count_empty_time()
@@ -371,12 +391,13 @@ class CoordinatorCore:
                 self._fail(
                     request,
                     "RankLostError",
-                    f"{request.losses} ranks were lost while it was there, the last, {rank.name!r}, because: {why}; it is "
-                    f"given to no other (max_rank_losses={self.config.max_rank_losses})",
+                    f"{request.losses} ranks were lost while it was there, without a new token of it; the last, "
+                    f"{rank.name!r}, because: {why}; it is given to no other "
+                    f"(max_rank_losses={self.config.max_rank_losses})",
                 )
 
     def _count_empty_time(self) -> None:
-        self._without_rank_since = _since(self._without_rank_since, not self.peers.ranks, self._now)
+        self._without_rank_since = _since(self._without_rank_since, not self.dispatcher.somebody_ready, self._now)
         self._without_peer_since = _since(self._without_peer_since, not len(self.peers), self._now)
         if self._without_peer_since is not None:
             idle = self._now - self._without_peer_since >= self.config.idle_exit_s
@@ -385,8 +406,11 @@ class CoordinatorCore:
     def _give_up_what_nobody_can_take(self) -> None:
         limit = self.config.no_rank_timeout_s
         if self._without_rank_since is not None and self._now - self._without_rank_since >= limit:
+            here = f"{len(self.peers.ranks)} of data_parallel_size={self.config.data_parallel_size} are here"
+            why = f"there has been no rank that is ready for {limit} s (no_rank_timeout_s); {here}"
             for request in self._open_requests():
-                self._fail(request, "RequestTimeoutError", f"there has been no rank for {limit} s (no_rank_timeout_s)")
+                if request.queued:
+                    self._fail(request, "RequestTimeoutError", why)
         for request in list(self.dispatcher.too_new):
             request.too_new_since = _since(request.too_new_since, True, self._now)
             if not request.closed and self._now - cast(float, request.too_new_since) >= limit:
@@ -466,7 +490,7 @@ class CoordinatorCore:
             self._start_text_job(request, None, text=message.prompt)
         else:
             request.prompt = message.prompt
-            self.dispatcher.enqueue(request)
+        self.dispatcher.enqueue(request)
 
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
         if self.state is CoordinatorState.STOPPING:
@@ -533,6 +557,7 @@ class CoordinatorCore:
             self._moved(rank, EngineState(message.state), message.policy_version)
             rank.ready = True
             self.dispatcher.rank_moved()
+            self._count_empty_time()
         elif isinstance(message, CommandAck):
             self._moved(rank, EngineState(message.state), message.policy_version)
             self.control.acknowledged(rank, message)
@@ -546,7 +571,7 @@ class CoordinatorCore:
         self.control.policy_version = max(self.control.policy_version, policy_version)
 
     def _progress(self, rank: RankPeer, message: Progress) -> None:
-        rank.running, rank.waiting = message.running, message.waiting
+        rank.running, rank.waiting, rank.progressed = message.running, message.waiting, self._now
         if message.blocks_added or message.blocks_removed or message.flushed:
             self.router.reported(
                 rank.name,
@@ -571,6 +596,9 @@ class CoordinatorCore:
     def _advance(self, assignment: Assignment, stretch: Stretch) -> None:
         request = assignment.request
         ended = request.absorb(stretch)
+        if request.losses and any(stretch.counts):
+            # It is not what kills them: whatever it reaches is known, so that it gets further every time.
+            request.losses = 0
         if ended:
             self.dispatcher.ended(assignment, ended)
         if not ended or self.config.tokenizer is None or stretch.texts is not None:

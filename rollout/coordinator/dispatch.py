@@ -6,8 +6,7 @@ number of open samples assigned to it; an attempt is never used twice. No I/O, n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -21,8 +20,7 @@ from rollout.protocol import Assign, Cancel
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleRecord:
+class ScheduleRecord(NamedTuple):
     """One routing decision."""
 
     request_id: int
@@ -48,6 +46,7 @@ class Dispatcher:
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
         """Requests with tokens of a version that no rank has reached."""
+        self._deterministic = config.deterministic_mode
         self._block_size = config.block_size_tokens
         self._peers = peers
         self._queue = LazyHeap[OpenRequest](lambda request: bool(request.queued))
@@ -59,7 +58,15 @@ class Dispatcher:
     @property
     def queued_samples(self) -> int:
         """Samples that no rank has."""
-        return sum(len(request.queued) for request in self._queue)
+        return sum(len(request.queued) for request in {*self._queue, *self.too_new})
+
+    @property
+    def somebody_ready(self) -> bool:
+        """Whether anybody gets work at all, be it now or when there is room."""
+        if self._deterministic:
+            # Who is there already would depend on timing.
+            return self.router.complete and bool(self._peers.ranks) and not self._unready
+        return len(self._peers.ranks) > len(self._unready)
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
@@ -103,14 +110,18 @@ class Dispatcher:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: OpenRequest) -> None:
-        """Queue the samples of a request that no rank has; higher priority first, then in order of arrival."""
-        if request.prompt is not None and request.queued and not request.in_queue:
+        """Queue the samples of a request that no rank has; higher priority first, then in order of arrival.
+
+        In deterministic mode the order of arrival alone counts, and nobody overtakes a text that is being tokenised:
+        what else waits here depends on timing.
+        """
+        if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
-            self._queue.put((-request.priority, request.request_id), request)
+            self._queue.put((0 if self._deterministic else -request.priority, request.request_id), request)
 
     def dispatch(self) -> None:
         """Give queued samples to ranks until nobody has room."""
-        while self._peers.ranks and (request := self._queue.head()) is not None:
+        while self.somebody_ready and (request := self._queue.head()) is not None and request.prompt is not None:
             exclude = self._unready
             if request.newest_version > self._oldest_version:
                 exclude = exclude | {
@@ -125,11 +136,11 @@ class Dispatcher:
                 return
             self._take_head()
             samples = sorted(request.queued)
+            request.queued.clear()
+            request.too_new_since = None
             for placement in placements:
-                self._assign(request, placement, samples[: placement.samples])
+                self._place(request, placement, samples[: placement.samples])
                 del samples[: placement.samples]
-            request.queued = set(samples)
-            self.enqueue(request)
 
     def ended(self, assignment: Assignment, samples: list[int]) -> None:
         """Some samples of an assignment have ended."""
@@ -156,16 +167,19 @@ class Dispatcher:
             request.hashes = compute_block_hashes_batched(prompt, self._block_size)
         return request.hashes
 
-    def _assign(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
+    def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
         rank = self._peers.rank_named(placement.rank)
+        index, blocks = self.router.index(rank.name), len(request.hashes or [])
+        self.decisions.append(ScheduleRecord(request.request_id, index, blocks, placement.matched))
+        for portion in request.portions(samples):
+            self._assign(request, rank, portion)
+
+    def _assign(self, request: OpenRequest, rank: RankPeer, samples: list[int]) -> None:
         hashes = request.hashes or []
         claim = self.router.assigned(rank.name, hashes, len(samples))
         assignment = Assignment(self._next_attempt, request, rank, set(samples), claim)
         self._next_attempt += 1
         request.assignments[assignment.attempt] = rank.assignments[assignment.attempt] = assignment
-        self.decisions.append(
-            ScheduleRecord(request.request_id, self.router.index(rank.name), len(hashes), placement.matched)
-        )
         self._peers.say(
             rank,
             Assign(

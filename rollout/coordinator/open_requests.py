@@ -5,18 +5,28 @@ Always true: the tokens known of a sample are contiguous from 0. No I/O, no cloc
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import add
 
-from rollout.coordinator.routing import Claim
+from rollout.coordinator.prefixes import Claim
 from rollout.errors import SerializationError
 from rollout.frames import Sequencer
 from rollout.protocol import Stretch
 from rollout.state import EngineState
+from rollout.wire_types import TOKEN_BYTES
 
 MAX_SAMPLES = 1 << 16
 """Largest group."""
 
+MAX_KNOWN_BYTES = 16 << 20
+"""Of known tokens, log-probs and top-n rows in one assignment: with the prompt they must fit into a frame."""
+
 NO_BARRIER = -1
+
+_Part = tuple[bytes, bytes, list[int], float | None]
+"""A sample's tokens, log-probs, versions and time to the first token, of one stretch."""
 
 
 @dataclass(eq=False)
@@ -49,7 +59,7 @@ class ClientPeer(Peer):
     stretches: list[Stretch] = field(default_factory=list)
     """For its next `Update`."""
     stretch_bytes: int = 0
-    """Of their tokens and log-probs, about."""
+    """Theirs, about."""
 
 
 @dataclass(eq=False)
@@ -63,6 +73,8 @@ class RankPeer(Peer):
     """It has reached the state and version it was told at registration."""
     running: int = 0
     waiting: int = 0
+    progressed: float = 0.0
+    """When it last said what it had computed."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     """By attempt."""
 
@@ -96,7 +108,7 @@ class OpenRequest:
     deadline: float
     """Monotonic seconds."""
     prompt_bytes: int
-    """Of the prompt as it came."""
+    """Of the prompt; of a text, characters until it has become tokens."""
     prompt: bytes | None = None
     """int32; None until a text has become tokens."""
     hashes: list[int] | None = None
@@ -113,14 +125,12 @@ class OpenRequest:
     """Completion tokens known of each sample; 0 where it is not there."""
     rows: list[Stretch] = field(default_factory=list)
     """What is known of samples that have not ended, in order."""
-    restarted: dict[int, int] = field(default_factory=dict)
-    """Sample → the row from which on its tokens count."""
     newest_version: int = 0
     """Of any known token: an engine of an older version cannot go on from it."""
     losses: int = 0
-    """Ranks that died under it."""
+    """Ranks that died under it since its last new token."""
     too_new_since: float | None = None
-    """Since when no rank has been of `newest_version`."""
+    """Since when it waits for a rank of `newest_version`; None: it does not."""
     texts_due: int = 0
     """Stretches that wait for their text."""
 
@@ -133,21 +143,13 @@ class OpenRequest:
         Raises:
             SerializationError: a sample does not go on where it stands, or is not open.
         """
-        lengths = self.lengths
-        for index, start in zip(stretch.indices, stretch.starts, strict=True):
-            if index not in self.open:
-                raise SerializationError(f"sample {index} of request {self.request_id} is not open")
-            known = lengths.get(index, 0)
-            if start != known and start:
-                raise SerializationError(
-                    f"sample {index} of request {self.request_id} goes on at token {start}: must be {known} or 0"
-                )
-        for index, start, count in zip(stretch.indices, stretch.starts, stretch.counts, strict=True):
-            if start < lengths.get(index, 0):
-                self.restarted[index] = len(self.rows)
-            lengths[index] = start + count
-        for runs in stretch.versions:
-            self.newest_version = max(self.newest_version, runs[0], *runs[1::2])
+        lengths, indices, starts = self.lengths, stretch.indices, stretch.starts
+        known = [lengths.get(index, 0) for index in indices]
+        if known != starts or not self.open.issuperset(indices):
+            self._refuse_what_does_not_follow(indices, starts, known)
+        lengths.update(zip(indices, map(add, starts, stretch.counts), strict=True))
+        versions = chain.from_iterable((runs[0], *runs[1::2]) for runs in stretch.versions)
+        self.newest_version = max(self.newest_version, max(versions, default=0))
         outcomes = stretch.outcomes
         if outcomes is None:
             ended = []
@@ -158,18 +160,86 @@ class OpenRequest:
             self.rows.append(stretch)
         return ended
 
-    def known(self, samples: set[int]) -> list[Stretch]:
-        """What an engine needs to go on with `samples`."""
-        rows = []
-        for position, row in enumerate(self.rows):
-            wanted = {each for each in row.indices if each in samples and self.restarted.get(each, 0) <= position}
-            if wanted:
-                rows.append(row.only(wanted))
-        return rows
+    def _refuse_what_does_not_follow(self, indices: list[int], starts: list[int], known: list[int]) -> None:
+        for index, start, length in zip(indices, starts, known, strict=True):
+            if index not in self.open:
+                raise SerializationError(f"sample {index} of request {self.request_id} is not open")
+            if start not in (length, 0):
+                raise SerializationError(
+                    f"sample {index} of request {self.request_id} goes on at token {start}: must be {length} or 0"
+                )
+
+    def known(self, samples: Collection[int]) -> list[Stretch]:
+        """What an engine needs to go on with `samples`, in as few stretches as there can be."""
+        if any(row.top_n is not None for row in self.rows):
+            # Their top-n rows are packed, and nobody here reads them.
+            wanted = ({each for each in row.indices if each in samples} for row in self.rows)
+            return [row.only(indices) for row, indices in zip(self.rows, wanted, strict=True) if indices]
+        parts: dict[int, list[_Part]] = {}
+        for row in self.rows:
+            for index, start, _, tokens, log_probs, column in row.samples():
+                if index in samples:
+                    if not start:
+                        parts[index] = []
+                    ttft = None if row.ttfts is None else row.ttfts[column]
+                    parts[index].append((tokens, log_probs, row.versions[column], ttft))
+        return [_joined(parts)] if parts else []
+
+    def portions(self, samples: list[int]) -> list[list[int]]:
+        """`samples` in parts whose known tokens fit into one frame each."""
+        if not self.rows:
+            return [samples]
+        sizes = {index: 2 * TOKEN_BYTES * self.lengths.get(index, 0) for index in samples}
+        for row in self.rows:
+            for index, packed in zip(row.indices, row.top_n or (), strict=False):
+                if index in sizes:
+                    sizes[index] += len(packed or b"")
+        portions: list[list[int]] = [[]]
+        room = MAX_KNOWN_BYTES
+        for index in samples:
+            room -= sizes[index]
+            if room < 0 and portions[-1]:
+                portions.append([])
+                room = MAX_KNOWN_BYTES - sizes[index]
+            portions[-1].append(index)
+        return portions
 
     def completion(self, index: int, last: Stretch) -> bytes:
         """The whole completion's token ids (int32) of a sample that has ended with the stretch absorbed last."""
-        rows = self.known({index})
-        if not self.rows or self.rows[-1] is not last:
-            rows.append(last.only({index}))
-        return b"".join(tokens for row in rows for _, _, _, tokens, _, _ in row.samples())
+        parts: list[bytes] = []
+        for row in self.rows if self.rows and self.rows[-1] is last else [*self.rows, last]:
+            if index in row.indices:
+                column = row.indices.index(index)
+                if not row.starts[column]:
+                    parts.clear()
+                first = TOKEN_BYTES * sum(row.counts[:column])
+                parts.append(row.token_ids[first : first + TOKEN_BYTES * row.counts[column]])
+        return b"".join(parts)
+
+
+def _joined(parts: dict[int, list[_Part]]) -> Stretch:
+    ttfts = [next((ttft for _, _, _, ttft in rows if ttft is not None), None) for rows in parts.values()]
+    token_ids = [b"".join(tokens for tokens, _, _, _ in rows) for rows in parts.values()]
+    return Stretch(
+        0,
+        0,
+        [*parts],
+        [0] * len(parts),
+        [len(tokens) // TOKEN_BYTES for tokens in token_ids],
+        b"".join(token_ids),
+        b"".join(log_probs for rows in parts.values() for _, log_probs, _, _ in rows),
+        [_joined_runs([versions for _, _, versions, _ in rows]) for rows in parts.values()],
+        None if ttfts.count(None) == len(ttfts) else ttfts,
+    )
+
+
+def _joined_runs(versions: list[list[int]]) -> list[int]:
+    """[version of the prompt, version, count, …] of pieces that follow each other."""
+    joined = versions[0][:1]
+    for row in versions:
+        for version, count in zip(row[1::2], row[2::2], strict=True):
+            if len(joined) > 1 and joined[-2] == version:
+                joined[-1] += count
+            else:
+                joined += (version, count)
+    return joined

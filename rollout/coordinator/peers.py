@@ -12,7 +12,10 @@ from rollout.coordinator.open_requests import ClientPeer, Peer, RankPeer
 from rollout.protocol import Message, Stretch, Update
 
 UPDATE_BYTES = 4 << 20
-"""Tokens and log-probs after which no further stretch joins an `Update`: it must fit into a frame."""
+"""Beyond so much no further stretch joins an `Update`: it must fit into a frame, by bytes and by values."""
+
+SAMPLE_BYTES = 64
+"""What a sample's part of a stretch counts besides its buffers and texts."""
 
 
 class Peers:
@@ -68,11 +71,12 @@ class Peers:
 
     def say_stretch(self, client: ClientPeer, stretch: Stretch) -> None:
         """Put a stretch into the client's next `Update`."""
+        size = _size(stretch)
+        if client.stretches and client.stretch_bytes + size > UPDATE_BYTES:
+            self._flush(client)
         client.stretches.append(stretch)
-        client.stretch_bytes += len(stretch.token_ids) + len(stretch.log_probs)
+        client.stretch_bytes += size
         self._with_stretches[client.identity] = client
-        if client.stretch_bytes > UPDATE_BYTES:
-            self._flush(self._with_stretches.pop(client.identity))
 
     def say_to_stranger(self, identity: bytes, message: Message) -> None:
         """Answer somebody without a session; such a frame has number 0."""
@@ -96,3 +100,11 @@ class Peers:
     def _put(self, peer: Peer, message: Message) -> None:
         self._said_to.append(peer)
         self._outbox.append((peer.identity, peer.frames.next(), message))
+
+
+def _size(stretch: Stretch) -> int:
+    size = len(stretch.token_ids) + len(stretch.log_probs) + SAMPLE_BYTES * len(stretch.indices)
+    for column in (stretch.top_n, stretch.texts, stretch.outcomes):
+        if column is not None:
+            size += sum(len(each) for each in column if each is not None)
+    return size

@@ -14,6 +14,7 @@ is tried again every `RETRY_S`.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import resource
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.synchronize import Event
 
-MESSAGES_PER_TURN = 256
+FRAMES_PER_TURN = 64
 BYTES_PER_TURN = 32 << 20
-"""Taken from the socket before anything is sent."""
+"""Taken from the socket before anything is sent: few, so that ranks and clients work while the next ones are taken."""
 
 MAX_FRAMES_PER_MESSAGE = 4096
 """A message of more is refused unread."""
@@ -64,8 +65,6 @@ HANDSHAKE_S = 10
 
 PENDING_CONNECTIONS = 4096
 REFUSAL_CHARACTERS = 1000
-
-"""A client of its own, through which a signal shuts it down as a message would; nothing is ever sent to it."""
 
 
 class DataParallelInferenceCoordinator:
@@ -208,6 +207,9 @@ class DataParallelInferenceCoordinator:
         # Without it a signal that comes just before the wait would be seen only after it.
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         _allow_many_connections()
+        # Nothing here forms cycles, and a collection would stop everything for a third of a second per 100,000 requests.
+        gc.freeze()
+        gc.disable()
         if launcher is not None:
             self._launcher = launcher
             self._poll.register(launcher, select.POLLIN)
@@ -270,12 +272,13 @@ class DataParallelInferenceCoordinator:
                 self._orphaned = True
 
     def _receive(self, now: float) -> None:
-        room = BYTES_PER_TURN
-        for _ in range(MESSAGES_PER_TURN):
+        room, frames_left = BYTES_PER_TURN, FRAMES_PER_TURN
+        while frames_left > 0 and room > 0:
             try:
                 peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            frames_left -= max(1, len(frames))
             if len(frames) > MAX_FRAMES_PER_MESSAGE:
                 text = f"message of {len(frames)} frames: at most {MAX_FRAMES_PER_MESSAGE} are taken; send several"
                 self._core.refuse(peer, "malformed", text)
@@ -283,8 +286,6 @@ class DataParallelInferenceCoordinator:
             for frame in frames:
                 self._take(peer, frame, now)
                 room -= len(frame)
-            if room < 0:
-                return
 
     def _take(self, peer: bytes, frame: bytes, now: float) -> None:
         try:

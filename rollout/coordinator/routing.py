@@ -7,8 +7,7 @@ while it has *room*: load + min(n, slots) <= slots + lookahead, lookahead = max(
 group waits with whoever asks, so that it goes to the rank that is free first and not to the one that looked best.
 
 Always true here (`check()` proves it):
-- a rank holds a hash if an open assignment will put it there (*expected*, counted) or the rank says so (*listed*,
-  bounded, least recently used first), and `_Prefixes` knows exactly these;
+- what counts as held is what `rollout.coordinator.prefixes` says;
 - the load of a rank is its samples that were assigned and have not ended, to the sample.
 
 The cost of a decision does not grow with the number of ranks: a set of ranks is one integer with a bit per rank, and
@@ -18,22 +17,17 @@ everything that is asked of ranks is asked of sets. No clock, no randomness, no 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from math import gcd
 
+from rollout.coordinator.prefixes import Claim, Prefixes
+from rollout.coordinator.rank_order import Levels, Order, Rank
 from rollout.state import PrefixCachingCoordinatorPolicy
-
-LOOKAHEAD_SHARE = 8
-"""A rank takes one sample beyond its slots for so many slots: the next one is there when one ends."""
 
 RENUMBER_AFTER = 1 << 16
 """Assignments after which the marks of recency are dealt anew, so that they stay short."""
-
-Levels = list[tuple[int, int]]
-"""(matched leading blocks, set of ranks that match exactly so many), most blocks first, no set empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,278 +38,6 @@ class Placement:
     samples: int
     matched: int
     """Leading blocks of the prompt found there."""
-
-
-class Claim:
-    """What one assignment lets its rank be expected to hold, until `Router.released`. Opaque."""
-
-    __slots__ = ("expected", "hashes", "rank")
-
-    def __init__(self, rank: _Rank, hashes: tuple[int, ...]) -> None:
-        self.rank = rank
-        self.hashes = hashes
-        self.expected = rank.expected
-        """The table it is counted in: a version change gives the rank another."""
-
-
-class _Rank:
-    """One rank: its load and its hashes, and as what it stands in `_Order`."""
-
-    __slots__ = (
-        "bit", "expected", "fresh", "listed", "load", "name", "pending", "shown_capacity", "shown_stamp", "slots",
-        "stamp",
-    )  # fmt: skip
-
-    def __init__(self, name: str, slots: int) -> None:
-        self.name = name
-        self.slots = slots
-        self.bit = 0
-        self.pending = 0
-        self.load = 0
-        self.fresh = True
-        """Never assigned anything."""
-        self.stamp = 0
-        self.expected: dict[int, int] = {}
-        self.listed: OrderedDict[int, None] = OrderedDict()
-        self.hide()
-
-    def hide(self) -> None:
-        """Stands nowhere."""
-        self.shown_capacity: int | None = None
-        self.shown_stamp = 0
-
-    def free(self, more: int = 0) -> float:
-        """The free share of its slots, with `more` samples."""
-        return max(0, self.slots - self.load - more) / self.slots
-
-    @property
-    def capacity(self) -> int | None:
-        """The largest group it has room for. None: any, for a group counts no more than the slots."""
-        lookahead = max(1, self.slots // LOOKAHEAD_SHARE)
-        return None if self.load <= lookahead else max(0, self.slots + lookahead - self.load)
-
-    @property
-    def held(self) -> set[int]:
-        return {*self.expected, *self.listed}
-
-
-class _Prefixes:
-    """Block hash → the set of ranks that hold it.
-
-    Loops over hashes are written out, and a set of one rank is that rank's `bit` itself, one integer for all its hashes:
-    a prompt has dozens of blocks, most of them held by one rank.
-    """
-
-    def __init__(self, max_listed: int) -> None:
-        self.holders: dict[int, int] = {}
-        self._max_listed = max_listed
-
-    def expect(self, rank: _Rank, hashes: Sequence[int]) -> Claim:
-        """Count what an assignment brings, and what the rank already lists as used."""
-        claim = Claim(rank, tuple(hashes))
-        expected, listed, holders, bit = rank.expected, rank.listed, self.holders, rank.bit
-        # Backwards, here and in `add`: of one prompt the last block is forgotten first, and what is left can match.
-        for each in reversed(claim.hashes):
-            count = expected.get(each, 0)
-            expected[each] = count + 1
-            if each in listed:
-                listed.move_to_end(each)
-            elif not count:
-                ranks = holders.get(each)
-                holders[each] = bit if ranks is None else ranks | bit
-        return claim
-
-    def release(self, claim: Claim) -> None:
-        """Take back what `expect` counted, unless a version change or the rank's removal already did."""
-        rank, expected = claim.rank, claim.expected
-        if expected is not rank.expected:
-            return
-        listed, holders, bit = rank.listed, self.holders, rank.bit
-        for each in claim.hashes:
-            count = expected[each]
-            if count > 1:
-                expected[each] = count - 1
-                continue
-            del expected[each]
-            if each in listed:
-                continue
-            ranks = holders[each]
-            if ranks == bit:
-                del holders[each]
-            else:
-                holders[each] = ranks ^ bit
-        claim.hashes = ()
-
-    def add(self, rank: _Rank, hashes: Iterable[int]) -> None:
-        """The rank holds these; beyond the limit its least recently used ones are forgotten."""
-        listed, holders, bit = rank.listed, self.holders, rank.bit
-        for each in reversed(tuple(hashes)):
-            if each in listed:
-                listed.move_to_end(each)
-            else:
-                listed[each] = None
-                ranks = holders.get(each)
-                holders[each] = bit if ranks is None else ranks | bit
-        while len(listed) > self._max_listed:
-            oldest, _ = listed.popitem(last=False)
-            if oldest not in rank.expected:
-                self._drop(rank, oldest)
-
-    def discard(self, rank: _Rank, hashes: Iterable[int]) -> None:
-        """The rank holds these no longer; what an assignment will bring again stays expected."""
-        for each in hashes:
-            if each in rank.listed:
-                del rank.listed[each]
-                if each not in rank.expected:
-                    self._drop(rank, each)
-
-    def forget(self, rank: _Rank) -> None:
-        """The rank holds nothing, and no claim so far counts any more."""
-        for each in rank.held:
-            self._drop(rank, each)
-        rank.expected = {}
-        rank.listed.clear()
-
-    def levels(self, hashes: Sequence[int], ranks: int) -> Levels:
-        """The ranks of a non-empty set by their match: one step per block, however many ranks there are."""
-        levels: Levels = []
-        get = self.holders.get
-        for depth, each in enumerate(hashes):
-            deeper = ranks & get(each, 0)
-            if deeper != ranks:
-                levels.append((depth, ranks ^ deeper))
-                if not deeper:
-                    break
-                ranks = deeper
-        else:
-            levels.append((len(hashes), ranks))
-        levels.reverse()
-        return levels
-
-    def _drop(self, rank: _Rank, each: int) -> None:
-        ranks = self.holders[each]
-        if ranks == rank.bit:
-            del self.holders[each]
-        else:
-            self.holders[each] = ranks ^ rank.bit
-
-    def check(self, ranks: Iterable[_Rank]) -> None:
-        union: dict[int, int] = {}
-        for rank in ranks:
-            assert all(count > 0 for count in rank.expected.values()), rank.name
-            assert len(rank.listed) <= self._max_listed, rank.name
-            for each in rank.held:
-                union[each] = union.get(each, 0) | rank.bit
-        assert self.holders == union
-
-
-class _Order:
-    """The free share, the capacity and the recency of ranks, as sets."""
-
-    def __init__(self) -> None:
-        self.free_shares: list[float] = []
-        """Ascending, each once."""
-        self._at_share: dict[float, int] = {}
-        self._share_of: dict[int, float] = {}
-        """By the bit of a rank, which is the set of this rank alone."""
-        self._at_capacity: dict[int, int] = {}
-        self._digits: list[int] = []
-        """The ranks whose stamp has binary digit i."""
-
-    def clear(self) -> None:
-        """Nobody stands anywhere."""
-        self.free_shares.clear()
-        self._at_share.clear()
-        self._share_of.clear()
-        self._at_capacity.clear()
-        self._digits.clear()
-
-    def show(self, rank: _Rank) -> None:
-        """Let it stand where its load and its stamp put it."""
-        free, capacity, bit = rank.free(), rank.capacity, rank.bit
-        before = self._share_of.get(bit)
-        if free != before:
-            if before is not None:
-                left = self._at_share[before] ^ bit
-                if left:
-                    self._at_share[before] = left
-                else:
-                    del self._at_share[before]
-                    del self.free_shares[bisect_left(self.free_shares, before)]
-            if free not in self._at_share:
-                insort(self.free_shares, free)
-            self._at_share[free] = self._at_share.get(free, 0) | bit
-            self._share_of[bit] = free
-        if capacity != rank.shown_capacity:
-            if rank.shown_capacity is not None:
-                self._at_capacity[rank.shown_capacity] ^= bit
-            if capacity is not None:
-                self._at_capacity[capacity] = self._at_capacity.get(capacity, 0) | bit
-            rank.shown_capacity = capacity
-        changed = rank.stamp ^ rank.shown_stamp
-        while changed:
-            digit = changed.bit_length() - 1
-            while len(self._digits) <= digit:
-                self._digits.append(0)
-            self._digits[digit] ^= bit
-            changed ^= 1 << digit
-        rank.shown_stamp = rank.stamp
-
-    def without_room(self, samples: int) -> int:
-        """The ranks that have no room for a group."""
-        known = self._at_capacity
-        full = 0
-        for capacity in range(samples) if samples < len(known) else [each for each in known if each < samples]:
-            full |= known.get(capacity, 0)
-        return full
-
-    def best(self, levels: Levels, blocks: int, alpha: float, beta: float) -> tuple[float, int]:
-        """The highest score alpha · match + beta · free, and all ranks that have it.
-
-        Both loops go downwards and stop at the first score below the best: with the share of the match or the free
-        share smaller or equal, no later score is larger, for rounded products and sums are monotone, too.
-        """
-        best, winners = -1.0, 0
-        top = self.free_shares[-1]
-        for depth, ranks in levels:
-            match = alpha * (depth / blocks)
-            if match + beta * top < best:
-                break
-            only = self._share_of.get(ranks)
-            for free in reversed(self.free_shares if only is None else (only,)):
-                score = match + beta * free
-                if score < best:
-                    break
-                here = ranks & self._at_share[free]
-                if here:
-                    winners = here if score > best else winners | here
-                    best = score
-        return best, winners
-
-    def latest(self, ranks: int) -> int:
-        """The bit of the rank with the largest stamp, of a non-empty set: from the highest digit on, who has it stays."""
-        if ranks & (ranks - 1):
-            for digit in reversed(self._digits):
-                ranks = ranks & digit or ranks
-        return ranks
-
-    def check(self, ranks: Collection[_Rank]) -> None:
-        shares: dict[float, int] = {}
-        capacities: dict[int, int] = {}
-        for rank in ranks:
-            free, capacity = rank.free(), rank.capacity
-            assert (capacity, rank.stamp) == (rank.shown_capacity, rank.shown_stamp), rank.name
-            assert self._share_of[rank.bit] == free, rank.name
-            shares[free] = shares.get(free, 0) | rank.bit
-            if capacity is not None:
-                capacities[capacity] = capacities.get(capacity, 0) | rank.bit
-            stamp = sum(1 << index for index, digit in enumerate(self._digits) if digit & rank.bit)
-            assert stamp == rank.stamp, rank.name
-        assert self._at_share == shares
-        assert len(self._share_of) == len(ranks)
-        assert self.free_shares == sorted(shares)
-        assert {key: value for key, value in self._at_capacity.items() if value} == capacities
-        assert len({rank.stamp for rank in ranks}) == len(ranks)
 
 
 class Router:
@@ -353,14 +75,14 @@ class Router:
         self._deterministic = deterministic
         self._data_parallel_size = data_parallel_size
         self._complete = not deterministic
-        self._ranks: dict[str, _Rank] = {}
+        self._ranks: dict[str, Rank] = {}
         self._names: list[str] = []
-        self._seats: list[_Rank | None] = []
-        """Bit number → rank. Sets of ranks are kept in `_Prefixes`, so that a rank keeps its seat."""
+        self._seats: list[Rank | None] = []
+        """Bit number → rank. Sets of ranks are kept in `Prefixes`, so that a rank keeps its seat."""
         self._everyone = 0
-        self._prefixes = _Prefixes(max_hashes_per_rank)
-        self._order = _Order()
-        self._dirty: set[_Rank] = set()
+        self._prefixes = Prefixes(max_hashes_per_rank)
+        self._order = Order()
+        self._dirty: set[Rank] = set()
         self._outdated = False
         """Ranks came or went, or the stamps have grown long: `_order` is to be made anew."""
         self._clock = 0
@@ -370,6 +92,11 @@ class Router:
         """Greatest common divisor of all slots."""
 
     # --- ranks --------------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether anything is placed: False until all ranks have come, where that matters."""
+        return self._complete
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -395,7 +122,7 @@ class Router:
             raise ValueError(f"rank {name!r}: is here already; remove it first")
         if slots < 1:
             raise ValueError(f"rank {name!r}, slots={slots!r}: must be at least 1")
-        rank = self._ranks[name] = _Rank(name, slots)
+        rank = self._ranks[name] = Rank(name, slots)
         insort(self._names, name)
         seat = self._seats.index(None) if None in self._seats else len(self._seats)
         self._seats[seat : seat + 1] = [rank]
@@ -473,7 +200,7 @@ class Router:
             return ()
         return hashes[:1] if self._first_only else hashes
 
-    def _without_prefix(self, candidates: int) -> _Rank:
+    def _without_prefix(self, candidates: int) -> Rank:
         """LOAD_BALANCED or ROUND_ROBIN. Their seats are in the order of the names: the lowest bit is the lowest name."""
         if self._policy is PrefixCachingCoordinatorPolicy.LOAD_BALANCED:
             _, candidates = self._order.best([(0, candidates)], 1, 0.0, 1.0)
@@ -482,12 +209,12 @@ class Router:
             candidates = candidates >> turn << turn or candidates
         return self._seated(candidates & -candidates)
 
-    def _best(self, levels: Levels, blocks: int) -> _Rank:
+    def _best(self, levels: Levels, blocks: int) -> Rank:
         alpha, beta = (self._alpha, 1 - self._alpha) if blocks else (0.0, 1.0)
         _, winners = self._order.best(levels, blocks or 1, alpha, beta)
         return self._seated(self._order.latest(winners))
 
-    def _split(self, first: _Rank, levels: Levels, blocks: int, samples: int) -> dict[_Rank, int]:
+    def _split(self, first: Rank, levels: Levels, blocks: int, samples: int) -> dict[Rank, int]:
         """How many samples of a group each rank gets, by the order in which they get their first."""
         alpha, beta = self._alpha, 1 - self._alpha
         blocks = blocks or 1
@@ -511,7 +238,7 @@ class Router:
                 heapreplace(own, (-(alpha + beta * rank.free(counts[rank])), -turn, rank))
         return counts
 
-    def _rival(self, levels: Levels, taken: _Rank, blocks: int) -> tuple[Levels, _Rank | None, float]:
+    def _rival(self, levels: Levels, taken: Rank, blocks: int) -> tuple[Levels, Rank | None, float]:
         """The candidates without one, and the best of them with its score."""
         rest = [(depth, ranks & ~taken.bit) for depth, ranks in levels if ranks != taken.bit]
         if not rest:
@@ -519,7 +246,7 @@ class Router:
         score, winners = self._order.best(rest, blocks, self._alpha, 1 - self._alpha)
         return rest, self._seated(self._order.latest(winners)), score
 
-    def _seated(self, bit: int) -> _Rank:
+    def _seated(self, bit: int) -> Rank:
         rank = self._seats[bit.bit_length() - 1]
         assert rank is not None
         return rank
@@ -653,12 +380,12 @@ class Router:
         self._prefixes.check(ranks)
         self._order.check(ranks)
 
-    def _taken(self) -> Iterator[tuple[int, _Rank]]:
+    def _taken(self) -> Iterator[tuple[int, Rank]]:
         return ((1 << seat, rank) for seat, rank in enumerate(self._seats) if rank is not None)
 
     # --- keeping order ------------------------------------------------------------------------------------------
 
-    def _rank(self, name: str) -> _Rank:
+    def _rank(self, name: str) -> Rank:
         try:
             return self._ranks[name]
         except KeyError:

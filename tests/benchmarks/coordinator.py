@@ -188,7 +188,8 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
                 DEADLINE_S + 2 * options.seconds, "throughput", kind="ours", seconds=options.seconds, processes={},
                 profiled=True, **arguments,
             )  # fmt: skip
-            children = {"client": processes.client, "coordinator": middle, "rank": rank}
+            # The rank ends after the coordinator has.
+            children = {"coordinator": middle, "rank": rank, "client": processes.client}
             found[name] = {role: child.ask(DEADLINE_S, "costs")["text"] for role, child in children.items()}
     return found
 
@@ -269,7 +270,10 @@ def show_core(console: Console, found: list[dict[str, Any]]) -> None:
 
 def show_memory(console: Console, found: dict[str, Any]) -> None:
     """Every point."""
-    table = Table(title=f"core alone, {found['requests']:,} requests", title_justify="left")
+    title = (
+        f"core alone, {found['requests']:,} requests without the garbage collector; {found['in_cycles']:,} objects left"
+    )
+    table = Table(title=title, title_justify="left", min_width=len(title))
     table.add_column("after", justify="right")
     table.add_column("resident MB", justify="right")
     for number, point in enumerate(found["rss_mb"], 1):

@@ -42,6 +42,7 @@ from rollout.protocol import (
     Stretch,
     Submit,
     Update,
+    farewell,
 )
 from rollout.sampling_params import SamplingParams
 from tests.benchmarks.serve import serve
@@ -54,6 +55,7 @@ POLLED_S = 0.005
 READ = 100
 """Results that are read, apart from the rest: whoever waits for a result need not read all of it."""
 PROFILED_LINES = 45
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,15 @@ class Rank:
         self._say(EngineMoved("running", 0))
 
     def serve(self) -> None:
-        """Until the process ends."""
+        """Until the coordinator leaves."""
         while True:
             if not self._socket.poll(1000 * HEARTBEAT_S):
                 self._say(Heartbeat())
                 continue
-            assigns = [decode(frame)[1] for frame in self._socket.recv_multipart(copy=True)]
-            stretches = [self._answer(each) for each in assigns if isinstance(each, Assign)]
+            messages = [decode(frame)[1] for frame in self._socket.recv_multipart(copy=True)]
+            if any(map(farewell, messages)):
+                return
+            stretches = [self._answer(each) for each in messages if isinstance(each, Assign)]
             if stretches:
                 self._say(Progress(stretches, running=1, waiting=1))
 
@@ -284,12 +288,14 @@ class _Window:
 async def _many_at_once(address: str, load: Load, in_flight: int, warm_s: float, window: _Window) -> dict[str, Any]:
     over = False
     prompt, params = load.prompt, load.params
+    failures: list[BaseException] = []
 
     def ended(future: asyncio.Future[Any]) -> None:
         window.finished += 1
-        if over:
-            future.exception()
-        else:
+        error = future.exception()
+        if error is not None:
+            failures.append(error)
+        elif not over:
             submit()
 
     def submit() -> None:
@@ -308,6 +314,8 @@ async def _many_at_once(address: str, load: Load, in_flight: int, warm_s: float,
         start = time.perf_counter()
         tokens = sum(len(sample.generated_tokens) for result in results for sample in result)
         found["read_us"] = 1e6 * (time.perf_counter() - start) / READ
+    if failures:
+        raise failures[0]
     assert tokens == READ * load.n * load.completion
     return found
 
@@ -351,6 +359,8 @@ class Process:
 
     def __init__(self) -> None:
         self._profile: cProfile.Profile | None = None
+        self._thread: threading.Thread | None = None
+        self._coordinator: DataParallelInferenceCoordinator | None = None
 
     def rank(self, address: str, completion: int, profiled: bool = False) -> dict[str, Any]:
         """Be the echo rank of a coordinator."""
@@ -359,9 +369,9 @@ class Process:
 
     def coordinator(self, profiled: bool = True) -> dict[str, Any]:
         """Be the coordinator itself, for a profile: where time counts it is started as a job starts it."""
-        coordinator = DataParallelInferenceCoordinator(CoordinatorConfig(heartbeat_interval_s=HEARTBEAT_S))
-        address = coordinator.bind()
-        self._in_thread(coordinator.run, profiled)
+        self._coordinator = DataParallelInferenceCoordinator(CoordinatorConfig(heartbeat_interval_s=HEARTBEAT_S))
+        address = self._coordinator.bind()
+        self._in_thread(self._coordinator.run, profiled)
         return {"pid": os.getpid(), "address": address}
 
     def plain_rank(self, address: str, reply_bytes: int) -> dict[str, Any]:
@@ -402,8 +412,12 @@ class Process:
         return self._profile.runcall(asyncio.run, run)
 
     def costs(self) -> dict[str, Any]:
-        """What the profiled thread spent its time with."""
+        """What the profiled thread spent its time with. A coordinator ends with it, and its rank by that."""
         assert self._profile is not None
+        if self._coordinator is not None:
+            self._coordinator.stop()
+        if self._thread is not None:
+            self._thread.join(PATIENCE_S)
         out = io.StringIO()
         self._profile.create_stats()
         pstats.Stats(self._profile, stream=out).strip_dirs().sort_stats("tottime").print_stats(PROFILED_LINES)
@@ -413,7 +427,8 @@ class Process:
         if profiled:
             self._profile = cProfile.Profile()
             work = partial(self._profile.runcall, work)
-        threading.Thread(target=work, daemon=True).start()
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
 
 
 def main() -> None:

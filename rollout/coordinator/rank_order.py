@@ -1,0 +1,168 @@
+"""Ranks by load and recency: the free share, the room and the last assignment of each, kept as sets of ranks.
+
+A set of ranks is one integer with a bit per rank, so that what is asked of ranks is asked of all at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Collection
+
+LOOKAHEAD_SHARE = 8
+"""A rank takes one sample beyond its slots for so many slots: the next one is there when one ends."""
+
+Levels = list[tuple[int, int]]
+"""(matched leading blocks, set of ranks that match exactly so many), most blocks first, no set empty."""
+
+
+class Rank:
+    """One rank: its load and its hashes, and as what it stands in `Order`."""
+
+    __slots__ = (
+        "bit", "expected", "fresh", "listed", "load", "name", "pending", "shown_capacity", "shown_stamp", "slots",
+        "stamp",
+    )  # fmt: skip
+
+    def __init__(self, name: str, slots: int) -> None:
+        self.name = name
+        self.slots = slots
+        self.bit = 0
+        self.pending = 0
+        self.load = 0
+        self.fresh = True
+        """Never assigned anything."""
+        self.stamp = 0
+        self.expected: dict[int, int] = {}
+        self.listed: OrderedDict[int, None] = OrderedDict()
+        self.hide()
+
+    def hide(self) -> None:
+        """Stands nowhere."""
+        self.shown_capacity: int | None = None
+        self.shown_stamp = 0
+
+    def free(self, more: int = 0) -> float:
+        """The free share of its slots, with `more` samples."""
+        return max(0, self.slots - self.load - more) / self.slots
+
+    @property
+    def capacity(self) -> int | None:
+        """The largest group it has room for. None: any, for a group counts no more than the slots."""
+        lookahead = max(1, self.slots // LOOKAHEAD_SHARE)
+        return None if self.load <= lookahead else max(0, self.slots + lookahead - self.load)
+
+    @property
+    def held(self) -> set[int]:
+        """Expected or listed."""
+        return {*self.expected, *self.listed}
+
+
+class Order:
+    """The free share, the capacity and the recency of ranks, as sets."""
+
+    def __init__(self) -> None:
+        self.free_shares: list[float] = []
+        """Ascending, each once."""
+        self._at_share: dict[float, int] = {}
+        self._share_of: dict[int, float] = {}
+        """By the bit of a rank, which is the set of this rank alone."""
+        self._at_capacity: dict[int, int] = {}
+        self._digits: list[int] = []
+        """The ranks whose stamp has binary digit i."""
+
+    def clear(self) -> None:
+        """Nobody stands anywhere."""
+        self.free_shares.clear()
+        self._at_share.clear()
+        self._share_of.clear()
+        self._at_capacity.clear()
+        self._digits.clear()
+
+    def show(self, rank: Rank) -> None:
+        """Let it stand where its load and its stamp put it."""
+        free, capacity, bit = rank.free(), rank.capacity, rank.bit
+        before = self._share_of.get(bit)
+        if free != before:
+            if before is not None:
+                left = self._at_share[before] ^ bit
+                if left:
+                    self._at_share[before] = left
+                else:
+                    del self._at_share[before]
+                    del self.free_shares[bisect_left(self.free_shares, before)]
+            if free not in self._at_share:
+                insort(self.free_shares, free)
+            self._at_share[free] = self._at_share.get(free, 0) | bit
+            self._share_of[bit] = free
+        if capacity != rank.shown_capacity:
+            if rank.shown_capacity is not None:
+                self._at_capacity[rank.shown_capacity] ^= bit
+            if capacity is not None:
+                self._at_capacity[capacity] = self._at_capacity.get(capacity, 0) | bit
+            rank.shown_capacity = capacity
+        changed = rank.stamp ^ rank.shown_stamp
+        while changed:
+            digit = changed.bit_length() - 1
+            while len(self._digits) <= digit:
+                self._digits.append(0)
+            self._digits[digit] ^= bit
+            changed ^= 1 << digit
+        rank.shown_stamp = rank.stamp
+
+    def without_room(self, samples: int) -> int:
+        """The ranks that have no room for a group."""
+        known = self._at_capacity
+        full = 0
+        for capacity in range(samples) if samples < len(known) else [each for each in known if each < samples]:
+            full |= known.get(capacity, 0)
+        return full
+
+    def best(self, levels: Levels, blocks: int, alpha: float, beta: float) -> tuple[float, int]:
+        """The highest score alpha · match + beta · free, and all ranks that have it.
+
+        Both loops go downwards and stop at the first score below the best: with the share of the match or the free
+        share smaller or equal, no later score is larger, for rounded products and sums are monotone, too.
+        """
+        best, winners = -1.0, 0
+        top = self.free_shares[-1]
+        for depth, ranks in levels:
+            match = alpha * (depth / blocks)
+            if match + beta * top < best:
+                break
+            only = self._share_of.get(ranks)
+            for free in reversed(self.free_shares if only is None else (only,)):
+                score = match + beta * free
+                if score < best:
+                    break
+                here = ranks & self._at_share[free]
+                if here:
+                    winners = here if score > best else winners | here
+                    best = score
+        return best, winners
+
+    def latest(self, ranks: int) -> int:
+        """The bit of the rank with the largest stamp, of a non-empty set: from the highest digit on, who has it stays."""
+        if ranks & (ranks - 1):
+            for digit in reversed(self._digits):
+                ranks = ranks & digit or ranks
+        return ranks
+
+    def check(self, ranks: Collection[Rank]) -> None:
+        """Prove that everybody stands where it must."""
+        shares: dict[float, int] = {}
+        capacities: dict[int, int] = {}
+        for rank in ranks:
+            free, capacity = rank.free(), rank.capacity
+            assert (capacity, rank.stamp) == (rank.shown_capacity, rank.shown_stamp), rank.name
+            assert self._share_of[rank.bit] == free, rank.name
+            shares[free] = shares.get(free, 0) | rank.bit
+            if capacity is not None:
+                capacities[capacity] = capacities.get(capacity, 0) | rank.bit
+            stamp = sum(1 << index for index, digit in enumerate(self._digits) if digit & rank.bit)
+            assert stamp == rank.stamp, rank.name
+        assert self._at_share == shares
+        assert len(self._share_of) == len(ranks)
+        assert self.free_shares == sorted(shares)
+        assert {key: value for key, value in self._at_capacity.items() if value} == capacities
+        assert len({rank.stamp for rank in ranks}) == len(ranks)
