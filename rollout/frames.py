@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain
 from math import isfinite
-from operator import attrgetter
+from operator import attrgetter, call
 from types import NoneType
 from typing import Any, get_type_hints
 
@@ -42,6 +42,7 @@ class _Row:
         self._checks = [
             (rule.holds, name, rule.text) if isinstance(rule, Rule) else (_any, name, "") for name, rule in self.rules
         ]
+        self._holds = [holds for holds, _, _ in self._checks]
         self._nested = [position for position, (_, rule) in enumerate(self.rules) if rule is Stretch]
 
     def plain(self, value: Any) -> list[Any]:
@@ -56,9 +57,11 @@ class _Row:
         if not self.least <= len(row) <= len(self.rules):
             refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
         values = list(row)
-        for value, (holds, name, text) in zip(values, self._checks, strict=False):
-            if not holds(value):
-                refuse(f"{self.kind.__name__}.{name}", value, text)
+        # All at once, and one by one only to name the field that breaks its rule.
+        if not all(map(call, self._holds, values)):
+            for value, (holds, name, text) in zip(values, self._checks, strict=False):
+                if not holds(value):
+                    refuse(f"{self.kind.__name__}.{name}", value, text)
         for position in self._nested:
             if position < len(values):
                 name = f"{self.kind.__name__}.{self.rules[position][0]}"

@@ -29,7 +29,7 @@ _Part = tuple[bytes, bytes, list[int], float | None]
 """A sample's tokens, log-probs, versions and time to the first token, of one stretch."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Peer:
     """One session of one process."""
 
@@ -42,7 +42,7 @@ class Peer:
     frames: Sequencer = field(default_factory=Sequencer)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ClientPeer(Peer):
     """Whoever submits and controls."""
 
@@ -62,7 +62,7 @@ class ClientPeer(Peer):
     """Theirs, about."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RankPeer(Peer):
     """One engine."""
 
@@ -79,7 +79,7 @@ class RankPeer(Peer):
     """By attempt."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Assignment:
     """Samples of one request on one rank."""
 
@@ -92,7 +92,7 @@ class Assignment:
     """What the router remembers it by."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OpenRequest:
     """A group of n samples on its way."""
 
