@@ -678,8 +678,10 @@ def _int32(prompt: bytes | Sequence[int] | NDArray[Any]) -> bytes:
         packed = _int32_of_array(np.asarray(prompt))
     else:
         packed = _int32_of_list(prompt)
-    if not packed or len(packed) % TOKEN_BYTES:
-        raise InvalidRequestError(f"a prompt of {len(packed)} bytes: must be one int32 or more; a BOS token will do")
+    if not packed:
+        raise InvalidRequestError("a prompt of no tokens: must have at least one; a BOS token will do")
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidRequestError(f"a prompt of {len(packed)} bytes: must be int32 token ids, {TOKEN_BYTES} bytes each")
     tokens = np.frombuffer(packed, "<i4")
     if tokens.min() < 0:
         raise InvalidRequestError(f"prompt token {tokens.min()}: must lie in [0, 2**31)")

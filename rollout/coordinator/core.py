@@ -455,7 +455,7 @@ class CoordinatorCore:
         client.last_request_id = message.request_id
         refusal = self._refusal(client, message)
         if refusal is not None:
-            self.peers.say(client, RequestFailed(message.request_id, *refusal))
+            self._refuse_request(client, message, *refusal)
             return
         number = self._next_request_id
         request = OpenRequest(
@@ -479,7 +479,7 @@ class CoordinatorCore:
                     raise SerializationError("a sample that has ended is not continued")
                 request.absorb(row)
         except SerializationError as exc:
-            self.peers.say(client, RequestFailed(message.request_id, "InvalidRequestError", f"known: {exc}"))
+            self._refuse_request(client, message, "InvalidRequestError", f"what is known of it does not fit: {exc}")
             return
         self._next_request_id += 1
         client.requests[message.request_id] = request
@@ -520,6 +520,10 @@ class CoordinatorCore:
                 "its prompt is text and there is no tokenizer here: send token ids, or set CoordinatorConfig.tokenizer",
             )
         return None
+
+    def _refuse_request(self, client: ClientPeer, message: Submit, error: str, why: str) -> None:
+        text = f"request {message.request_id} of client {client.name!r}: {why}"
+        self.peers.say(client, RequestFailed(message.request_id, error, text))
 
     def _fail(self, request: OpenRequest, error: str, why: str) -> None:
         client = request.client
