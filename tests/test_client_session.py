@@ -150,7 +150,7 @@ def test_token_ids_may_come_as_any_row_of_integers(prompt):
         (None, "prompt of type NoneType"),
         (np.zeros((2, 2), int), "shape (2, 2)"),
         (np.zeros(2), "dtype float64"),
-        ([], "a prompt of 0 bytes"),
+        ([], "a prompt of no tokens"),
         (b"abc", "a prompt of 3 bytes"),
         (bytes(33 << 20), "fit in one request"),
     ],
