@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rollout.client import InferenceClient as InferenceClient
     from rollout.client import RequestFuture as RequestFuture
     from rollout.client import RequestStream as RequestStream
-    from rollout.client_session import GroupResult as GroupResult
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.coordinator.launch import CoordinatorHandle as CoordinatorHandle
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from rollout.events import DynamicInferenceEventType as DynamicInferenceEventType
     from rollout.keys import JobKeys as JobKeys
     from rollout.manager import RolloutManager as RolloutManager
+    from rollout.open_group import GroupResult as GroupResult
     from rollout.record import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
     from rollout.request import DynamicInferenceRequest as DynamicInferenceRequest
     from rollout.request import InferenceRequest as InferenceRequest
@@ -85,7 +85,6 @@ _HOMES = {
         "RequestFuture",
         "RequestStream",
     ),
-    "rollout.client_session": ("GroupResult",),
     "rollout.config": ("CoordinatorConfig", "InferenceConfig"),
     "rollout.coordinator.launch": (
         "CoordinatorHandle",
@@ -119,6 +118,7 @@ _HOMES = {
     ),
     "rollout.keys": ("JobKeys",),
     "rollout.manager": ("RolloutManager",),
+    "rollout.open_group": ("GroupResult",),
     "rollout.record": ("DynamicInferenceRequestRecord",),
     "rollout.request": (
         "DynamicInferenceRequest",

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
-from rollout.client_session import Call, ClientSession, GroupResult, OpenGroup, Prompt
+from rollout.client_session import Call, ClientSession, Prompt
 from rollout.config import InferenceConfig
 from rollout.dealer import Dealer
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
+from rollout.open_group import GroupResult, OpenGroup
 from rollout.protocol import PROTOCOL_VERSION, Connect, ConnectAck, Message, Refused, Shutdown, Stretch
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams

@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import msgpack
 
 from rollout.client import InferenceClient
-from rollout.client_session import OpenGroup
 from rollout.config import CoordinatorConfig
 from rollout.coordinator.launch import CoordinatorHandle, launch_coordinator
 from rollout.engine.controller import Prompt
@@ -44,6 +43,7 @@ from rollout.errors import (
 from rollout.keys import JobKeys, is_loopback
 from rollout.known import pieces, stretch_of
 from rollout.loop_thread import LoopThread
+from rollout.open_group import OpenGroup
 from rollout.protocol import Stretch
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest

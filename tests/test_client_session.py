@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.client_session import ClientSession, GroupResult, OpenGroup, exception_named
+from rollout.client_session import ClientSession, exception_named
 from rollout.errors import (
     ConnectionLostError,
     ControlError,
@@ -28,6 +28,7 @@ from rollout.errors import (
     SerializationError,
 )
 from rollout.frames import LostFramesError, decode, encode
+from rollout.open_group import GroupResult, OpenGroup
 from rollout.outcome import Outcome, pack, pack_top_n
 from rollout.outcome import outcome as outcome_of
 from rollout.protocol import (

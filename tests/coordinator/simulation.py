@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from rollout.block_hash import compute_block_hashes_batched
-from rollout.client_session import Call, ClientSession, OpenGroup
+from rollout.client_session import Call, ClientSession
 from rollout.config import CoordinatorConfig
 from rollout.coordinator.core import CoordinatorCore
 from rollout.errors import ConnectionLostError, RequestError, RolloutError
 from rollout.frames import LostFramesError, Sequencer, decode, encode
+from rollout.open_group import OpenGroup
 from rollout.outcome import Growth, growth
 from rollout.protocol import (
     PROTOCOL_VERSION,
