@@ -81,8 +81,12 @@ class Backend(Protocol):
     def held_by_coordinator(self) -> bool:
         """Whether a control call of somebody else has paused or suspended the engine, and will set it going."""
 
-    def ages(self) -> Iterable[tuple[int, int]]:
-        """(group id, updates since its oldest token was sampled) of groups with unfinished samples."""
+    def ages(self) -> Iterable[tuple[int, int]] | None:
+        """(group id, updates since its oldest token was sampled) of groups with unfinished samples.
+
+        None: another rank has not said yet what it computed before the last update; `wait` ends when it is worth
+        asking again.
+        """
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the unfinished samples."""

@@ -14,6 +14,7 @@ Promises:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -49,7 +50,7 @@ from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.seeds import stream_key
-from rollout.state import CoordinatorState, FinishReason, Status
+from rollout.state import CoordinatorState, EngineState, FinishReason, Status
 from rollout.worker import EngineWorker
 from rollout.world import World
 
@@ -59,6 +60,8 @@ START_TIMEOUT_S = 120.0
 """For all ranks to find each other: they may load their models one after the other."""
 ATTEMPT_S = 5.0
 """For one attempt to begin anew, before a look for another coordinator."""
+ASK_AGAIN_S = 0.01
+"""Between two looks at how far the other ranks are."""
 
 T = TypeVar("T")
 
@@ -134,6 +137,10 @@ class DataParallelBackend:
         """Of the end of the present one."""
         self._began_anew = False
         """Since the last one has ended: its end may have been said to a session that is gone."""
+        self._asked: Future[dict[str, Any]] | None = None
+        """How far the others are."""
+        self._tokens_known_before = 0
+        """What all ranks have computed under versions below this one is known here."""
         self._client: InferenceClient | None = None
         self._worker: EngineWorker | None = None
         self._closed = False
@@ -249,7 +256,7 @@ class DataParallelBackend:
         # A session that stands is kept: the others would take its end for this rank's.
         if replaced or self._client is None or self._client.lost is not None:
             self._barrier, self._began_anew = None, True
-            self._leave_client("it connects anew")
+            self._leave_client()
             self._join(ATTEMPT_S)
         worker = self._its_worker()
         if replaced or worker.lost is not None:
@@ -377,7 +384,7 @@ class DataParallelBackend:
         if not self._happened:
             self._engine.refuse_when_stopped()
         patience = min(timeout_s, self._timeout_s)
-        if self._its_worker().wait_for_work(patience, or_when=lambda: self._happened) or timeout_s <= patience:
+        if self._its_worker().wait_for_work(patience, or_when=self._something_is_due) or timeout_s <= patience:
             return
         try:
             status = self._status()
@@ -385,6 +392,9 @@ class DataParallelBackend:
             # The next call begins anew, as soon as the session counts as lost.
             return
         self._refuse_if_somebody_is_missing(status)
+
+    def _something_is_due(self) -> bool:
+        return self._happened or (self._engine.state is EngineState.SUSPENDED and not self.held_by_coordinator)
 
     def advance(self) -> list[DynamicInferenceRequest]:
         """At most one step of the engine; then whatever of this rank's groups has ended, anywhere."""
@@ -535,9 +545,48 @@ class DataParallelBackend:
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
-    def ages(self) -> Iterable[tuple[int, int]]:
-        """(group id, updates since the oldest token known of its unfinished samples was sampled)."""
+    def ages(self) -> Iterable[tuple[int, int]] | None:
+        """(group id, updates since the oldest token of its unfinished samples was sampled); None: ask again."""
         version = self._engine.policy_version
+        if not self._groups:
+            return []
+        if not self._tokens_before_are_known(version):
+            return None
+        return self._known_ages(version)
+
+    def _tokens_before_are_known(self, version: int) -> bool:
+        """Whether every rank has come to this version, and so has said what it computed under those before."""
+        if self._tokens_known_before == version:
+            return True
+        asked, self._asked = self._asked, None
+        if asked is None or not asked.done():
+            self._asked = asked or self._start_asking()
+            return False
+        if asked.exception() is None:
+            status = asked.result()
+            awaited = status["barrier_waits_for"]
+            behind = [each["name"] for each in status["ranks"] if each["policy_version"] < version]
+            # Whoever has come to the end of the call already will not come to this version: the barrier says so.
+            if all(awaited and name not in awaited for name in behind):
+                self._tokens_known_before = version
+                return True
+        self._asked = self._start_asking(after_s=ASK_AGAIN_S)
+        return False
+
+    def _start_asking(self, after_s: float = 0.0) -> Future[dict[str, Any]] | None:
+        client = self._client
+        if client is None:
+            return None
+
+        async def ask() -> dict[str, Any]:
+            await asyncio.sleep(after_s)
+            return await client.status()
+
+        asked = self._loop.start(ask())
+        asked.add_done_callback(lambda _: self._wake())
+        return asked
+
+    def _known_ages(self, version: int) -> Iterable[tuple[int, int]]:
         for group in self._groups.values():
             oldest = group.oldest_version()
             yield group.group_id, 0 if oldest is None else version - oldest
@@ -557,14 +606,14 @@ class DataParallelBackend:
         if self._closed:
             return
         self._closed = True
-        self._leave_client("it was closed")
+        self._leave_client()
         if self._worker is not None:
             self._worker.stop()
         if self._coordinator is not None:
             self._coordinator.let_go()
         self._loop.close()
 
-    def _leave_client(self, why: str) -> None:
+    def _leave_client(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             self._loop.run(client.stop(), self._timeout_s)

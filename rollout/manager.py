@@ -153,7 +153,8 @@ class RolloutManager:
                 self._run(mine, len(mine), progress=progress, timeout_s=timeout_s)
                 return self._hand_out(mine, on_error)
             goal = min(min_groups, len(self._groups))
-            self._run(self._groups, goal, self._too_old(), progress=progress, timeout_s=timeout_s)
+            self._pacer.begin_round(self.policy_version)
+            self._run(self._groups, goal, self._too_old, progress=progress, timeout_s=timeout_s)
             return self._hand_out(self._groups.complete(), on_error)
         except (KeyboardInterrupt, SystemExit):
             self.abort(mine)
@@ -413,7 +414,7 @@ class RolloutManager:
         self,
         among: Iterable[int],
         goal: int,
-        awaited: Iterable[int] = (),
+        awaited: Callable[[], set[int] | None] = set,
         *,
         progress: bool | None = False,
         timeout_s: float | None = None,
@@ -422,15 +423,22 @@ class RolloutManager:
         """Step until `goal` groups `among` these have ended, and all that are `awaited`; then for the others.
 
         Args:
+            awaited: asked once the goal is reached, until it knows.
             alone: not for the others.
         """
-        groups, must, unfinished = set(among), set(awaited), self._groups.unfinished
+        groups, unfinished = set(among), self._groups.unfinished
+        must: set[int] | None = None
 
         def ended() -> int:
             return len(groups) - len(groups & unfinished)
 
         def reached() -> bool:
-            return ended() >= goal and must.isdisjoint(unfinished)
+            nonlocal must
+            if ended() < goal:
+                return False
+            if must is None:
+                must = awaited()
+            return must is not None and must.isdisjoint(unfinished)
 
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._metrics.enter_phase("generate")
@@ -457,6 +465,9 @@ class RolloutManager:
 
     def _step(self, timeout_s: float) -> None:
         self._backend.wait(timeout_s)
+        if self.engine.state is EngineState.SUSPENDED:
+            # Somebody else held the engine when this call began, and may hold it no longer.
+            self._ensure_running()
         with interrupt_deferred():
             self._take(self._backend.advance())
         self._metrics.step(self._backend.samples_here(self._groups.samples_missing))
@@ -471,9 +482,11 @@ class RolloutManager:
             if result.error is None and key is not None:
                 self._lengths.observe(key, len(result.generated_tokens))
 
-    def _too_old(self) -> set[int]:
-        self._pacer.begin_round(self.policy_version)
-        return self._pacer.too_old(self._groups, self._backend.ages(), self.policy_version)
+    def _too_old(self) -> set[int] | None:
+        if self.config.max_staleness is None:
+            return set()
+        ages = self._backend.ages()
+        return None if ages is None else self._pacer.too_old(self._groups, ages, self.policy_version)
 
     def _hand_out(self, group_ids: Sequence[int], on_error: OnError) -> RolloutBatch:
         batch = RolloutBatch.from_requests(

@@ -37,7 +37,7 @@ from rollout.protocol import (
 )
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
-from rollout.state import STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, EngineState
+from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, EngineState
 from rollout.wire_types import SET_VERSION
 
 Key = tuple[int, int]
@@ -142,6 +142,8 @@ class RankSession:
         entered: the engine has been brought to the state and version that the coordinator answered `Register` with;
             before, nothing is said.
         ordered: as the argument.
+        wanted: where the coordinator wants the engine, whatever the training loop has done with it meanwhile: neither
+            sets going what the other one has stopped.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class RankSession:
         self._send = send
         self._interval = progress_interval
         self.ordered = ordered
+        self.wanted = CoordinatorState.RUNNING
         self.entered = False
         self._said = (engine.state, engine.policy_version)
         self._attempts: dict[int, _Assignment] = {}
@@ -261,6 +264,9 @@ class RankSession:
     def _command(self, message: Command) -> list[DynamicInferenceRequestRecord]:
         error, foreign = None, []
         try:
+            if message.signal != SET_VERSION:
+                acts_in, leads_to, _ = COORDINATOR_TRANSITIONS[ControlSignal(message.signal)]
+                self.wanted = leads_to if self.wanted in acts_in else self.wanted
             foreign = self._control(message.signal, message.argument)
         except Exception as exc:  # noqa: BLE001 - whatever it was, the coordinator is told
             error = f"{type(exc).__name__}: {exc}"
@@ -272,8 +278,9 @@ class RankSession:
         self._interval = message.progress_interval or self._interval
         # What has happened since registration is said below, when the engine is where it must be.
         self._said = (self._engine.state, self._engine.policy_version)
+        self.wanted = CoordinatorState(message.state)
         foreign = self._control(SET_VERSION, message.policy_version)
-        for signal in self._signals_to(CoordinatorState(message.state)):
+        for signal in self._signals_to(self.wanted):
             foreign += self._control(signal, None)
         self._said = (self._engine.state, self._engine.policy_version)
         self.entered = True
@@ -297,7 +304,11 @@ class RankSession:
     def _control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
         self.moved()
         before = self._engine.state
-        ended = self._engine.control(signal, argument)
+        theirs = before is EngineState.SUSPENDED and self.ordered is not EngineState.SUSPENDED
+        ended: list[DynamicInferenceRequestRecord] = []
+        # Device memory that the training loop has made room in is its own until it gives it back.
+        if not (theirs and signal in (ControlSignal.RESUME, ControlSignal.UNPAUSE)):
+            ended = self._engine.control(signal, argument)
         if self._engine.state is not before:
             self.ordered = self._engine.state
         self._said = (self._engine.state, self._engine.policy_version)

@@ -63,12 +63,14 @@ class Suspension:
         return move
 
     def resume(self) -> MemoryMove:
-        """Undo `suspend` and `pause`."""
+        """Undo `suspend` and `pause`. An engine that somebody else holds too is left to them, with `ensure_running` due."""
+        self._stopped_by = None
+        if self._held_elsewhere():
+            return MemoryMove()
         was_suspended = self._engine.state is EngineState.SUSPENDED
         with self._metrics.phase("resume"), interrupt_deferred():
             move = self._engine.resume()
             self._engine.unpause()
-            self._stopped_by = None
         if was_suspended:
             self._metrics.resumed(move)
         return move

@@ -32,7 +32,7 @@ from rollout.protocol import PROTOCOL_VERSION, Message, Progress, Refused, Regis
 from rollout.rank_session import Key, Known, RankSession
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
-from rollout.state import ControlSignal, EngineState, KVCacheManagementMode
+from rollout.state import ControlSignal, CoordinatorState, EngineState, KVCacheManagementMode
 from rollout.wire_types import SET_VERSION
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 2.0
 """Between two attempts: doubling from the first to the longest."""
 
-_HELD = (EngineState.PAUSED, EngineState.SUSPENDED)
+_HELD = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
 
 
 class SeamOfEngine:
@@ -555,9 +555,8 @@ class EngineWorker:
 
     @property
     def held_by_coordinator(self) -> bool:
-        """Whether a control call has paused or suspended the engine: another one sets it going."""
-        state, link = self.engine.state, self._link
-        return state in _HELD and link is not None and link.session.ordered is state
+        """Whether the coordinator wants the engine paused or suspended: another control call sets it going."""
+        return self._link is not None and self._link.session.wanted in _HELD
 
     def wake(self) -> None:
         """Somebody else has queued work in the engine: whoever waits in `wait_for_work` looks again."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,13 +42,16 @@ def the_model() -> PreTrainedModel:
 def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[RolloutManager]:
     """Blocks of four tokens; a coordinator that notices soon when somebody is gone. In the end nothing is left of it."""
     heartbeat = options.pop("heartbeat_timeout_s", 10.0)
+    interval = options.pop("progress_interval", 4)
     defaults: dict[str, Any] = {"kv_cache_blocks": 512, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     rollout = RolloutManager(
         model or the_model(),
         make_tokenizer(),
         InferenceConfig(**(defaults | options)),
-        coordinator=CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=heartbeat, progress_interval=4),
+        coordinator=CoordinatorConfig(
+            heartbeat_interval_s=0.2, heartbeat_timeout_s=heartbeat, progress_interval=interval
+        ),
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="close\\(\\) gives up")
@@ -270,11 +274,20 @@ def trains(rank: int, rounds: int) -> dict[str, Any]:
 
 
 def paces(rank: int) -> int:
-    """Rounds with groups in flight and a limit on their age."""
-    with a_manager(max_staleness=1) as rollout:
+    """Rounds with groups in flight and a limit on their age; one rank says late what it has computed."""
+    with a_manager(max_staleness=1, progress_interval=1000) as rollout:
         stale = 0
+        backend = rollout._backend
+        rest = backend.rest
+
+        def rest_late() -> None:
+            time.sleep(0.2 * rank)
+            rest()
+
+        backend.rest = rest_late  # type: ignore[method-assign]
         for number in range(5):
-            batch = generate(rollout, asks(3, 2, 24, seed=10 * number + rank), min_groups=1)
+            wanted = asks(2, 2, 12, seed=10 * number + rank) + asks(2, 2, 120, seed=10 * number + rank + 5)
+            batch = generate(rollout, wanted, min_groups=2)
             assert int(batch.policy_staleness[batch.response_mask].max()) <= 1
             stale += sum(request.finish_reason == "stale" for request in batch)
             rollout.weights_updated()
@@ -437,6 +450,39 @@ def is_held_from_outside(rank: int) -> list[Sample]:
         if rank == 0:
             operator.join()
             assert held == ["paused", "suspended"]
+        return samples(batch)
+
+
+def is_held_while_it_trains(rank: int) -> list[Sample]:
+    """What the operator pauses while the cache is away stays paused when the training loop wants to go on."""
+    with a_manager() as rollout:
+        rollout.weights_updated()
+        said = threading.Event()
+        made: list[float] = []
+
+        async def hold() -> None:
+            async with InferenceClient(coordinator_of(rollout).address, name="operator") as client:
+                await client.pause_engines()
+                said.set()
+                everything = sum(ask.n for asked in WORK.values() for ask in asked)
+                there = 0
+                while there < everything:
+                    await asyncio.sleep(0.02)
+                    status = await client.status()
+                    there = status["queued_samples"] + sum(each["assigned_samples"] for each in status["ranks"])
+                made.append(rollout.engine.stats()["generated_tokens"])
+                await client.unpause_engines()
+
+        with rollout.suspended():
+            if rank == 0:
+                operator = threading.Thread(target=lambda: asyncio.run(hold()))
+                operator.start()
+                assert said.wait(60)
+            dist.barrier()
+        batch = generate(rollout, WORK[rank])
+        if rank == 0:
+            operator.join()
+            assert made == [0]
         return samples(batch)
 
 

@@ -176,6 +176,12 @@ def test_a_control_call_from_outside_holds_a_generate_and_lets_it_go_on(nursery:
         assert_as_alone(answer, WORK[rank])
 
 
+def test_what_is_paused_from_outside_while_it_trains_waits_until_it_is_let_go(nursery: Nursery) -> None:
+    for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.is_held_while_it_trains)):
+        assert_as_alone(answer, WORK[rank])
+        assert all(set(each.versions) == {1} for each in answer)
+
+
 def test_each_rank_saves_its_own_groups_and_goes_on_with_them(nursery: Nursery) -> None:
     for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.is_saved_and_goes_on)):
         assert_as_alone(answer, asks(5, 2, 40, seed=80 + rank))

@@ -709,3 +709,26 @@ def test_the_coordinators_picture_of_the_cache_stays_true() -> None:
         rank.step(3)
         assert rank.cached == set(rank.engine.context.allocator.findable_hashes())
     rank.finish()
+
+
+def test_a_command_does_not_bring_back_what_the_training_loop_has_put_away() -> None:
+    """Its optimizer is using the memory."""
+    rank = Rank(make_engine("qwen3"))
+    rank.engine.pause()
+    rank.engine.suspend()
+    wanted = []
+    for number, signal in enumerate(["pause", "suspend", "resume", "unpause"]):
+        rank.hears(Command(number, signal, None))
+        assert rank.said[-1] == CommandAck(number, "suspended", 0, None)
+        wanted.append(rank.session.wanted)
+    assert wanted == ["paused", "suspended", "paused", "running"]
+
+
+def test_the_coordinator_wants_an_engine_paused_also_while_the_training_loop_has_put_it_away() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(Command(0, "pause", None))
+    rank.engine.suspend()
+    rank.session.moved()
+    assert rank.session.wanted == "paused"
+    rank.hears(Command(1, "unpause", None))
+    assert (rank.session.wanted, rank.engine.state) == ("running", "suspended")
