@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/data_parallel_grpo.py --seed 0
 
-`examples/grpo.py` with three differences: the gradients go through `DistributedDataParallel`, every rank makes a
-`RolloutManager` as before (it finds the others by itself), and the problems of the ranks differ in length, so that
-without the balance the ranks with short answers would wait. The last columns of the table show who asked for how many
-tokens and who computed them.
+The loop of `examples/grpo.py` with three differences around it: the gradients go through `DistributedDataParallel`,
+every rank makes a `RolloutManager` as before (it finds the others by itself), and the problems of the ranks differ in
+length, so that without the balance the ranks with short answers would wait. The last columns of the table show who
+asked for how many tokens and who computed them.
 """
 
 from __future__ import annotations
@@ -13,57 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arithmetic import Problems, reward, sums
-from policy import character_tokenizer, exact_match, small_model, token_logprobs, trapezoid, warm_up
-from report import Report, Step
+from arithmetic import Problems, sums
+from grpo import GROUP, MAX_TOKENS, grpo
+from policy import character_tokenizer, exact_match, small_model, warm_up
+from report import Report
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
 
-from rollout import InferenceConfig, RolloutManager, SamplingParams
-from trainer_hooks.optimizer import attach
+from rollout import InferenceConfig, RolloutManager
 from trainer_hooks.wandb import WandbLogger
-
-GROUP = 8
-MAX_TOKENS = 32
-EPOCHS = 2
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-
-
-def grpo(
-    model: DistributedDataParallel, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
-) -> Iterator[tuple[Step, int]]:
-    """Sample groups, mark them, train twice on what came out; and so on. Yields the step and the tokens asked for."""
-    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, rollout)
-    params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
-    for _ in range(options.steps):
-        asked = problems.sample(options.prompts)
-        batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
-        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device).view(-1, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        advantages, mask, staleness = advantages.view(-1, 1), batch.response_mask, []
-        with rollout.suspended():
-            for epoch in range(EPOCHS):
-                logprobs = token_logprobs(model, batch)
-                if epoch == 0:
-                    rollout.observe_logprobs(batch, logprobs)
-                ratio = (logprobs - batch.logprobs).exp()
-                clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-                loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
-                staleness.append((rollout.policy_version - batch.policy_versions)[mask])
-                optimizer.zero_grad()
-                loss.backward()
-                clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        schedule.step()
-        yield Step(rewards.mean().item(), loss.item(), torch.cat(staleness)), int(mask.sum())
 
 
 def over_ranks(*values: float) -> list[list[float]]:
@@ -135,11 +97,11 @@ def main() -> None:
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, (step, asked) in enumerate(grpo(DistributedDataParallel(model), rollout, problems, options), 1):
+        for number, step in enumerate(grpo(DistributedDataParallel(model), rollout, problems, options), 1):
             metrics = rollout.metrics()
-            rewards, asked_by, computed_by = over_ranks(step.reward, asked, metrics["rollout/generated_tokens"])
+            rewards, asked_by, computed_by = over_ranks(step.reward, step.tokens, metrics["rollout/generated_tokens"])
             held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
-            step = Step(mean(rewards), step.loss, step.staleness)
+            step = replace(step, reward=mean(rewards))
             logger.log(
                 number, {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}, metrics
             )

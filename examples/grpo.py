@@ -19,6 +19,7 @@ import torch
 from arithmetic import Problems, reward, sums
 from policy import character_tokenizer, exact_match, small_model, token_logprobs, trapezoid, warm_up
 from report import Report, Step
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import PreTrainedModel
@@ -34,7 +35,10 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 def grpo(
-    model: PreTrainedModel, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
+    model: PreTrainedModel | DistributedDataParallel,
+    rollout: RolloutManager,
+    problems: Problems,
+    options: argparse.Namespace,
 ) -> Iterator[Step]:
     """Sample groups, mark them, train twice on what came out; and so on."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
@@ -61,7 +65,7 @@ def grpo(
                 clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
         schedule.step()
-        yield Step(rewards.mean().item(), loss.item(), torch.cat(staleness))
+        yield Step(rewards.mean().item(), loss.item(), torch.cat(staleness), tokens=int(mask.sum()))
 
 
 def parse_options() -> argparse.Namespace:

@@ -65,7 +65,8 @@ def partial_rollouts(
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         schedule.step()
-        yield Step(rewards.mean().item(), loss.item(), batch.policy_staleness[batch.response_mask])
+        staleness = batch.policy_staleness[batch.response_mask]
+        yield Step(rewards.mean().item(), loss.item(), staleness, tokens=len(staleness))
     rollout.generate([], min_groups=rollout.groups_in_flight)
 
 

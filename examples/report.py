@@ -49,6 +49,9 @@ class Step:
     staleness: Tensor
     """int [tokens]: of every token trained on, the weight updates between its sampling and its use."""
 
+    tokens: int
+    """Of the completions in the batch."""
+
 
 class Report:
     """The rows of one run.

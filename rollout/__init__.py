@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from rollout.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.block_hash import chain_block_hashes as chain_block_hashes
     from rollout.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
-    from rollout.client import Delta as Delta
     from rollout.client import InferenceClient as InferenceClient
-    from rollout.client import RequestFuture as RequestFuture
-    from rollout.client import RequestStream as RequestStream
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
+    from rollout.config import ServerConfig as ServerConfig
     from rollout.coordinator.launch import CoordinatorHandle as CoordinatorHandle
     from rollout.coordinator.launch import launch_coordinator as launch_coordinator
     from rollout.coordinator.process import DataParallelInferenceCoordinator as DataParallelInferenceCoordinator
@@ -47,9 +45,16 @@ if TYPE_CHECKING:
     from rollout.events import DynamicInferenceEvent as DynamicInferenceEvent
     from rollout.events import DynamicInferenceEventType as DynamicInferenceEventType
     from rollout.keys import JobKeys as JobKeys
+    from rollout.llm import LLM as LLM
+    from rollout.llm import AsyncLLM as AsyncLLM
     from rollout.manager import RolloutManager as RolloutManager
     from rollout.open_group import GroupResult as GroupResult
+    from rollout.pending import PendingGroup as PendingGroup
+    from rollout.pending import TextStream as TextStream
     from rollout.record import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
+    from rollout.replies import Delta as Delta
+    from rollout.replies import RequestFuture as RequestFuture
+    from rollout.replies import RequestStream as RequestStream
     from rollout.request import DynamicInferenceRequest as DynamicInferenceRequest
     from rollout.request import InferenceRequest as InferenceRequest
     from rollout.request import VLMInferenceRequest as VLMInferenceRequest
@@ -66,6 +71,7 @@ if TYPE_CHECKING:
     from rollout.state import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.state import Status as Status
+    from rollout.text_stream import TextDelta as TextDelta
     from rollout.worker import EngineWorker as EngineWorker
 
 _HOMES = {
@@ -79,13 +85,8 @@ _HOMES = {
         "chain_block_hashes",
         "compute_block_hashes_batched",
     ),
-    "rollout.client": (
-        "Delta",
-        "InferenceClient",
-        "RequestFuture",
-        "RequestStream",
-    ),
-    "rollout.config": ("CoordinatorConfig", "InferenceConfig"),
+    "rollout.client": ("InferenceClient",),
+    "rollout.config": ("CoordinatorConfig", "InferenceConfig", "ServerConfig"),
     "rollout.coordinator.launch": (
         "CoordinatorHandle",
         "launch_coordinator",
@@ -117,9 +118,22 @@ _HOMES = {
         "DynamicInferenceEventType",
     ),
     "rollout.keys": ("JobKeys",),
+    "rollout.llm": (
+        "LLM",
+        "AsyncLLM",
+    ),
     "rollout.manager": ("RolloutManager",),
     "rollout.open_group": ("GroupResult",),
+    "rollout.pending": (
+        "PendingGroup",
+        "TextStream",
+    ),
     "rollout.record": ("DynamicInferenceRequestRecord",),
+    "rollout.replies": (
+        "Delta",
+        "RequestFuture",
+        "RequestStream",
+    ),
     "rollout.request": (
         "DynamicInferenceRequest",
         "InferenceRequest",
@@ -140,6 +154,7 @@ _HOMES = {
         "StalenessPolicy",
         "Status",
     ),
+    "rollout.text_stream": ("TextDelta",),
     "rollout.worker": ("EngineWorker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

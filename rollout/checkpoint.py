@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from rollout.backend import Backend
-from rollout.codec import INT, Codec, decode_fields, list_of, refuse
+from rollout.codec import INT, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import SerializationError
 from rollout.groups import GroupLedger
@@ -73,10 +73,7 @@ def _decode(state: Any) -> dict[str, Any]:
     if isinstance(state, dict) and state.get("format") != FORMAT:
         refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
     data = decode_fields("state", state, {"format": INT, "data": _BUFFER})["data"]
-    try:
-        plain = msgpack.unpackb(data, strict_map_key=False)
-    except ValueError as exc:
-        raise SerializationError(f"state.data: {len(data)} bytes that are no msgpack ({exc}): cut off?") from exc
+    plain = unpack_msgpack("state.data", data, strict_map_key=False)
     fields = decode_fields("state.data", plain, _FIELDS)
     for name, least in (("policy_version", 0), ("next_request_id", 0), ("updates_per_round", 1)):
         if fields[name] < least:

@@ -10,23 +10,18 @@ Not thread-safe: one client belongs to one event loop. For other threads there i
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import numpy as np
-
-from rollout.client_session import Call, ClientSession, Prompt
+from rollout.client_session import Call, ClientSession, Prompt, RequestOptions
 from rollout.config import InferenceConfig
-from rollout.dealer import Dealer
+from rollout.dealer import Dealer, Dial
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
-from rollout.open_group import GroupResult, OpenGroup
-from rollout.protocol import PROTOCOL_VERSION, Connect, ConnectAck, Message, Refused, Shutdown, Stretch
-from rollout.request import DynamicInferenceRequest
+from rollout.open_group import OpenGroup
+from rollout.protocol import PROTOCOL_VERSION, Connect, ConnectAck, Message, Refused, Shutdown
+from rollout.replies import RequestFuture, RequestStream, Result, SerializedResult
 from rollout.sampling_params import SamplingParams
-from rollout.spans import VersionSpans
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode
 from rollout.wire_types import SET_VERSION
 
@@ -41,160 +36,6 @@ QUERY_TIMEOUT_S = 30.0
 """Deadline of a question that the coordinator answers by itself."""
 
 
-class SerializedResult(Sequence[dict[str, Any]]):
-    """The n samples of a group as plain dicts, each made when it is read."""
-
-    def __init__(self, result: GroupResult) -> None:
-        self._result = result
-
-    def __len__(self) -> int:
-        return len(self._result)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [each.serialize() for each in self._result[index]]
-        return self._result[index].serialize()
-
-
-Result = Sequence[DynamicInferenceRequest] | Sequence[dict[str, Any]]
-"""A `GroupResult`, or, from a client with `deserialize=False`, a `SerializedResult`."""
-
-
-class RequestFuture(asyncio.Future[Any]):
-    """A future that ends a group's computation when it is cancelled.
-
-    Attributes:
-        group: what is known of the group, from the first token on.
-    """
-
-    def __init__(
-        self, group: OpenGroup, abort: Callable[[int], object], present: Callable[[OpenGroup], Result]
-    ) -> None:
-        super().__init__(loop=asyncio.get_running_loop())
-        self.group = group
-        self._abort = abort
-        self._present = present
-        group.on_done = self._end
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel it, and abort the request."""
-        cancelled = super().cancel(msg)
-        if cancelled:
-            self._abort(self.group.request_id)
-        return cancelled
-
-    def _end(self, group: OpenGroup) -> None:
-        if self.done():
-            return
-        if group.error is not None:
-            self.set_exception(group.error)
-        else:
-            self.set_result(self._present(group))
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of one sample. Lists are as long as there are new tokens."""
-
-    sample_index: int
-    token_ids: list[int]
-    log_probs: list[float]
-    policy_versions: list[int]
-    restarted: bool
-    """The sample has started afresh: forget its earlier tokens."""
-
-
-class RequestStream:
-    """A group's tokens as they come: `async for delta in stream`, then `stream.result`.
-
-    Leaving the loop before the end aborts the request, as `aclose` does (`contextlib.aclosing` makes that immediate
-    where an exception leaves the loop).
-    """
-
-    def __init__(
-        self, group: OpenGroup, abort: Callable[[int], object], present: Callable[[OpenGroup], Result]
-    ) -> None:
-        self.group = group
-        self._abort = abort
-        self._present = present
-        self._waiting: deque[Delta] = deque()
-        self._streamed: set[int] = set()
-        self._closed = False
-        self._wake = asyncio.Event()
-        group.on_update = self._take
-        group.on_done = self._end
-
-    @property
-    def request_id(self) -> int:
-        """What `abort_request` takes."""
-        return self.group.request_id
-
-    @property
-    def result(self) -> Result:
-        """The group's samples, once it has ended.
-
-        Raises:
-            RolloutError: why it ended without a result.
-            RuntimeError: it has not ended.
-        """
-        return self._present(self.group)
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """The deltas, in order.
-
-        Raises:
-            RolloutError: why the group ended without a result, after its last delta.
-        """
-        try:
-            while not self._closed:
-                if self._waiting:
-                    yield self._waiting.popleft()
-                elif self.group.done:
-                    if self.group.error is not None:
-                        raise self.group.error
-                    return
-                else:
-                    self._wake.clear()
-                    await self._wake.wait()
-        finally:
-            await self.aclose()
-
-    async def aclose(self) -> None:
-        """End the iteration and, if it has not ended, the request. Harmless when repeated."""
-        self._closed = True
-        self._wake.set()
-        if not self.group.done:
-            self._abort(self.group.request_id)
-
-    def _take(self, group: OpenGroup, stretch: Stretch) -> None:
-        for index, start, count, token_ids, log_probs, column in stretch.samples():
-            restarted = start == 0 and index in self._streamed
-            if not count and not restarted:
-                continue
-            if count:
-                self._streamed.add(index)
-            else:
-                self._streamed.discard(index)
-            runs = stretch.versions[column]
-            self._waiting.append(
-                Delta(
-                    index,
-                    np.frombuffer(token_ids, "<i4").tolist(),
-                    np.frombuffer(log_probs, "<f4").tolist(),
-                    VersionSpans(zip(runs[1::2], runs[2::2], strict=True)).dense().tolist(),
-                    restarted,
-                )
-            )
-        self._wake.set()
-
-    def _end(self, group: OpenGroup) -> None:
-        self._wake.set()
-
-
 class InferenceClient:
     """A connection to a coordinator. No network before `start`; usable as an async context manager.
 
@@ -204,6 +45,7 @@ class InferenceClient:
         keys: of the job, where the coordinator asks for them.
         member: barriers wait for this client: it is the training loop of a rank.
         deserialize: results are requests; False: plain dicts.
+        dial: makes the connection; a coordinator in this process brings its own.
     """
 
     def __init__(
@@ -214,6 +56,7 @@ class InferenceClient:
         keys: JobKeys | None = None,
         member: bool = False,
         deserialize: bool = True,
+        dial: Dial = Dealer,
     ) -> None:
         if not isinstance(name, str) or len(name) > 256:
             raise ConfigError(f"name={name!r}: must be a string of at most 256 characters")
@@ -221,7 +64,7 @@ class InferenceClient:
         self.name = name
         self._member = member
         self._deserialize = deserialize
-        self._dealer = Dealer(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
+        self._dealer = dial(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
         self._session = ClientSession(self._dealer.send, on_refused=self._refused)
         self._greeting: asyncio.Future[ConnectAck] | None = None
         self._welcome: ConnectAck | None = None
@@ -318,14 +161,9 @@ class InferenceClient:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        interval: int = 0,
-        arrival_time: float | None = None,
-        known: Iterable[Stretch] = (),
+        **options: Unpack[RequestOptions],
     ) -> RequestFuture:
-        """Ask for a prompt's n samples; cancelling the future aborts them. Options as of `ClientSession.submit`.
+        """Ask for a prompt's n samples; cancelling the future aborts them.
 
         Returns:
             A future of a `Result`. It fails with a `RequestError` where the group ended without one, and with
@@ -334,29 +172,20 @@ class InferenceClient:
         Raises:
             InvalidRequestError: a value is out of range; nothing was sent.
             ConnectionLostError: there is no connection.
+            TypeError: there is no such option.
         """
-        group = self.open_group(
-            prompt, sampling_params, priority=priority, timeout_s=timeout_s, interval=interval, arrival_time=arrival_time,
-            known=known,
-        )  # fmt: skip
+        group = self.open_group(prompt, sampling_params, wanted=None, **options)
         return RequestFuture(group, self._abort, self._present)
 
     def add_request_streaming(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        interval: int = 1,
-        arrival_time: float | None = None,
-        known: Iterable[Stretch] = (),
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
-        """Ask for a prompt's n samples, `interval` tokens at a time; raises as `add_request` does."""
-        group = self.open_group(
-            prompt, sampling_params, priority=priority, timeout_s=timeout_s, interval=interval, arrival_time=arrival_time,
-            known=known,
-        )  # fmt: skip
+        """Ask for a prompt's n samples, `interval` tokens at a time, 1 unless said; raises as `add_request` does."""
+        options.setdefault("interval", 1)
+        group = self.open_group(prompt, sampling_params, wanted=None, **options)
         return RequestStream(group, self._abort, self._present)
 
     def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
@@ -376,27 +205,19 @@ class InferenceClient:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        interval: int = 0,
-        arrival_time: float | None = None,
-        known: Iterable[Stretch] = (),
         wanted: Collection[int] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> OpenGroup:
         """What `add_request` and `add_request_streaming` are made of, for whoever sets `on_update` and `on_done` himself.
 
-        Options as of `ClientSession.submit`; raises as `add_request` does.
+        `wanted` as of `ClientSession.submit`; raises as `add_request` does.
         """
         self._refuse_unless_connected()
         return self._session.submit(
             prompt,
             sampling_params or _DEFAULT_PARAMS,
-            priority=priority,
-            timeout_s=timeout_s,
-            interval=interval,
-            arrival_time=arrival_time,
-            known=known,
             wanted=wanted,
+            **options,
         )
 
     def _abort(self, request_id: int) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import msgpack
 import numpy as np
@@ -34,7 +34,7 @@ from rollout.errors import (
     RolloutFailedError,
     SerializationError,
 )
-from rollout.frames import MAX_FRAME_BYTES
+from rollout.frames import MAX_REQUEST_BYTES
 from rollout.open_group import OpenGroup, nobody
 from rollout.protocol import (
     Abort,
@@ -62,9 +62,26 @@ from rollout.wire_types import TOKEN_BYTES
 Prompt = str | bytes | Sequence[int] | NDArray[Any]
 """Text, token ids, or token ids as little-endian int32 in bytes."""
 
-MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""Of the prompt and what is known of its samples."""
 MAX_PRIORITY = 2**31
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a group beside its prompt and its sampling parameters."""
+
+    priority: int
+    """Higher runs first; 0 unless said."""
+    timeout_s: float | None
+    """Fail so long after arrival. None, as unless said: never, while there is some rank."""
+    interval: int
+    """Report every so many tokens of a sample. 0, as unless said (1 where it is streamed): as the coordinator is
+    configured."""
+    arrival_time: float | None
+    """Wall-clock seconds. None, as unless said: now."""
+    known: Iterable[Stretch]
+    """What another session knew of the group (`OpenGroup.known`); it goes on from there. Nothing unless said."""
+
+
+_DEFAULTS: RequestOptions = {"priority": 0, "timeout_s": None, "interval": 0, "arrival_time": None, "known": ()}
 
 
 class Call:
@@ -129,38 +146,33 @@ class ClientSession:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        interval: int = 0,
-        arrival_time: float | None = None,
-        known: Iterable[Stretch] = (),
         wanted: Collection[int] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> OpenGroup:
         """Ask for a group.
 
         Args:
             prompt: text, or token ids in [0, 2**31).
-            priority: higher runs first.
-            timeout_s: fail so long after arrival. None: never, while there is some rank.
-            interval: report every so many tokens of a sample; 0: as the coordinator is configured.
-            arrival_time: wall-clock seconds; None: now.
-            known: what another session knew of the group (`OpenGroup.known`); it goes on from there.
             wanted: samples to compute. None: all that have not ended in what is known.
+            options: as `RequestOptions` says.
 
         Raises:
             InvalidRequestError: a value is out of range, or what is known does not fit; nothing was sent.
             ConnectionLostError: the session has ended.
+            TypeError: there is no such option.
         """
+        chosen = _complete(options)
         self._refuse_when_lost()
         packed = prompt if isinstance(prompt, str) else _int32(prompt)
-        _check_options(priority, timeout_s, interval, arrival_time)
-        arrived = self._clock() if arrival_time is None else float(arrival_time)
+        _check_options(chosen)
+        priority, timeout_s, interval = chosen["priority"], chosen["timeout_s"], chosen["interval"]
+        arrived = self._clock() if chosen["arrival_time"] is None else float(chosen["arrival_time"])
         group = OpenGroup(self._next_request_id, packed, params, priority, arrived)
         message = Submit(
             group.request_id, packed, params.n, _packed(params), params.seed, priority, arrived, timeout_s, interval
         )
         size = len(packed)
-        for stretch in known:
+        for stretch in chosen["known"]:
             size += self._continue(group, message, stretch)
         if size > MAX_REQUEST_BYTES:
             raise InvalidRequestError(
@@ -417,7 +429,16 @@ def _is_int32(token: Any) -> bool:
     return hasattr(token, "__index__") and -(2**31) <= token < 2**31
 
 
-def _check_options(priority: Any, timeout_s: Any, interval: Any, arrival_time: Any) -> None:
+def _complete(options: RequestOptions) -> RequestOptions:
+    unknown = [repr(name) for name in options if name not in _DEFAULTS]
+    if unknown:
+        raise TypeError(f"{', '.join(unknown)}: no option of a request; the options are {', '.join(_DEFAULTS)}")
+    return {**_DEFAULTS, **options}
+
+
+def _check_options(options: RequestOptions) -> None:
+    priority, timeout_s = options["priority"], options["timeout_s"]
+    interval, arrival_time = options["interval"], options["arrival_time"]
     checks: Collection[tuple[str, Any, bool, str]] = (
         ("priority", priority, _whole(priority) and abs(priority) <= MAX_PRIORITY, "an integer in [-2**31, 2**31]"),
         ("timeout_s", timeout_s, timeout_s is None or (_real(timeout_s) and timeout_s > 0), "None or a number above 0"),

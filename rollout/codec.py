@@ -16,6 +16,7 @@ from enum import Enum
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import msgpack
 import numpy as np
 
 from rollout.errors import ConfigError, SerializationError
@@ -63,6 +64,24 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
 def refuse(what: str, value: object, rule: str) -> NoReturn:
     """Raise the `SerializationError` that says what arrived and what must."""
     raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
+
+
+def unpack_msgpack(what: str, packed: bytes, **options: Any) -> Any:
+    """What msgpack holds.
+
+    Args:
+        options: of `msgpack.unpackb`.
+
+    Raises:
+        SerializationError: it is no msgpack, or breaks a rule of the options; the message begins with `what`.
+    """
+    try:
+        return msgpack.unpackb(packed, **options)
+    # Every error of msgpack's that one whole buffer can cause is a ValueError; a list as a key of a map is a TypeError.
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise SerializationError(
+            f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc}): cut off?"
+        ) from exc
 
 
 def optional(codec: Codec) -> Codec:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Self
 
@@ -215,6 +217,9 @@ class CoordinatorConfig(_Options):
     idle_exit_s: float = 60.0
     """The process ends when it has been without any rank or client for so long after the last one left."""
 
+    outlive_launcher: bool = True
+    """Go on without the process that started it, as long as some rank or client is there."""
+
     def __post_init__(self) -> None:
         self._check_all(
             (
@@ -230,7 +235,7 @@ class CoordinatorConfig(_Options):
             "a finite number above 0",
         )
         self._check_all(
-            ("insecure", "enable_prefix_caching", "deterministic_mode"),
+            ("insecure", "enable_prefix_caching", "deterministic_mode", "outlive_launcher"),
             lambda value: isinstance(value, bool),
             "True or False",
         )
@@ -252,6 +257,87 @@ class CoordinatorConfig(_Options):
         self._choose("prefix_caching_coordinator_policy", PrefixCachingCoordinatorPolicy)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(_Options):
+    """Options of the HTTP server. An unknown name is a `TypeError`, a value out of range a `ConfigError`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `api_key`, or `insecure`."""
+
+    port: int = 8000
+    """Port to listen on. 0: a free one."""
+
+    api_key: str | None = field(default=None, repr=False)
+    """What callers send as `Authorization: Bearer KEY`; everything but /health asks for it. None: nobody is asked."""
+
+    served_model_name: str | None = None
+    """The model's name in requests and replies. None: the name or path it was loaded from."""
+
+    admin: bool = False
+    """Offer pause, suspend, weights updated, abort … under /admin. Needs `api_key`, or `insecure`."""
+
+    insecure: bool = False
+    """Listen off loopback, or offer /admin, without a key: whoever reaches the port can do what it offers."""
+
+    max_body_mb: float = 32
+    """Largest body of a request, in MiB."""
+
+    max_open_requests: int = 4096
+    """Prompts that may be open at once, whoever sent them; beyond that, 429."""
+
+    request_timeout_s: float = 600.0
+    """Longest a request may take, and what `timeout_s` of a request may ask for at most."""
+
+    stream_interval: int = 1
+    """Tokens of a sample per chunk of a stream."""
+
+    chat_template: str | None = None
+    """A Jinja chat template, or the path of a file that holds one. None: the tokenizer's own."""
+
+    shutdown_grace_s: float = 5.0
+    """How long running requests may go on when the server stops; then they are aborted."""
+
+    def __post_init__(self) -> None:
+        self._check("host", isinstance(self.host, str) and bool(self.host), "an address")
+        self._check("port", _is_int(self.port) and 0 <= self.port < 65536, "an integer in [0, 65535]")
+        self._check_all(("admin", "insecure"), lambda value: isinstance(value, bool), "True or False")
+        self._check_all(
+            ("served_model_name", "chat_template"),
+            lambda value: value is None or (isinstance(value, str) and bool(value)),
+            "None or a string that is not empty",
+        )
+        self._check_all(
+            ("max_open_requests", "stream_interval"),
+            lambda value: _is_int(value) and value >= 1,
+            "an integer of at least 1",
+        )
+        self._check_all(
+            ("max_body_mb", "request_timeout_s"),
+            lambda value: _is_number(value) and 0 < value < float("inf"),
+            "a finite number above 0",
+        )
+        grace = self.shutdown_grace_s
+        self._check(
+            "shutdown_grace_s", _is_number(grace) and 0 <= grace < float("inf"), "a finite number of at least 0"
+        )
+        self._check_secrets()
+
+    def _check_secrets(self) -> None:
+        """The message never shows the key."""
+        key = self.api_key
+        if key is not None and not (isinstance(key, str) and _CREDENTIALS.fullmatch(key)):
+            raise ConfigError("ServerConfig.api_key: must be None or visible ASCII characters without spaces")
+        if key is not None or self.insecure:
+            return
+        cure = "give an api_key, or insecure=True to let whoever reaches the port in"
+        if not _is_loopback(self.host):
+            raise ConfigError(f"ServerConfig.host={self.host!r}: off loopback an api_key is needed; {cure}")
+        if self.admin:
+            raise ConfigError(f"ServerConfig.admin=True: /admin needs an api_key; {cure}")
+
+
+_CREDENTIALS = re.compile(r"[!-~]+")
+
 _ENUM_FIELDS: dict[str, type[Enum]] = {
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
     "kv_cache_management_mode": KVCacheManagementMode,
@@ -265,3 +351,12 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False

@@ -22,84 +22,39 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
-
-import msgpack
 
 from rollout.client import InferenceClient
 from rollout.config import CoordinatorConfig
-from rollout.coordinator.launch import CoordinatorHandle, launch_coordinator
+from rollout.coordinator.launch import CoordinatorHandle
 from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
-    ConfigError,
     ConnectionLostError,
     DeadlineError,
     EngineStateError,
-    RequestAbortedError,
     RolloutError,
-    SerializationError,
 )
-from rollout.keys import JobKeys, is_loopback
-from rollout.known import pieces, stretch_of
+from rollout.job_coordinator import START_TIMEOUT_S, JobCoordinator
+from rollout.known import stretch_of
 from rollout.loop_thread import LoopThread
 from rollout.open_group import OpenGroup
+from rollout.own_groups import EarlierTokens, OwnGroup
 from rollout.protocol import Stretch
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.seeds import stream_key
-from rollout.state import CoordinatorState, EngineState, FinishReason, Status
+from rollout.state import CoordinatorState, EngineState
 from rollout.worker import EngineWorker
 from rollout.world import World
 
 _log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
-"""For all ranks to find each other: they may load their models one after the other."""
 ATTEMPT_S = 5.0
 """For one attempt to begin anew, before a look for another coordinator."""
-ASK_AGAIN_S = 0.01
-"""Between two looks at how far the other ranks are."""
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class _Group:
-    """A group of this rank's, until each of its samples has been handed out."""
-
-    group_id: int
-    prompt: list[int]
-    text: str | None
-    params: SamplingParams
-    metadata: Any
-    arrival_time: float
-    missing: set[int]
-    """Samples that have not been handed out."""
-    saved: list[Stretch]
-    """What was known of it before it was sent."""
-    open: OpenGroup | None = None
-    """What is known of it since; None until it was sent."""
-    error: RolloutError | None = None
-    """Why it has ended without the samples that are missing."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nobody has anything to compute for it any more."""
-        return self.error is not None or (self.open is not None and self.open.complete)
-
-    def known(self) -> list[Stretch]:
-        """Its tokens."""
-        return self.saved if self.open is None else self.open.known()
-
-    def oldest_version(self) -> int | None:
-        """The lowest policy version of a token of a sample that has not ended; None: they have no token."""
-        if self.open is not None:
-            return self.open.oldest_version()
-        rows = (runs for stretch in self.saved for runs in stretch.versions)
-        return min((version for runs in rows for version in runs[1::2]), default=None)
 
 
 class DataParallelBackend:
@@ -118,39 +73,32 @@ class DataParallelBackend:
     def __init__(self, engine: DynamicInferenceEngine, config: CoordinatorConfig | None, world: World) -> None:
         self._engine = engine
         self._world = world
-        self._config = _completed(config or CoordinatorConfig(), engine, world)
+        self._job = JobCoordinator(config or CoordinatorConfig(), engine, world)
         self._timeout_s = engine.config.control_timeout_s
         self._base_seed = engine.config.seed if world.rank == 0 else stream_key(engine.config.seed, -1 - world.rank)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, OwnGroup] = {}
         self._next_group_id = 0
-        self._incarnation = 0
-        self._coordinator: CoordinatorHandle | None = None
-        self._keys: JobKeys | None = None
-        self._address = ""
         self._loop = LoopThread("rollout-data-parallel")
         self._happened = False
-        self._ended: deque[tuple[_Group, int]] = deque()
-        self._failed: deque[_Group] = deque()
+        self._ended: deque[tuple[OwnGroup, int]] = deque()
+        self._failed: deque[OwnGroup] = deque()
         self._calls_ended = 0
         """Calls that all ranks have made, to their end."""
         self._barrier: Future[None] | None = None
         """Of the end of the present one."""
         self._began_anew = False
         """Since the last one has ended: its end may have been said to a session that is gone."""
-        self._asked: Future[dict[str, Any]] | None = None
-        """How far the others are."""
-        self._tokens_known_before = 0
-        """What all ranks have computed under versions below this one is known here."""
+        self._earlier_tokens = EarlierTokens(self._start_asking)
         self._client: InferenceClient | None = None
         self._worker: EngineWorker | None = None
         self._closed = False
         try:
-            self._launch_or_learn(0)
+            self._launch_or_learn()
             self._worker = EngineWorker(
                 engine,
-                self._address,
+                self._job.address,
                 name=self._name,
-                keys=self._keys,
+                keys=self._job.keys,
                 loop=self._loop,
                 on_lost=lambda error: self._wake(),
             )
@@ -169,34 +117,10 @@ class DataParallelBackend:
         width = len(str(self._world.size - 1))
         return f"rank-{self._world.rank:0{width}d}"
 
-    def _launch_or_learn(self, incarnation: int) -> None:
-        key = f"coordinator/{incarnation}"
-        if self._world.rank == 0:
-            self._launch()
-            told = None if self._keys is None else self._keys.client_side().serialize()
-            self._world.publish(key, msgpack.packb([self._address, told]))
-        else:
-            try:
-                address, told = msgpack.unpackb(self._world.wait_for(key, START_TIMEOUT_S))
-            except ValueError as exc:
-                raise SerializationError(f"{key}: must be [address, keys]: {exc}") from exc
-            self._address, self._keys = address, None if told is None else JobKeys.deserialize(told)
-        self._incarnation = incarnation
-
-    def _launch(self) -> None:
-        config = self._config
-        if self._address:
-            # Whoever still talks to the old address is told at once that its session is over.
-            with suppress(ConfigError):
-                port = int(self._address.rpartition(":")[2])
-                self._coordinator = launch_coordinator(config.replace(inference_coordinator_port=port), self._keys)
-                self._watch(self._coordinator)
-                return
-        elif not (config.insecure or is_loopback(config.host)):
-            self._keys = JobKeys.generate()
-        self._coordinator = launch_coordinator(config, self._keys)
-        self._address = self._world.reachable(self._coordinator.address)
-        self._watch(self._coordinator)
+    def _launch_or_learn(self) -> None:
+        self._job.launch_or_learn()
+        if self._job.handle is not None:
+            self._watch(self._job.handle)
 
     def _watch(self, coordinator: CoordinatorHandle) -> None:
         """Notice its end at once; nothing is left of it then."""
@@ -211,7 +135,7 @@ class DataParallelBackend:
         """Connect, and submit what is open."""
 
         async def join() -> None:
-            client = InferenceClient(self._address, name=self._name, keys=self._keys, member=True)
+            client = InferenceClient(self._job.address, name=self._name, keys=self._job.keys, member=True)
             await client.start(timeout_s)
             self._client = client
             for group in list(self._groups.values()):
@@ -220,11 +144,11 @@ class DataParallelBackend:
         self._loop.run(join(), timeout_s + 5)
 
     def _lost(self) -> Exception | None:
-        if self._coordinator is not None and not self._coordinator.alive:
-            code = self._coordinator.process.returncode
-            return ConnectionLostError(f"{self._address}: the coordinator's process has ended with code {code}")
+        if self._job.handle is not None and not self._job.handle.alive:
+            code = self._job.handle.process.returncode
+            return ConnectionLostError(f"{self._job.address}: the coordinator's process has ended with code {code}")
         if self._client is None:
-            return ConnectionLostError(f"{self._address}: the last session has ended, and no other was begun")
+            return ConnectionLostError(f"{self._job.address}: the last session has ended, and no other was begun")
         return self._its_worker().lost or self._client.lost
 
     def _recover(self, why: Exception) -> None:
@@ -260,24 +184,24 @@ class DataParallelBackend:
             self._join(ATTEMPT_S)
         worker = self._its_worker()
         if replaced or worker.lost is not None:
-            worker.reconnect(self._address, self._keys, ATTEMPT_S)
+            worker.reconnect(self._job.address, self._job.keys, ATTEMPT_S)
 
     def _find_coordinator(self, again: bool) -> bool:
         """Whether there is another one than before."""
-        before = self._address, self._keys
-        if self._coordinator is not None:
-            if self._coordinator.alive and not again:
+        before = self._job.address, self._job.keys
+        if self._job.handle is not None:
+            if self._job.handle.alive and not again:
                 return False
-            if self._coordinator.alive:
+            if self._job.handle.alive:
                 # It does not answer its own host.
-                self._coordinator.kill()
-            self._coordinator.let_go()
-            self._launch_or_learn(self._incarnation + 1)
+                self._job.handle.kill()
+            self._job.handle.let_go()
+            self._launch_or_learn()
             return True
-        if not self._world.is_published(f"coordinator/{self._incarnation + 1}"):
+        if not self._job.next_is_published:
             return False
-        self._launch_or_learn(self._incarnation + 1)
-        return before != (self._address, self._keys)
+        self._launch_or_learn()
+        return before != (self._job.address, self._job.keys)
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
@@ -327,13 +251,13 @@ class DataParallelBackend:
         samples: Iterable[int],
         known: list[Stretch],
     ) -> None:
-        group = _Group(group_id, tokens, text, params, metadata, arrival_time, set(samples), known)
+        group = OwnGroup(group_id, tokens, text, params, metadata, arrival_time, set(samples), known)
         self._groups[group_id] = group
         self._loop.call_soon(self._send, group)
 
     # --- on the loop's thread ---------------------------------------------------------------------------------------
 
-    def _send(self, group: _Group) -> None:
+    def _send(self, group: OwnGroup) -> None:
         client, wanted = self._client, tuple(group.missing)
         if client is None or client.lost is not None or group.ended or not wanted:
             # Aborted or handed out meanwhile; or lost, and whoever begins anew sends it again.
@@ -349,7 +273,7 @@ class DataParallelBackend:
         opened.on_update = lambda _, stretch: self._note_ended(group, stretch)
         opened.on_done = lambda opened: self._note_done(group, opened)
 
-    def _note_ended(self, group: _Group, stretch: Stretch) -> None:
+    def _note_ended(self, group: OwnGroup, stretch: Stretch) -> None:
         if stretch.outcomes is not None:
             ended = [
                 each for each, outcome in zip(stretch.indices, stretch.outcomes, strict=True) if outcome is not None
@@ -357,13 +281,13 @@ class DataParallelBackend:
             self._ended.extend((group, each) for each in ended)
             self._wake()
 
-    def _note_done(self, group: _Group, opened: OpenGroup) -> None:
+    def _note_done(self, group: OwnGroup, opened: OpenGroup) -> None:
         if isinstance(opened.error, ConnectionLostError):
             self._wake()
         elif opened.error is not None:
             self._fail(group, opened.error)
 
-    def _fail(self, group: _Group, error: RolloutError) -> None:
+    def _fail(self, group: OwnGroup, error: RolloutError) -> None:
         group.error = error
         self._failed.append(group)
         self._wake()
@@ -411,10 +335,10 @@ class DataParallelBackend:
                 results.append(self._hand_out(group, index, group.open.request(index)))
         while self._failed:
             group = self._failed.popleft()
-            results += [self._hand_out(group, each, _failed(group, each)) for each in sorted(group.missing)]
+            results += [self._hand_out(group, each, group.failed(each)) for each in sorted(group.missing)]
         return results
 
-    def _hand_out(self, group: _Group, index: int, result: DynamicInferenceRequest) -> DynamicInferenceRequest:
+    def _hand_out(self, group: OwnGroup, index: int, result: DynamicInferenceRequest) -> DynamicInferenceRequest:
         result.request_id, result.prompt, result.metadata = group.group_id, group.text, group.metadata
         group.missing.discard(index)
         if not group.missing:
@@ -428,7 +352,7 @@ class DataParallelBackend:
             group.missing.clear()
             self._loop.call_soon(self._abort_on_loop, group)
 
-    def _abort_on_loop(self, group: _Group) -> None:
+    def _abort_on_loop(self, group: OwnGroup) -> None:
         if group.open is not None and self._client is not None and self._client.lost is None:
             self._client.abort_request(group.open.request_id)
 
@@ -550,30 +474,11 @@ class DataParallelBackend:
         version = self._engine.policy_version
         if not self._groups:
             return []
-        if not self._tokens_before_are_known(version):
+        if not self._earlier_tokens.are_known(version):
             return None
         return self._known_ages(version)
 
-    def _tokens_before_are_known(self, version: int) -> bool:
-        """Whether every rank has come to this version, and so has said what it computed under those before."""
-        if self._tokens_known_before == version:
-            return True
-        asked, self._asked = self._asked, None
-        if asked is None or not asked.done():
-            self._asked = asked or self._start_asking()
-            return False
-        if asked.exception() is None:
-            status = asked.result()
-            awaited = status["barrier_waits_for"]
-            behind = [each["name"] for each in status["ranks"] if each["policy_version"] < version]
-            # Whoever has come to the end of the call already will not come to this version: the barrier says so.
-            if all(awaited and name not in awaited for name in behind):
-                self._tokens_known_before = version
-                return True
-        self._asked = self._start_asking(after_s=ASK_AGAIN_S)
-        return False
-
-    def _start_asking(self, after_s: float = 0.0) -> Future[dict[str, Any]] | None:
+    def _start_asking(self, after_s: float) -> Future[dict[str, Any]] | None:
         client = self._client
         if client is None:
             return None
@@ -595,7 +500,7 @@ class DataParallelBackend:
         """Records of the unfinished samples of this rank's groups, with the tokens known here."""
 
         async def read() -> list[DynamicInferenceRequest]:
-            return [request for group in list(self._groups.values()) for request in _interrupted(group)]
+            return [request for group in list(self._groups.values()) for request in group.interrupted()]
 
         # On the thread that adds to what is known.
         requests = [] if self._closed else self._loop.run(read(), self._timeout_s)
@@ -609,8 +514,8 @@ class DataParallelBackend:
         self._leave_client()
         if self._worker is not None:
             self._worker.stop()
-        if self._coordinator is not None:
-            self._coordinator.let_go()
+        if self._job.handle is not None:
+            self._job.handle.let_go()
         self._loop.close()
 
     def _leave_client(self) -> None:
@@ -619,51 +524,5 @@ class DataParallelBackend:
             self._loop.run(client.stop(), self._timeout_s)
 
 
-def _interrupted(group: _Group) -> list[DynamicInferenceRequest]:
-    """The samples that have not been handed out, where they stand."""
-    samples = sorted(group.missing)
-    known = pieces(group.known(), samples)
-    requests = []
-    for index in samples:
-        piece = known.get(index)
-        if piece is not None:
-            request = piece.request(group.group_id, index, group.prompt, group.params, arrival_time=group.arrival_time)
-        else:
-            request = DynamicInferenceRequest(
-                request_id=group.group_id,
-                sample_index=index,
-                prompt_tokens=group.prompt,
-                sampling_params=group.params,
-                arrival_time=group.arrival_time,
-                seed=group.params.seed,
-            )
-        request.prompt, request.metadata = group.text, group.metadata
-        requests.append(request)
-    return requests
-
-
-def _failed(group: _Group, index: int) -> DynamicInferenceRequest:
-    """A sample of a group that ended without it, with the tokens that are known of it."""
-    (request,) = [each for each in _interrupted(group) if each.sample_index == index]
-    error = group.error
-    request.status = Status.FAILED
-    request.finish_reason = FinishReason.ABORT if isinstance(error, RequestAbortedError) else FinishReason.ERROR
-    request.error = f"{type(error).__name__}: {error}"
-    return request
-
-
 def _is_final(error: Exception) -> bool:
     return isinstance(error, ConnectionLostError) and error.final
-
-
-def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World) -> CoordinatorConfig:
-    """The user's options, with what the job knows better."""
-    host = config.host
-    if world.rank == 0 and not world.one_host and is_loopback(host):
-        host = world.address_for_others()
-    return config.replace(
-        data_parallel_size=world.size,
-        block_size_tokens=engine.config.block_size_tokens,
-        enable_prefix_caching=config.enable_prefix_caching and engine.config.enable_prefix_caching,
-        host=host,
-    )

@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
@@ -36,6 +36,41 @@ BYTES_TOGETHER = 1 << 20
 """Bytes after which no further frame joins a ZMQ message."""
 LINGER_MS = 1000
 """How long a closed socket still tries to hand over its last messages."""
+
+
+class Wire(Protocol):
+    """A connection to a coordinator, whatever carries it. Its methods belong to one loop's thread."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+
+    def open(self) -> None:
+        """Connect."""
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+
+    def heartbeat(self, interval_s: float, timeout_s: float) -> None:
+        """Notice silence, and be noticed."""
+
+    def close(self, reason: str, *, quietly: bool = False) -> None:
+        """Take leave, or quietly not."""
+
+
+class Dial(Protocol):
+    """What makes a `Wire`; `Dealer` is one."""
+
+    def __call__(
+        self,
+        address: str,
+        identity_name: str,
+        *,
+        keys: JobKeys | None,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[ConnectionLostError], None],
+    ) -> Wire:
+        """A connection that is not open yet."""
 
 
 class Dealer:

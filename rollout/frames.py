@@ -15,13 +15,15 @@ from typing import Any, get_type_hints
 
 import msgpack
 
-from rollout.codec import refuse
+from rollout.codec import refuse, unpack_msgpack
 from rollout.errors import SerializationError
 from rollout.protocol import MESSAGES, PROTOCOL_VERSION, Message, Stretch
 from rollout.wire_types import TOKEN_BYTES, Rule
 
 MAX_FRAME_BYTES = 64 << 20
 """Longest frame; a longer one is refused unread."""
+MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
+"""Of a prompt and what is known of its samples: with all the rest it must fit into one frame again."""
 SMALL_BYTES = 1 << 17
 """Up to here a frame's values need no counting."""
 MAX_ITEMS = 1 << 20
@@ -145,12 +147,7 @@ def decode(frame: bytes) -> tuple[int, Message]:
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
-    try:
-        row = msgpack.unpackb(frame, strict_map_key=True) if len(frame) <= SMALL_BYTES else _unpack_large(frame)
-    except Exception as exc:
-        raise SerializationError(
-            f"frame of {len(frame)} bytes that is no msgpack ({type(exc).__name__}: {exc})"
-        ) from exc
+    row = unpack_msgpack("frame", frame, **({} if len(frame) <= SMALL_BYTES else _limits()))
     if type(row) is not list or len(row) < 2 or type(row[0]) is not int or not _is_count(row[1]):
         refuse("frame", row, "[header, sequence, fields …]")
     known = _ROWS.get(row[0])
@@ -162,8 +159,8 @@ def decode(frame: bytes) -> tuple[int, Message]:
     return row[1], message
 
 
-def _unpack_large(frame: bytes) -> Any:
-    """As msgpack does, but a byte each can be made into an object of a hundred: their number is limited."""
+def _limits() -> dict[str, Any]:
+    """For a large frame: each of its bytes can be made into an object of a hundred, so their number is limited."""
     left = MAX_ITEMS
 
     def count(items: Any) -> Any:
@@ -173,14 +170,7 @@ def _unpack_large(frame: bytes) -> Any:
             raise ValueError(f"more than {MAX_ITEMS} values")
         return items
 
-    return msgpack.unpackb(
-        frame,
-        strict_map_key=True,
-        list_hook=count,
-        object_hook=count,
-        max_array_len=MAX_ITEMS,
-        max_map_len=MAX_ITEMS,
-    )
+    return {"list_hook": count, "object_hook": count, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS}
 
 
 class LostFramesError(SerializationError):

@@ -26,6 +26,12 @@ class _Deferral:
         self.pressed = True
 
 
+def interrupt_pending() -> bool:
+    """Inside `interrupt_deferred()`: whether Ctrl-C waits for its end."""
+    handler = signal.getsignal(signal.SIGINT)
+    return isinstance(handler, _Deferral) and handler.pressed
+
+
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
     """Ctrl-C inside the block takes effect at its end; a second one takes effect at once.

@@ -53,6 +53,6 @@ def key(prompt: Any) -> Hashable:
     if isinstance(prompt, str):
         return hash(prompt)
     try:
-        return hash(tuple(int(token) for token in prompt))
-    except (TypeError, ValueError):
+        return hash(tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt))
+    except TypeError:
         return hash(repr(prompt))

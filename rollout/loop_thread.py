@@ -47,10 +47,7 @@ class LoopThread:
             RuntimeError: called on the loop itself, which would wait for ever; or the loop is closed, before or
                 meanwhile.
         """
-        if self._inside():
-            coroutine.close()
-            self._refuse("run()")
-        future = self.start(coroutine)
+        future = self.start_from_outside(coroutine)
         what = getattr(coroutine, "__qualname__", repr(coroutine))
         try:
             done, _ = wait((future,), timeout_s)
@@ -66,6 +63,17 @@ class LoopThread:
             if not self._closed:
                 raise
             raise RuntimeError(f"{self._name} was closed while {what} ran on it") from None
+
+    def start_from_outside(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """`start`, for whoever is going to wait for it in this thread.
+
+        Raises:
+            RuntimeError: called on the loop itself, which would wait for ever; or the loop is closed.
+        """
+        if self._inside():
+            coroutine.close()
+            self._refuse("waiting")
+        return self.start(coroutine)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop and do not wait for it; from any thread.

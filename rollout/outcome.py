@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from rollout.codec import FLOATS, TOP_N, Codec, optional, refuse
+from rollout.codec import FLOATS, TOP_N, Codec, optional, refuse, unpack_msgpack
 from rollout.errors import SerializationError
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
@@ -248,7 +248,7 @@ def unpack(packed: bytes) -> Outcome:
     Raises:
         SerializationError: no such row; the message names the field.
     """
-    row = unpack_plain("Outcome", packed)
+    row = unpack_msgpack("Outcome", packed)
     if type(row) is not list or len(row) != len(_NAMES):
         refuse("Outcome", row, f"a row of {len(_NAMES)} fields")
     values = []
@@ -272,17 +272,5 @@ def unpack_top_n(packed: bytes) -> TopN:
     Raises:
         SerializationError: no such rows.
     """
-    rows: TopN = TOP_N.decode(unpack_plain("top_n", packed))
+    rows: TopN = TOP_N.decode(unpack_msgpack("top_n", packed))
     return rows
-
-
-def unpack_plain(what: str, packed: bytes) -> Any:
-    """What msgpack holds.
-
-    Raises:
-        SerializationError: it is no msgpack; the message names `what`.
-    """
-    try:
-        return msgpack.unpackb(packed, strict_map_key=True)
-    except Exception as exc:
-        raise SerializationError(f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__})") from exc

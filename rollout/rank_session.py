@@ -20,9 +20,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from rollout.codec import unpack_msgpack
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.known import pieces
-from rollout.outcome import Growth, growth, outcome, pack, pack_top_n, unpack_plain
+from rollout.outcome import Growth, growth, outcome, pack, pack_top_n
 from rollout.protocol import (
     Assign,
     Cancel,
@@ -428,7 +429,7 @@ class RankSession:
 
 @lru_cache(maxsize=64)
 def _params(packed: bytes) -> SamplingParams:
-    return SamplingParams.deserialize(unpack_plain("Assign.params", packed))
+    return SamplingParams.deserialize(unpack_msgpack("Assign.params", packed))
 
 
 def _column(values: list[Value | None]) -> list[Value | None] | None:

@@ -15,25 +15,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rollout.dealer import Dealer
-from rollout.engine.block_allocator import CacheChanges
+from rollout.dealer import Dealer, Dial, Wire
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine_seam import SeamOfEngine
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
+from rollout.interrupts import interrupt_pending
 from rollout.loop_thread import LoopThread
-from rollout.outcome import Growth
 from rollout.protocol import PROTOCOL_VERSION, Message, Progress, Refused, Register, RegisterAck
-from rollout.rank_session import Key, Known, RankSession
+from rollout.rank_session import RankSession
 from rollout.record import DynamicInferenceRequestRecord
-from rollout.sampling_params import SamplingParams
-from rollout.state import ControlSignal, CoordinatorState, EngineState, KVCacheManagementMode
-from rollout.wire_types import SET_VERSION
+from rollout.state import CoordinatorState, EngineState
 
 if TYPE_CHECKING:
     from rollout.keys import JobKeys
@@ -51,108 +50,11 @@ LONGEST_RETRY_S = 2.0
 _HELD = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
 
 
-class SeamOfEngine:
-    """An engine as `rank_session.EngineSeam`."""
-
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self.engine = engine
-        self.resting = False
-        """Nobody steps the engine: nothing in it runs."""
-        self._changes = CacheChanges()
-
-    def begin(self) -> list[int]:
-        """Keep account of the prefix cache from now on; returns the hashes that are in it."""
-        allocator = self.engine.context.allocator
-        self._changes = allocator.changes = CacheChanges()
-        return allocator.findable_hashes()
-
-    def end(self) -> None:
-        """Keep no account any more."""
-        self.engine.context.allocator.changes = None
-
-    @property
-    def state(self) -> EngineState:
-        """Where it stands."""
-        return self.engine.state
-
-    @property
-    def policy_version(self) -> int:
-        """Of its weights."""
-        return self.engine.policy_version
-
-    def next_request_id(self) -> int:
-        """A number nobody else will get."""
-        number = self.engine.next_request_id
-        self.engine.reserve_request_ids(number + 1)
-        return number
-
-    def add(
-        self,
-        request_id: int,
-        samples: Sequence[int],
-        prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int,
-        arrival_time: float | None,
-    ) -> None:
-        """Queue some samples of a prompt."""
-        self.engine.add_request(
-            prompt, params, request_id=request_id, samples=samples, priority=priority, arrival_time=arrival_time
-        )
-
-    def continue_(self, record: DynamicInferenceRequestRecord) -> None:
-        """Queue a sample of which tokens are known."""
-        self.engine.add_record(record)
-
-    def discard(self, request_id: int, sample: int | None = None) -> None:
-        """End samples without a result."""
-        self.engine.abort_request(request_id, sample)
-        self.engine.take_ended(lambda key: key[0] == request_id and sample in (None, key[1]))
-
-    def progress(self, known: Mapping[Key, Known]) -> list[Growth]:
-        """New tokens."""
-        return self.engine.progress(known)
-
-    def take_ended(self, request_ids: Container[int]) -> list[DynamicInferenceRequestRecord]:
-        """Records that no step has returned."""
-        return self.engine.take_ended(lambda key: key[0] in request_ids)
-
-    def control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
-        """Do what the coordinator says. An engine of a later version keeps it."""
-        if signal == ControlSignal.PAUSE:
-            self.engine.pause()
-        elif signal == ControlSignal.UNPAUSE:
-            self.engine.unpause()
-        elif signal == ControlSignal.SUSPEND:
-            self.engine.suspend(cast(KVCacheManagementMode | None, argument))
-        elif signal == ControlSignal.RESUME:
-            self.engine.resume()
-        elif signal == ControlSignal.STOP:
-            return self.engine.stop()
-        elif signal == SET_VERSION and type(argument) is int:
-            if argument > self.engine.policy_version:
-                self.engine.weights_updated(argument)
-        else:
-            raise EngineStateError(f"{signal}({argument!r}): no engine can do that; use the signals of rollout.state")
-        return []
-
-    def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
-        """What has changed in the prefix cache."""
-        taken = self._changes.take()
-        return taken.added, taken.removed, taken.flushed
-
-    def load(self) -> tuple[int, int]:
-        """(running, waiting) samples."""
-        scheduler = self.engine.context.scheduler
-        running, waiting = scheduler.num_active, scheduler.num_waiting
-        return (0, running + waiting) if self.resting else (running, waiting)
-
-
 @dataclass(eq=False)
 class _Link:
     """One session, from the socket to the engine."""
 
-    dealer: Dealer
+    dealer: Wire
     session: RankSession
     inbox: deque[Message | ConnectionLostError] = field(default_factory=deque)
     cut: bool = False
@@ -174,6 +76,7 @@ class EngineWorker:
         reconnect_timeout_s: how long `run` looks for a coordinator that it has lost.
         on_lost: called with the reason when a session ends that was not stopped here; by a thread of the worker, which
             it must not keep waiting.
+        dial: makes the connection; a coordinator in this process brings its own.
 
     Attributes:
         lost: why there is no session; None: there is one, or none was begun or all was stopped.
@@ -189,6 +92,7 @@ class EngineWorker:
         loop: LoopThread | None = None,
         reconnect_timeout_s: float = 60.0,
         on_lost: Callable[[Exception], None] | None = None,
+        dial: Dial = Dealer,
     ) -> None:
         self.engine = engine
         self.address = address
@@ -197,6 +101,7 @@ class EngineWorker:
         self.reconnect_timeout_s = reconnect_timeout_s
         self._keys = keys
         self._on_lost = on_lost
+        self._dial = dial
         self._seam = SeamOfEngine(engine)
         self._loop = loop
         self._owns_loop = loop is None
@@ -312,7 +217,7 @@ class EngineWorker:
 
     def _open(self, ordered: EngineState | None) -> _Link:
         engine, loop = self.engine, self._its_loop()
-        dealer = Dealer(
+        dealer = self._dial(
             self.address,
             self.name,
             keys=self._keys,
@@ -470,18 +375,43 @@ class EngineWorker:
             EngineDeadError: the engine has died; the coordinator has been told, and gives its requests to others.
         """
         with self.engine.locked():
-            link = self._link
             if not self._has_work():
                 return False
-            self._seam.resting = False
-            ended = self.engine.step()
-            if self.engine.state is EngineState.STOPPED:
-                self._engine_died(link, ended)
-            elif link is not None:
-                self._report(link, ended, steps=1)
-            else:
-                self._ended += ended
+            self._step_done(self._engine_step())
             return True
+
+    def steps(self) -> bool:
+        """As many steps as there are before there is nothing to do, another thread wants the engine, or Ctrl-C.
+
+        Our attention stays in the model from one to the next, and is out of it before anybody hears of the last one.
+
+        Returns, raises: as `step`.
+        """
+        with self.engine.locked():
+            if not self._has_work():
+                return False
+            with ExitStack() as installed:
+                installed.enter_context(self.engine.installation)
+                while True:
+                    ended = self._engine_step()
+                    going_on = self._has_work() and not self.engine.wanted and not interrupt_pending()
+                    if not going_on:
+                        installed.close()
+                    self._step_done(ended)
+                    if not going_on:
+                        return True
+
+    def _engine_step(self) -> list[DynamicInferenceRequestRecord]:
+        self._seam.resting = False
+        return self.engine.step()
+
+    def _step_done(self, ended: list[DynamicInferenceRequestRecord]) -> None:
+        if self.engine.state is EngineState.STOPPED:
+            self._engine_died(self._link, ended)
+        elif self._link is not None:
+            self._report(self._link, ended, steps=1)
+        else:
+            self._ended += ended
 
     def rest(self) -> None:
         """No step is made for a while: say what is known up to here, and that nothing runs."""
@@ -517,7 +447,7 @@ class EngineWorker:
         while not self._closed and self.engine.state is not EngineState.STOPPED:
             if self.lost is not None:
                 self._find_another()
-            elif not self.step():
+            elif not self.steps():
                 self.wait_for_work(self.engine.config.control_timeout_s)
 
         if not self._closed and isinstance(self.lost, EngineDeadError):

@@ -131,7 +131,7 @@ def samples(batch: RolloutBatch) -> list[Sample]:
 def coordinator_of(rollout: RolloutManager) -> Any:
     backend = rollout._backend
     assert isinstance(backend, DataParallelBackend)
-    return backend._coordinator
+    return backend._job.handle
 
 
 def after_steps(rollout: RolloutManager, count: int, act: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout import client as client_module
-from rollout.client import Delta, InferenceClient
+from rollout.client import InferenceClient
 from rollout.errors import (
     ConfigError,
     ConnectionLostError,
@@ -43,6 +43,7 @@ from rollout.protocol import (
     Submit,
     Update,
 )
+from rollout.replies import Delta
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import CoordinatorState
@@ -234,6 +235,17 @@ async def test_a_request_that_can_never_be_served_raises_at_once():
         with pytest.raises(InvalidRequestError, match="interval=-1"):
             client.add_request_streaming(PROMPT, interval=-1)
         assert await client.add_request(PROMPT)
+
+
+@pytest.mark.parametrize("unknown", ["intervals", "wanted"])
+@asynchronous
+async def test_an_option_that_no_request_has_is_named(unknown):
+    async with connected() as (client, _):
+        for ask in (client.add_request, client.add_request_streaming):
+            with pytest.raises(TypeError, match=f"'{unknown}'"):
+                ask(PROMPT, **{unknown: 1})
+        with pytest.raises(TypeError, match="'intervals'"):
+            client.open_group(PROMPT, intervals=1)
 
 
 @asynchronous

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine_seam import SeamOfEngine
 from rollout.errors import EngineStateError
 from rollout.frames import decode, encode
 from rollout.outcome import Outcome, unpack, unpack_top_n
@@ -31,7 +32,6 @@ from rollout.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
-from rollout.worker import SeamOfEngine
 from tests.engines import at_random, finish, greedily, make_engine, token_ids
 from tests.models import make_tokenizer
 

@@ -25,7 +25,7 @@ from rollout.coordinator.open_requests import MAX_SAMPLES, Assignment, ClientPee
 from rollout.coordinator.peers import Peers
 from rollout.coordinator.routing import Router
 from rollout.errors import SerializationError
-from rollout.frames import MAX_FRAME_BYTES, LostFramesError, Sequencer
+from rollout.frames import MAX_REQUEST_BYTES, LostFramesError, Sequencer
 from rollout.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -54,9 +54,6 @@ from rollout.protocol import (
 from rollout.seeds import stream_key
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 from rollout.wire_types import TOKEN_BYTES
-
-MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""Of a prompt and what is known of its samples: with all the rest it must fit into one frame again."""
 
 MAX_PEERS = 65536
 """Sessions at once; more are turned away."""

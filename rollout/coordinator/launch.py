@@ -23,6 +23,7 @@ from typing import IO, Any, cast
 
 import msgpack
 
+from rollout.codec import unpack_msgpack
 from rollout.config import CoordinatorConfig
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.keys import JobKeys
@@ -166,7 +167,7 @@ def read_orders(pipe: IO[bytes]) -> tuple[CoordinatorConfig, JobKeys | None]:
     packed = pipe.read(length)
     if not length or len(packed) != length:
         raise SerializationError(f"orders of {length} bytes: {len(packed)} came; the launcher has died")
-    options, keys = msgpack.unpackb(packed)
+    options, keys = unpack_msgpack("orders", packed)
     return CoordinatorConfig(**options), None if keys is None else JobKeys.deserialize(keys)
 
 
@@ -185,7 +186,7 @@ def read_answer(pipe: IO[bytes]) -> str:
     packed = pipe.read()
     if not packed:
         raise ConnectionLostError("coordinator: its process ended before it listened; its last words are on stderr")
-    address, error = msgpack.unpackb(packed)
+    address, error = unpack_msgpack("answer", packed)
     if error is not None:
         raise ConfigError(error)
     return str(address)

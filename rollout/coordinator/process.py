@@ -226,7 +226,8 @@ class DataParallelInferenceCoordinator:
         self._say_goodbye()
 
     def _over(self) -> bool:
-        return self._core.finished or self._stop_reason is not None or (self._orphaned and not len(self._core.peers))
+        deserted = self._orphaned and not (self._config.outlive_launcher and len(self._core.peers))
+        return self._core.finished or self._stop_reason is not None or deserted
 
     def _ask_to_stop(self, why: str) -> None:
         self._stop_reason = why
@@ -315,7 +316,7 @@ class DataParallelInferenceCoordinator:
     def _say_goodbye(self) -> None:
         now = time.monotonic()
         if not self._core.finished:
-            self._core.shutdown(self._stop_reason or "the coordinator has ended", now)
+            self._core.shutdown(self._stop_reason or "the process that started the coordinator has ended", now)
         self._send(now)
         progress = select.poll()
         progress.register(self._router.fileno(), select.POLLIN)

@@ -8,6 +8,7 @@ Promises:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from array import array
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from rollout.coordinator.core import TextJob
+
+_log = logging.getLogger(__name__)
 
 LONG_TEXT = 100_000
 """Characters; about a tenth of a second of work."""
@@ -76,7 +79,8 @@ class TextCodec:
     def _text(self, token_ids: list[int]) -> str | None:
         try:
             (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)
-        except BaseException:  # noqa: BLE001 - a panic of the library is no Exception, and the tokens are there anyway
+        except BaseException as exc:  # noqa: BLE001 - a panic of the library is no Exception
+            _log.warning("a completion of %d tokens comes without text: %r", len(token_ids), exc)
             return None
         return str(text)
 

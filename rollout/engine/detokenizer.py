@@ -150,11 +150,14 @@ class CompletionText:
         return self._detokenizer.text + self._detokenizer.pending if self._stop is None else self._ended_text
 
     def stable_text(self) -> str:
-        """What of it a stream may show: without unsettled bytes, and without a tail that may become a stop string."""
+        """What of it a stream may show: without unsettled bytes, and without a tail that may become a stop string.
+
+        The whole of it, made anew; `StableText` is for whoever shows it piece by piece.
+        """
         if self._stop is not None:
             return self._ended_text
         text = self._detokenizer.text
-        return text if self._include else text[: len(text) - self._held_back(text)]
+        return text if self._include else text[: len(text) - _held_back(text, self._stops)]
 
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
@@ -165,6 +168,50 @@ class CompletionText:
             end = self._before_tail + start + (len(self._stop) if self._include else 0)
             self._ended_text = (self._detokenizer.text + self._detokenizer.pending)[:end]
 
-    def _held_back(self, text: str) -> int:
-        lengths = range(min(self._reach, len(text)), 0, -1)
-        return next((n for n in lengths if any(len(s) > n and s.startswith(text[-n:]) for s in self._stops)), 0)
+
+class StableText:
+    """What a stream may show of a completion, piece by piece: joined, the pieces are its `CompletionText.stable_text()`.
+
+    It finds no stop string: whoever ends the completion knows the text that it ended with, and `rest` what of it is
+    still to be shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        # A stop string that is kept takes back nothing of what was shown.
+        self._stops = () if include_stop_str_in_output else tuple(stop)
+        self._held = ""
+        self._shown = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take more tokens, none of which completes a stop string that counts; the text that may be shown now."""
+        piece = self._detokenizer.push(token_ids)
+        if not piece:
+            return ""
+        # What is not held back already begins no stop string, so nothing before it has to be looked at again.
+        settled = self._held + piece
+        safe = len(settled) - _held_back(settled, self._stops)
+        self._held = settled[safe:]
+        self._shown += safe
+        return settled[:safe]
+
+    def text(self) -> str:
+        """The completion as it would read if it ended now, without a stop string."""
+        return self._detokenizer.text + self._detokenizer.pending
+
+    def rest(self, text: str) -> str | None:
+        """What is still to be shown of the text that the completion has ended with; None: it begins differently."""
+        shown = self._detokenizer.text[: self._shown]
+        return text[self._shown :] if text.startswith(shown) else None
+
+
+def _held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that more text could make a stop string."""
+    return max([_begun(text, stop) for stop in stops], default=0)
+
+
+def _begun(text: str, stop: str) -> int:
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return 0 if start < 0 else len(text) - start

@@ -285,6 +285,11 @@ class DynamicInferenceEngine:
         with self._lock, interrupt_deferred():
             yield
 
+    @property
+    def wanted(self) -> bool:
+        """Inside `locked()`: whether another thread waits for a step boundary."""
+        return self._lock.wanted
+
     def _run(self, step: ScheduledStep) -> None:
         scheduler = self.context.scheduler
         try:

@@ -21,6 +21,11 @@ class FairLock:
         self._owner: int | None = None
         self._depth = 0
 
+    @property
+    def wanted(self) -> bool:
+        """Whether another thread waits for it; for its holder, who may do something first and let go then."""
+        return self._next.locked()
+
     def __enter__(self) -> None:
         me = threading.get_ident()
         if self._owner == me:

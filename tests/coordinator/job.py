@@ -35,6 +35,8 @@ from rollout.protocol import (
 
 Kind = TypeVar("Kind", bound=Message)
 BLOCK = 4
+LONG = tuple(range(40))
+"""A prompt of several blocks."""
 
 
 def int32(*values: int) -> bytes:
@@ -231,3 +233,9 @@ class Line:
     def is_gone(self) -> bool:
         """Whether its session has ended."""
         return self.job.core.peers.get(self.identity) is None
+
+
+def lose(job: Job, rank: Line) -> None:
+    """The coordinator can reach it no more."""
+    job.core.unreachable(rank.identity, "its connection is gone", job.now)
+    job.carry()

@@ -30,6 +30,7 @@ from rollout.coordinator.launch import CoordinatorHandle, launch_coordinator
 from rollout.coordinator.outgoing import MAX_BYTES_PER_MESSAGE, MAX_FRAMES_PER_MESSAGE, Outgoing
 from rollout.coordinator.process import DataParallelInferenceCoordinator
 from rollout.coordinator.schedule_file import ScheduleFile
+from rollout.coordinator.text import TextCodec
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, InvalidRequestError
 from rollout.keys import JobKeys
 from rollout.protocol import (
@@ -459,6 +460,11 @@ def test_a_tokenizer_that_is_none_fails_text_by_name_and_nothing_else(tokenizer)
         assert answer(client, 1)[0].texts == [None]
         failure = client.hear(RequestFailed)
         assert (failure.request_id, failure.error) == (0, "InvalidRequestError")
+
+
+def test_tokens_that_are_no_text_leave_a_warning(caplog):
+    assert TextCodec("{}").detokenize([np.array([1, 2], "<i4").tobytes()]) == [None]
+    assert "2 tokens comes without text" in caplog.text
 
 
 def test_a_text_that_takes_long_to_read_does_not_hold_up_the_others():

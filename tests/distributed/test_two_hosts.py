@@ -139,7 +139,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 def test_a_link_is_cut_and_healed_and_nothing_is_lost(nursery: Nursery, hosts: tuple[Host, Host]) -> None:
     near, far = hosts
-    asked = [Ask(tuple(token_ids(20, seed)), greedily(1200)) for seed in range(4)]
+    asked = [Ask(tuple(token_ids(20, seed)), greedily(2500)) for seed in range(4)]
     few = asks(24, seed=10)
     expected, expected_of_few = undisturbed(asked), undisturbed(few)
     keys = JobKeys.generate()

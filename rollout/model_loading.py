@@ -1,0 +1,53 @@
+"""A causal model and its tokenizer from a folder, for those who do not train it."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout.errors import ConfigError
+
+
+def load(
+    folder: str | PathLike[str], tokenizer: Any = None, *, dtype: str | torch.dtype = "auto", device: str = "auto"
+) -> tuple[nn.Module, Any]:
+    """The model of a folder, as `save_pretrained` leaves it, and its tokenizer.
+
+    Nothing is looked for elsewhere: a name that is no folder is an error, not a download.
+
+    Args:
+        tokenizer: a tokenizer, or the folder of one; None: the model's folder, where it has one.
+        dtype: of the parameters; `auto`: as they were saved.
+        device: `auto`: CUDA, if there is some.
+
+    Raises:
+        ConfigError: there is no model, or torch has no such type or device.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is no folder"
+        raise ConfigError(f"model={str(folder)!r}: {what}; pass the folder that save_pretrained() wrote")
+    try:
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        kind = dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    except (RuntimeError, AttributeError) as exc:
+        raise ConfigError(f"dtype={dtype!r}, device={device!r}: must be ones that torch knows ({exc})") from exc
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True).to(where).eval()
+    return model, _tokenizer(path, tokenizer)
+
+
+def _tokenizer(path: Path, given: Any) -> Any:
+    if given is not None and not isinstance(given, str | PathLike):
+        return given
+    source = path if given is None else Path(given)
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if any((source / name).is_file() for name in files):
+        return AutoTokenizer.from_pretrained(source, local_files_only=True)
+    if given is not None:
+        raise ConfigError(f"tokenizer={str(given)!r}: there is none in that folder")
+    return None
