@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from rollout.errors import ConfigError
 from rollout.state import KVCacheManagementMode
@@ -198,6 +199,21 @@ def test_a_subclass_that_calls_the_step_of_its_parent_counts_once_and_at_its_end
     backward(model)
     optimizer.step()
     assert rollout.told == [("before", None, start), ("after", rollout.weights())]
+
+
+def test_the_empty_step_that_fills_a_fresh_optimizers_state_does_not_count(model, rollout):
+    """torch.distributed.checkpoint steps with a learning rate of 0 to have a state to save or to load into: with FSDP2,
+    accelerate's first save_state moved the version."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    attach(optimizer, rollout)
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state
+    optimizer.state.clear()
+    set_optimizer_state_dict(model, optimizer, saved)
+    assert rollout.told == []
+    backward(model)
+    optimizer.step()
+    assert rollout.policy_version == 1
 
 
 def test_a_compiled_step_counts(model, rollout):

@@ -71,13 +71,13 @@ class Attachment:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_nested(optimizer):
+        if _is_no_update(optimizer):
             return
         self.rollout.before_optimizer_step(self.mode)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_nested(optimizer) or _skipped_for_inf(optimizer):
+        if _is_no_update(optimizer) or _skipped_for_inf(optimizer):
             return
         self.rollout.weights_updated()
         self.steps += 1
@@ -93,8 +93,9 @@ def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode |
 
     A step that `GradScaler` skips does not count, also where a fused optimizer is called and skips by itself
     (`found_inf`; reading it waits for the device). A `step()` that raises does not count either: where it may have
-    changed some weights before it raised, call `rollout.weights_updated()`. Two optimizers on one model count two
-    versions per round.
+    changed some weights before it raised, call `rollout.weights_updated()`. Nor does the empty step by which
+    `torch.distributed.checkpoint` fills the state of an optimizer that has not stepped yet. Two optimizers on one model
+    count two versions per round.
 
     Args:
         optimizer: whose steps count.
@@ -157,16 +158,20 @@ def _check_not_attached(optimizer: Optimizer, rollout: Rollout) -> None:
             )
 
 
+_STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-def _is_nested(optimizer: Optimizer) -> bool:
+def _is_no_update(optimizer: Optimizer) -> bool:
     # A subclass whose step() calls super().step() has its hooks called by both. The stack tells the outer one apart: a
-    # counter could not, because a step that raises never comes to its post-hook.
+    # counter could not, because a step that raises never comes to its post-hook. It also tells of the step with a
+    # learning rate of 0 by which torch gives an optimizer its state before that is saved or loaded (accelerate, FSDP2).
     depth = 0
     frame = inspect.currentframe()
     while frame is not None and depth < 2:
         depth += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
+        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == _STATE_DICT_MODULE:
+            return True
         frame = frame.f_back
     return depth == 2
 

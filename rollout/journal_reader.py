@@ -1,0 +1,160 @@
+"""What is in a journal: its groups one by one, and every range of bytes that could not be believed.
+
+Always true: what is damaged is named and passed over; it never raises, and nothing of it is ever taken for a group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from rollout.codec import OPAQUE, Codec, decode_fields, list_of, refuse, unpack_msgpack
+from rollout.errors import RolloutError, SerializationError
+from rollout.journal_file import Gap, JournalError, Record, SegmentName, read_body, read_header, segments, walk
+from rollout.request import DynamicInferenceRequest
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A range of bytes that could not be believed."""
+
+    path: Path
+    start: int
+    end: int
+    lost: int | None
+    """Groups that were there; None: nobody can know."""
+    what: str
+
+    def __str__(self) -> str:
+        lost = "an unknown number of groups" if self.lost is None else f"{self.lost} group{'s' * (self.lost != 1)}"
+        return f"{self.path}, bytes {self.start} to {self.end}: {self.what}, {lost} lost"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a group lies, for `Journal.read`."""
+
+    path: Path
+    record: Record
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """What `append` was given."""
+
+    samples: list[DynamicInferenceRequest]
+    key: bytes
+    place: Place
+
+
+class GroupReader:
+    """The groups of a journal, one at a time: the memory it needs is that of the largest.
+
+    Attributes:
+        damage: what could not be read so far; complete when the iteration has ended.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None) -> None:
+        self.damage: list[Damage] = []
+        self._folder = folder
+        self._names = names
+        self._job = job
+
+    def __iter__(self) -> Iterator[FinishedGroup]:
+        self.damage.clear()
+        for name in self._names:
+            path = name.path(self._folder)
+            try:
+                yield from self._groups(path, name.mark)
+            except OSError as exc:
+                raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
+
+    def _groups(self, path: Path, mark: str) -> Iterator[FinishedGroup]:
+        with path.open("rb") as file:
+            header = read_header(file, path, self._job)
+            # The name repeats what is needed of a header that is damaged.
+            start, mark = header or (0, mark)
+            for found in walk(file, mark, start):
+                if isinstance(found, Gap):
+                    self._note(path, found, _what(found))
+                    continue
+                try:
+                    samples, key = unpack_group(read_body(file, found))
+                except RolloutError as exc:
+                    self._note(path, Gap(found.start, found.end, 1), f"record {found.sequence}: {exc}")
+                else:
+                    yield FinishedGroup(samples, key, Place(path, found))
+
+    def _note(self, path: Path, gap: Gap, what: str) -> None:
+        self.damage.append(Damage(path, gap.start, gap.end, gap.lost, what))
+        _log.warning("journal: %s", self.damage[-1])
+
+
+def read_groups(folder: str | os.PathLike[str], *, job: str | None = None) -> GroupReader:
+    """All groups of a journal, oldest first, whoever is writing it meanwhile.
+
+    Raises:
+        JournalError: there is no such folder; while iterating: a file cannot be read.
+        SerializationError: while iterating: a file of another version.
+        ConfigError: while iterating: the journal of another job.
+    """
+    return GroupReader(Path(folder), segments_of(Path(folder)), job)
+
+
+def segments_of(folder: Path) -> list[SegmentName]:
+    """The files of a journal, oldest first.
+
+    Raises:
+        JournalError: there is no such folder.
+    """
+    try:
+        return segments(folder)
+    except OSError as exc:
+        raise JournalError(f"{folder} is no folder that can be read ({exc.strerror or exc})") from exc
+
+
+def pack_group(samples: Sequence[DynamicInferenceRequest], key: bytes) -> bytes:
+    """The body of a record."""
+    fields = {"key": key, "samples": [sample.serialize() for sample in samples]}
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    return packed
+
+
+def unpack_group(body: bytes | None) -> tuple[list[DynamicInferenceRequest], bytes]:
+    """The inverse of `pack_group`.
+
+    Args:
+        body: None: it is damaged.
+
+    Raises:
+        RolloutError: it is no such body.
+    """
+    if body is None:
+        raise SerializationError("its checksum is wrong")
+    fields = decode_fields("group", unpack_msgpack("group", body, strict_map_key=False), _FIELDS)
+    return fields["samples"], fields["key"]
+
+
+def _decode_key(plain: object) -> bytes:
+    if not isinstance(plain, bytes):
+        refuse("key", plain, "bytes")
+    return plain
+
+
+_FIELDS = {
+    "key": Codec(OPAQUE.encode, _decode_key),
+    "samples": list_of(Codec(DynamicInferenceRequest.serialize, DynamicInferenceRequest.deserialize)),
+}
+
+
+def _what(gap: Gap) -> str:
+    if not gap.start:
+        return "damaged header"
+    return "torn or damaged tail" if gap.lost is None else "damaged record"

@@ -1,0 +1,99 @@
+"""A rank finds what it has saved, and nothing else: not another rank's, not another size's, not half of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import SerializationError
+from trainer_hooks.rank_state import RankFile
+
+
+class FakeRollout:
+    """A version and a state, nothing more."""
+
+    def __init__(self, policy_version: int = 0, state: dict[str, Any] | None = None) -> None:
+        self.policy_version = policy_version
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.state is not None
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def save(folder: Path, rank: int, size: int, version: int = 1) -> RankFile:
+    file = RankFile(folder, "rollout", rank, size)
+    file.write(FakeRollout(version, {"format": 1, "data": f"{rank} of {size}".encode()}))
+    return file
+
+
+def load(file: RankFile, version: int | None = None) -> dict[str, Any]:
+    rollout = FakeRollout()
+    file.load(rollout, version)
+    assert rollout.state is not None
+    return rollout.state
+
+
+def test_every_rank_gets_its_own_back_and_no_other_file_is_left(tmp_path):
+    files = [save(tmp_path / "new" / "folder", rank, 2) for rank in range(2)]
+    assert [load(file, 1)["data"] for file in files] == [b"0 of 2", b"1 of 2"]
+    assert sorted(path.name for path in files[0].folder.iterdir()) == [
+        "rollout_rank_0_of_2.msgpack",
+        "rollout_rank_1_of_2.msgpack",
+    ]
+
+
+def test_a_job_of_another_size_replaces_what_is_there(tmp_path):
+    for rank in range(3):
+        save(tmp_path, rank, 3)
+    (tmp_path / "other_rank_0_of_3.msgpack").touch()
+    save(tmp_path, 0, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "other_rank_0_of_3.msgpack",
+        "rollout_rank_0_of_1.msgpack",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "says"),
+    [
+        ([], (0, 1), r"no state of a rollout \(rollout_rank_0_of_1\.msgpack\).*checkpoint=False"),
+        ([(0, 2), (1, 2)], (0, 3), r"what \[2\] ranks had in flight, and this job has 3: start as many"),
+        (
+            [(0, 2)],
+            (1, 2),
+            r"no rollout_rank_1_of_2\.msgpack, only \['rollout_rank_0_of_2\.msgpack'\].*all of them must",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_with_the_cure(tmp_path, saved, wanted, says):
+    for rank, size in saved:
+        save(tmp_path, rank, size)
+    with pytest.raises(FileNotFoundError, match=says):
+        load(RankFile(tmp_path, "rollout", *wanted))
+
+
+def test_a_file_of_another_moment_than_the_checkpoint_is_refused(tmp_path):
+    file = save(tmp_path, 0, 1, version=4)
+    with pytest.raises(SerializationError, match=r"policy_version: 4 arrived where 3, as in the rest.*must be"):
+        load(file, 3)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-3], lambda raw: b"\x01" + raw, lambda raw: b"\x80"])
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
+    file = save(tmp_path, 0, 1)
+    file.path.write_bytes(damage(file.path.read_bytes()))
+    with pytest.raises(SerializationError, match=r"rollout_rank_0_of_1\.msgpack"):
+        load(file)
+
+
+def test_a_save_that_fails_leaves_the_earlier_one(tmp_path):
+    file = save(tmp_path, 0, 1)
+    with pytest.raises(TypeError):
+        file.write(FakeRollout(2, {"format": 1, "data": object()}))
+    assert load(file, 1)["data"] == b"0 of 1"

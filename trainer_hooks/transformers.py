@@ -1,0 +1,210 @@
+"""The door for the Hugging Face Trainer, and for trainers made of it.
+
+    trainer begins    on_train_begin     the optimizer is there: its steps count from here; a resumed run is continued
+    a step            (torch's hooks)    the policy version moves, if the optimizer really stepped
+    logs              on_log             the rollout's metrics join them
+    checkpoint        on_save            what every rank has in flight lies in the checkpoint's folder
+    trainer ends      on_train_end       the hooks are taken off
+
+A callback never decides anything for the trainer: it returns no control.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from rollout.state import KVCacheManagementMode
+from trainer_hooks.optimizer import Attachment, attach
+from trainer_hooks.rank_state import RankFile, SavedRollout
+
+STEM = "rollout"
+"""What our files in a checkpoint's folder begin with."""
+STATE_FILE = "trainer_state.json"
+"""What the Trainer keeps its own state in, there."""
+
+
+class RolloutCallback(TrainerCallback):  # type: ignore[misc]
+    """A rollout that follows a Trainer: `Trainer(..., callbacks=[RolloutCallback(rollout)])`.
+
+    Needs: `rollout` was built of the model given to the Trainer (the very object). The Trainer makes its optimizer when
+    it begins, so nothing is attached before.
+
+    Changes: the hooks of `trainer_hooks.optimizer` on the Trainer's torch optimizer, while it trains. The policy
+    version counts optimizer steps: once per accumulated batch, and not when a GradScaler skips (`global_step` counts
+    that too). Weights that `load_best_model_at_end` brings back are one version more.
+
+    With `log`, the metrics since the last of the Trainer's logs (one per `global_step`, those of evaluations left out)
+    join `state.log_history`, the `logs` that later callbacks are given, and, where the Trainer reports to wandb, the
+    run of this process under their own names on the Trainer's axis. Other reporters come before user callbacks: for
+    them call `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics are those of the main process.
+
+    With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack` to the Trainer's checkpoint folder: its
+    requests in flight, with tokens, versions and random streams. `train(resume_from_checkpoint=...)` goes on with them;
+    it needs a fresh rollout and as many ranks.
+
+    After an exception in training the Trainer calls no callback: the hooks stay, and still tell the truth, until the
+    next `train()` replaces them, `detach()`, or the end of a `with callback:` block around `train()`.
+
+    Args:
+        rollout: what samples with the weights that the Trainer trains.
+        mode: what becomes of the KV cache at each step. None: what the rollout is configured to do.
+        log: whether metrics are logged.
+        checkpoint: whether checkpoints carry the rollout.
+        resume_from_checkpoint: the folder to go on with, where it is neither `args.resume_from_checkpoint` nor the one
+            in `args.output_dir`: the Trainer does not tell callbacks which it has taken. It counts only when the
+            Trainer itself resumes.
+
+    Attributes:
+        attachment: to the optimizer, while the Trainer trains; else None.
+    """
+
+    def __init__(
+        self,
+        rollout: SavedRollout,
+        *,
+        mode: KVCacheManagementMode | str | None = None,
+        log: bool = True,
+        checkpoint: bool = True,
+        resume_from_checkpoint: str | Path | None = None,
+    ) -> None:
+        self.rollout = rollout
+        self.attachment: Attachment | None = None
+        self._mode = mode
+        self._log = log
+        self._checkpoint = checkpoint
+        self._resume_from = resume_from_checkpoint
+        self._logged_at = -1
+
+    def detach(self) -> None:
+        """Take the hooks off the optimizer. Harmless when repeated."""
+        if self.attachment is not None:
+            self.attachment.detach()
+        self.attachment = None
+
+    def __enter__(self) -> RolloutCallback:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: object = None,
+        **kwargs: Any,
+    ) -> None:
+        """Attach, in the place of an earlier training; go on with the checkpoint that the Trainer resumes from.
+
+        Raises:
+            TypeError: the Trainer has no torch optimizer.
+            ConfigError: `mode` is no `KVCacheManagementMode`.
+            ValueError: the Trainer trains another model than `rollout.model`; its optimizer is attached to this rollout
+                already; or it resumes from a folder that is not found.
+            FileNotFoundError, SerializationError, EngineStateError: the checkpoint's state cannot be loaded; see
+                `RankFile.load`. Nothing is attached then.
+        """
+        self.detach()
+        _check_trains(model, self.rollout)
+        attachment = attach(optimizer, self.rollout, mode=self._mode)
+        try:
+            if self._checkpoint and state.global_step > 0:
+                _file(self._resumed_folder(args, state), args).load(self.rollout)
+        except BaseException:
+            attachment.detach()
+            raise
+        self.attachment, self._logged_at = attachment, -1
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the metrics since the log before; see the class."""
+        if not self._log or self.attachment is None or self._logged_at == state.global_step:
+            return
+        if any(name.startswith("eval_") for name in logs or ()):
+            return
+        self._logged_at = state.global_step
+        metrics = self.rollout.metrics()
+        if logs is not None:
+            logs.update(metrics)
+        if state.log_history:
+            state.log_history[-1].update(metrics)
+        if state.is_world_process_zero and "wandb" in args.report_to:
+            # The Trainer's own callback would rename them to train/rollout/...
+            wandb = sys.modules.get("wandb")
+            if wandb is not None and wandb.run is not None:
+                wandb.log(metrics | {"train/global_step": state.global_step})
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add this rank's part to the checkpoint."""
+        if self._checkpoint and self.attachment is not None:
+            _file(_folder_of(args, state), args).write(self.rollout)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Detach."""
+        if self.attachment is not None and args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.rollout.weights_updated()
+        self.detach()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+        named = [each for each in (self._resume_from, args.resume_from_checkpoint) if isinstance(each, str | Path)]
+        folders = [*map(Path, named), _folder_of(args, state)]
+        for folder in folders:
+            if _is_checkpoint_of(folder, state):
+                return folder
+        raise ValueError(
+            f"the Trainer resumes at step {state.global_step}, and none of {[str(each) for each in folders]} is the "
+            "checkpoint it has read: pass RolloutCallback(rollout, resume_from_checkpoint=FOLDER), or checkpoint=False "
+            "to begin with nothing in flight and policy version 0"
+        )
+
+
+def _folder_of(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _file(folder: Path, args: TrainingArguments) -> RankFile:
+    return RankFile(folder, STEM, args.process_index, args.world_size)
+
+
+def _is_checkpoint_of(folder: Path, state: TrainerState) -> bool:
+    path = folder / STATE_FILE
+    return path.is_file() and _identity(TrainerState.load_from_json(str(path))) == _identity(state)
+
+
+def _identity(state: TrainerState) -> str:
+    # As text, because a loss that was NaN is not equal to itself.
+    return json.dumps([state.global_step, state.epoch, state.total_flos, state.log_history], sort_keys=True)
+
+
+def _check_trains(model: nn.Module | None, rollout: SavedRollout) -> None:
+    trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
+    if trained.isdisjoint(id(parameter) for parameter in rollout.model.parameters()):
+        raise ValueError(
+            f"the {type(model).__name__} that this Trainer trains and the {type(rollout.model).__name__} that samples "
+            "have no parameter in common: build the rollout of the very model given to the Trainer, not of a copy or a "
+            "second load of it"
+        )
