@@ -32,7 +32,7 @@ from rollout.engine_service import EngineService
 from rollout.errors import ConfigError, DeadlineError, InvalidRequestError, RequestError, RolloutError
 from rollout.loop_thread import LoopThread
 from rollout.model_loading import load
-from rollout.pending import PendingGroup, Samples, TextStream
+from rollout.pending import PendingGroup, Readers, Samples, TextStream
 from rollout.prompts import Prompt, normalized
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -77,6 +77,7 @@ class _LLM:
         self._numbers = count()
         self._holds = 0
         self._stopped_here = False
+        self._readers = Readers()
         self._server: Server | None = None
         self._service = EngineService(DynamicInferenceEngine(model, tokenizer, self.config), coordinator)
         # Threads that still compute while the interpreter ends would crash it.
@@ -134,6 +135,10 @@ class _LLM:
     def num_open(self) -> int:
         """Prompts that were accepted and have not ended."""
         return self._service.num_open
+
+    def refuse_when_over(self) -> None:
+        """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
+        self._service.refuse_when_over()
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges of this rank's engine, by plain names."""
@@ -193,7 +198,7 @@ class _LLM:
         params = sampling_params or SamplingParams()
         tokens = self.engine.check_request(prompt, params)
         pending = self._pending(prompt)
-        stream = TextStream(pending, GroupText(params, self.tokenizer))
+        stream = TextStream(pending, GroupText(params, self.tokenizer), self._readers)
         options = {"priority": priority, "timeout_s": timeout_s, "interval": interval}
         self._service.open_group(pending.request_id, tokens, params, stream, **options)
         return stream
@@ -547,7 +552,7 @@ class LLM(_LLM):
         try:
             future = self.loop.start_from_outside(coroutine)
         except RuntimeError:
-            self._service.refuse_when_over()
+            self.refuse_when_over()
             raise
         try:
             return future.result()

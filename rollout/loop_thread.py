@@ -30,6 +30,7 @@ class LoopThread:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._closed = False
+        self._handed_over: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         # What is handed over before `close` asks the loop to stop is there when it looks for tasks to cancel.
         self._handing_over = threading.Lock()
         device = _cuda_device()
@@ -47,7 +48,7 @@ class LoopThread:
             RuntimeError: called on the loop itself, which would wait for ever; or the loop is closed, before or
                 meanwhile.
         """
-        future = self.start_from_outside(coroutine)
+        future = self.start_from_outside(coroutine, "run()")
         what = getattr(coroutine, "__qualname__", repr(coroutine))
         try:
             done, _ = wait((future,), timeout_s)
@@ -64,7 +65,7 @@ class LoopThread:
                 raise
             raise RuntimeError(f"{self._name} was closed while {what} ran on it") from None
 
-    def start_from_outside(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def start_from_outside(self, coroutine: Coroutine[Any, Any, T], what: str = "waiting") -> Future[T]:
         """`start`, for whoever is going to wait for it in this thread.
 
         Raises:
@@ -72,7 +73,7 @@ class LoopThread:
         """
         if self._inside():
             coroutine.close()
-            self._refuse("waiting")
+            self._refuse(what)
         return self.start(coroutine)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -99,7 +100,22 @@ class LoopThread:
         with self._handing_over:
             if self._closed:
                 self._refuse("call_soon()")
-            self._loop.call_soon_threadsafe(function, *args)
+            # One wake-up for all that is handed over before the loop has its turn: each is a system call, at which the
+            # caller gives the interpreter away and waits to have it back.
+            if not self._handed_over:
+                self._loop.call_soon_threadsafe(self._take_over)
+            self._handed_over.append((function, args))
+
+    def _take_over(self) -> None:
+        with self._handing_over:
+            taken, self._handed_over = self._handed_over, []
+        for function, args in taken:
+            try:
+                function(*args)
+            except Exception as exc:  # noqa: BLE001 - as the loop itself does for each of its callbacks
+                self._loop.call_exception_handler(
+                    {"message": f"{self._name}: {function!r} has raised", "exception": exc}
+                )
 
     def close(self) -> None:
         """Cancel what runs on the loop and end its thread. Harmless when repeated.

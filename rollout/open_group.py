@@ -23,6 +23,9 @@ from rollout.state import FinishReason
 from rollout.state import Status as RequestStatus
 from rollout.wire_types import TOKEN_BYTES
 
+PIECES_TOGETHER = 64
+"""So many pieces of a sample become one: whoever streams gets one per token, and objects are what memory goes to."""
+
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
@@ -129,6 +132,8 @@ class OpenGroup:
             elif start == lengths.get(index, 0):
                 earlier = pieces[index]
                 if isinstance(earlier, list):
+                    if len(earlier) >= PIECES_TOGETHER and stretch.top_n is None:
+                        earlier[:] = [self._joined([index])]
                     earlier.append(stretch)
                 else:
                     pieces[index] = [earlier, stretch]
@@ -146,27 +151,25 @@ class OpenGroup:
 
         Samples that have ended are in it with their outcomes: they are not computed again.
         """
-        indices = sorted(self._pieces)
-        if not indices:
-            return []
+        return [self._joined(sorted(self._pieces))] if self._pieces else []
+
+    def _joined(self, indices: list[int]) -> Stretch:
         rows = [_Sample(self._pieces[index], index) for index in indices]
         top_n = [row.packed_top_n() for row in rows]
-        return [
-            Stretch(
-                self.request_id,
-                0,
-                indices,
-                [0] * len(rows),
-                [self._lengths[index] for index in indices],
-                b"".join(row.token_ids() for row in rows),
-                b"".join(row.log_probs() for row in rows),
-                [row.versions() for row in rows],
-                _unless_empty([row.first("ttfts") for row in rows]),
-                _unless_empty(top_n),
-                _unless_empty([row.last("texts") for row in rows]),
-                _unless_empty([row.last("outcomes") for row in rows]),
-            )
-        ]
+        return Stretch(
+            self.request_id,
+            0,
+            indices,
+            [0] * len(rows),
+            [self._lengths[index] for index in indices],
+            b"".join(row.token_ids() for row in rows),
+            b"".join(row.log_probs() for row in rows),
+            [row.versions() for row in rows],
+            _unless_empty([row.first("ttfts") for row in rows]),
+            _unless_empty(top_n),
+            _unless_empty([row.last("texts") for row in rows]),
+            _unless_empty([row.last("outcomes") for row in rows]),
+        )
 
     def result(self) -> GroupResult:
         """The samples' requests.

@@ -96,6 +96,35 @@ def _seen(future: asyncio.Future[Samples]) -> None:
         future.exception()
 
 
+class Readers:
+    """Wakes those who read streams: of one other loop, all that are due in one turn of the private one, by one call."""
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+
+    def wake(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Set an event of a loop. On the private loop."""
+        here = asyncio.get_running_loop()
+        if loop is here:
+            event.set()
+            return
+        if not self._due:
+            here.call_soon(self._wake_all)
+        self._due.setdefault(loop, []).append(event)
+
+    def _wake_all(self) -> None:
+        due, self._due = self._due, {}
+        for loop, events in due.items():
+            # The reader's loop may have ended without it.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
 class TextStream:
     """A prompt's samples as they grow: `async for delta in stream`, then `stream.results`.
 
@@ -105,8 +134,9 @@ class TextStream:
         request_id: what `abort` takes; also in the results.
     """
 
-    def __init__(self, pending: PendingGroup, text: GroupText) -> None:
+    def __init__(self, pending: PendingGroup, text: GroupText, readers: Readers) -> None:
         self.request_id = pending.request_id
+        self._readers = readers
         self._pending = pending
         self._text = text
         self._waiting: deque[TextDelta] = deque()
@@ -173,7 +203,10 @@ class TextStream:
     async def aclose(self) -> None:
         """End the iteration and, if it has not ended, the request. Harmless when repeated."""
         self._closed = True
-        self._wake()
+        with self._lock:
+            sleeper, self._sleeper = self._sleeper, None
+        if sleeper is not None:
+            sleeper[0].call_soon_threadsafe(sleeper[1].set)
         if not self._pending.done:
             self._pending.abort()
 
@@ -211,9 +244,5 @@ class TextStream:
     def _wake(self) -> None:
         with self._lock:
             sleeper, self._sleeper = self._sleeper, None
-        if sleeper is None:
-            return
-        loop, event = sleeper
-        # Its reader's loop may have ended without it.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(event.set)
+        if sleeper is not None:
+            self._readers.wake(*sleeper)

@@ -142,6 +142,9 @@ class Stretch:
 
     def samples(self) -> Iterator[tuple[int, int, int, bytes, bytes, int]]:
         """(sample index, start, count, its token ids, its log-probs, its column) of each sample."""
+        if len(self.indices) == 1:
+            yield self.indices[0], self.starts[0], self.counts[0], self.token_ids, self.log_probs, 0
+            return
         bounds = pairwise(accumulate((TOKEN_BYTES * count for count in self.counts), initial=0))
         columns = zip(self.indices, self.starts, self.counts, bounds, strict=True)
         for column, (index, start, count, (low, high)) in enumerate(columns):

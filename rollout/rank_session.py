@@ -395,6 +395,13 @@ class RankSession:
         self, assignment: _Assignment, rows: list[tuple[Growth, DynamicInferenceRequestRecord | None]]
     ) -> Stretch:
         known = self._paces[assignment.interval].known
+        if len(rows) == 1 and rows[0][1] is None and rows[0][0].ttft is None and rows[0][0].top_n is None:
+            ((grown, _),) = rows
+            known[assignment.number, grown.sample_index] = (grown.start + grown.count, grown.versions[0])
+            return Stretch(
+                assignment.request_id, assignment.attempt, [grown.sample_index], [grown.start], [grown.count],
+                grown.token_ids, grown.log_probs, [grown.versions],
+            )  # fmt: skip
         for grown, record in rows:
             if record is None:
                 known[assignment.number, grown.sample_index] = (grown.start + grown.count, grown.versions[0])

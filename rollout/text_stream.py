@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, repeat
+from struct import unpack_from
 from typing import TypeVar
-
-import numpy as np
 
 from rollout.engine.detokenizer import StableText, Tokenizer
 from rollout.open_group import OpenGroup
@@ -78,7 +77,7 @@ class GroupText:
         Raises:
             SerializationError: an outcome or a top-n column is malformed.
         """
-        deltas = (self._take(group, stretch, row) for row in stretch.samples())
+        deltas = [self._take(group, stretch, row) for row in stretch.samples()]
         return [delta for delta in deltas if delta is not None]
 
     def _take(self, group: OpenGroup, stretch: Stretch, row: _Row) -> TextDelta | None:
@@ -107,7 +106,7 @@ class GroupText:
     def _delta(self, stretch: Stretch, row: _Row, sample: _Sample, restarted: bool) -> TextDelta | None:
         """What a stretch adds to a sample; None: its text has ended differently from what was shown."""
         index, _, count, token_ids, log_probs, column = row
-        tokens = np.frombuffer(token_ids, "<i4").tolist()
+        tokens = list(unpack_from(f"<{count}i", token_ids))
         going_on = _entry(stretch.outcomes, column) is None
         text = sample.push(tokens) if going_on else sample.end(tokens, _entry(stretch.texts, column))
         if text is None:
@@ -118,7 +117,7 @@ class GroupText:
             index,
             text,
             tokens,
-            np.frombuffer(log_probs, "<f4").tolist(),
+            list(unpack_from(f"<{count}f", log_probs)),
             list(chain.from_iterable(map(repeat, runs[1::2], runs[2::2]))),
             _top_n(stretch, column) if self._params.logprobs else None,
             restarted,

@@ -11,7 +11,7 @@ import pytest
 
 import rollout
 
-WITH_TORCH = ("Rollout", "Packed", "DynamicInferenceEngine", "EngineWorker")
+WITH_TORCH = ("Rollout", "Packed", "DynamicInferenceEngine", "EngineWorker", "LLM", "AsyncLLM")
 VOCABULARY = [name for name in rollout.__all__ if not name.startswith(WITH_TORCH)]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import add
 
 from rollout.coordinator.prefixes import Claim
@@ -22,6 +21,9 @@ MAX_SAMPLES = 1 << 16
 
 MAX_KNOWN_BYTES = 16 << 20
 """Of known tokens, log-probs and top-n rows in one assignment: with the prompt they must fit into a frame."""
+
+ROWS_TOGETHER = 64
+"""So many rows of known tokens become one: a stream brings one per token, and objects are what memory goes to."""
 
 NO_BARRIER = -1
 
@@ -143,13 +145,16 @@ class OpenRequest:
         Raises:
             SerializationError: a sample does not go on where it stands, or is not open.
         """
+        if len(self.rows) >= ROWS_TOGETHER and self.rows[-1].top_n is None:
+            self.rows = self.known(self.open)
         lengths, indices, starts = self.lengths, stretch.indices, stretch.starts
         known = [lengths.get(index, 0) for index in indices]
         if known != starts or not self.open.issuperset(indices):
             self._refuse_what_does_not_follow(indices, starts, known)
         lengths.update(zip(indices, map(add, starts, stretch.counts), strict=True))
-        versions = chain.from_iterable((runs[0], *runs[1::2]) for runs in stretch.versions)
-        self.newest_version = max(self.newest_version, max(versions, default=0))
+        for runs in stretch.versions:
+            # The prompt's is no newer than its tokens', and those only rise.
+            self.newest_version = max(self.newest_version, runs[-2] if len(runs) > 1 else runs[0])
         outcomes = stretch.outcomes
         if outcomes is None:
             ended = []

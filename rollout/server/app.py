@@ -1,0 +1,241 @@
+"""The ASGI application over one LLM: which paths there are, and their description for programs.
+
+    /v1/chat/completions  /v1/completions  /v1/models      as OpenAI has them, and our fields
+    /health                                                for whoever watches; asks for no key
+    /metrics  /docs  /openapi.json
+    /admin/…                                               only when switched on
+
+Always true: every reply but a stream is JSON (or Prometheus' text), every error has OpenAI's shape, and the description
+names every status a path may have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.config import ServerConfig
+from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
+from rollout.server.admin import add_admin_routes
+from rollout.server.chat import add_chat_routes
+from rollout.server.completions import add_completion_routes
+from rollout.server.conversation import Conversation
+from rollout.server.errors import ErrorReply, describe, documented
+from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary
+from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
+from rollout.server.serving import Serving
+from rollout.state import EngineState
+
+_DESCRIPTION = """OpenAI's API over a rollout engine that lives in a trainer. Beyond OpenAI's fields, every choice brings
+the token ids, the log-probs they were sampled with and the policy version of each (`rollout`; `return_rollout=false`
+leaves it out). A conversation that comes back with these ids is continued from them, not tokenised again."""
+
+
+class ModelReply(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: str = "model"
+    created: int
+    """Seconds since 1970 at which its server was built."""
+    owned_by: str = "rollout"
+
+
+class ModelListReply(BaseModel):
+    """The models that are served: one."""
+
+    object: str = "list"
+    data: list[ModelReply]
+
+
+class HealthReply(BaseModel):
+    """Whether the engine lives."""
+
+    status: str
+    """The engine's state, `running`, `paused`, `suspended` …; `dead` when it has failed for good, `coordinator_lost` when
+    nothing reaches it any more."""
+    policy_version: int
+
+
+def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
+    """The application; `app.state.serving` is what its endpoints share.
+
+    Args:
+        llm: an `AsyncLLM` or `LLM`.
+        config: None: defaults.
+
+    Raises:
+        ConfigError: the chat template cannot be read.
+    """
+    config = config or ServerConfig()
+    serving = Serving(
+        llm=llm,
+        config=config,
+        model_name=config.served_model_name or _own_name(llm.model),
+        counters=RequestMetrics(llm),
+        conversation=_conversation(llm, _template(config.chat_template)),
+    )
+    app = bare_app(serving)
+    add_chat_routes(app, serving)
+    add_completion_routes(app, serving)
+    add_model_routes(app, serving)
+    add_watching_routes(app, serving)
+    if config.admin:
+        add_admin_routes(app, serving)
+    return app
+
+
+def bare_app(serving: Serving) -> FastAPI:
+    """Everything but the endpoints: key, limits, errors, description."""
+    app = _DescribedApp(
+        title="rollout",
+        version="1",
+        description=_DESCRIPTION,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=[
+            Middleware(Boundary, serving=serving),
+            Middleware(Auth, api_key=serving.config.api_key),
+            Middleware(Body, serving=serving),
+        ],
+        exception_handlers={HTTPException: _tell, RequestValidationError: _tell},
+    )
+    app.state.serving = serving
+    return app
+
+
+def add_model_routes(app: FastAPI, serving: Serving) -> None:
+    """`/v1/models` and each of them."""
+
+    def the_model() -> ModelReply:
+        return ModelReply(id=serving.model_name, created=serving.created)
+
+    @app.get("/v1/models", tags=["models"])
+    async def models() -> ModelListReply:
+        """The one model there is."""
+        return ModelListReply(data=[the_model()])
+
+    # A name may have slashes: some clients send them as they are.
+    @app.get("/v1/models/{model:path}", tags=["models"], responses=documented(404))
+    async def model(model: str) -> ModelReply:
+        """A model by its name."""
+        serving.check_model(model)
+        return the_model()
+
+
+def add_watching_routes(app: FastAPI, serving: Serving) -> None:
+    """`/health` and `/metrics`."""
+
+    @app.get("/health", tags=["watching"], responses={503: {"model": HealthReply, "description": "The engine is gone"}})
+    async def health() -> HealthReply:
+        """200 while the engine lives, also paused or suspended; 503 when it is gone. Asks for no key."""
+        reply, alive = _health(serving.llm)
+        return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
+
+    @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(serving.counters.text(), media_type=CONTENT_TYPE)
+
+
+def _health(llm: Any) -> tuple[HealthReply, bool]:
+    reply = HealthReply(status=EngineState(llm.state), policy_version=llm.policy_version)
+    try:
+        llm.refuse_when_over()
+    except EngineDeadError:
+        return reply.model_copy(update={"status": "dead"}), False
+    except ConnectionLostError:
+        return reply.model_copy(update={"status": "coordinator_lost"}), False
+    except RolloutError:
+        return reply, False
+    return reply, True
+
+
+async def _tell(_: Request, exc: Exception) -> Response:
+    return describe(exc).response()
+
+
+class _DescribedApp(FastAPI):
+    """FastAPI's description, with the statuses that come from around the endpoints, and without its 422: here a body
+    that does not fit is a 400 like every other."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        if not self.openapi_schema:
+            self.openapi_schema = self._describe()
+        return self.openapi_schema
+
+    def _describe(self) -> dict[str, Any]:
+        document = get_openapi(title=self.title, version=self.version, description=self.description, routes=self.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        error = ErrorReply.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(error.pop("$defs"))
+        schemas["ErrorReply"] = error
+        needs_key = self.state.serving.config.api_key is not None
+        if needs_key:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                _complete(operation, method, open_to_all=not needs_key or path in OPEN_PATHS)
+                if needs_key and path in OPEN_PATHS:
+                    operation["security"] = []
+        return document
+
+
+def _complete(operation: dict[str, Any], method: str, *, open_to_all: bool) -> None:
+    """Add to an operation what may come from around its endpoint."""
+    # A request that is no HTTP, or whose head is too long, may be meant for any path.
+    statuses = [400, 431, 503] if open_to_all else [400, 401, 431, 503]
+    if method == "post":
+        statuses += [408, 413]
+    responses = operation["responses"]
+    responses.pop("422", None)
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}
+    for status, extra in documented(*statuses).items():
+        responses.setdefault(str(status), {"description": extra["description"], "content": content})
+
+
+def _conversation(llm: Any, template: str | None) -> Conversation | None:
+    if llm.tokenizer is None:
+        return None
+    controller = llm.controller
+    return Conversation(
+        llm.tokenizer,
+        template,
+        vocab_size=controller.layout.vocab_size,
+        end_token_ids=controller.eos_token_ids,
+    )
+
+
+def _own_name(model: Any) -> str:
+    """The name or path a model was loaded from, or else its class."""
+    return getattr(getattr(model, "config", None), "_name_or_path", None) or type(model).__name__
+
+
+def _template(given: str | None) -> str | None:
+    """A template's text, or the content of the file it names.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None or any(mark in given for mark in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"ServerConfig.chat_template={given!r}: must be a Jinja template or a file that holds one: {exc}"
+        ) from exc

@@ -1,0 +1,245 @@
+"""What a chat request may hold: the conversation, its tools, and what goes with them.
+
+Always true: see `rollout.server.schema`. An assistant's message is taken as a reply brought it and as OpenAI's client
+sends it back (`refusal`, `annotations`, null `audio` and `function_call`). Accepted without effect: `store`, `metadata`,
+`service_tier`, `safety_identifier`, `prompt_cache_*`, `parallel_tool_calls`, a tool's `strict`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from rollout.server.schema import INT32, Absent, Body, SamplingBody, TokenIds, one_or_many
+
+
+def _of_type(served: str, what: str) -> BeforeValidator:
+    """Says of an object of another type what is served, before its other fields are looked at."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != served:
+            raise PydanticCustomError("unsupported", "type {kind} is not served here: {what}",
+                                      {"kind": repr(kind), "what": what})  # fmt: skip
+        return value
+
+    return BeforeValidator(check)
+
+
+_TEXT_ONLY = _of_type("text", "the engine takes text")
+_FUNCTION_ONLY = _of_type("function", "tools are functions")
+
+
+def _kind_of_choice(value: Any) -> str:
+    return "Named" if isinstance(value, dict) else "Word"
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """Which function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call that an earlier reply made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class RolloutIds(BaseModel):
+    """`rollout` of an earlier reply: the ids that the conversation is continued from. What else is in it is not read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
+
+
+class Message(Body):
+    """One message of a conversation; an assistant's as a reply brought it, or as the client keeps it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[str, Tag("One")]
+            | Annotated[list[Annotated[TextPart, _TEXT_ONLY]], Field(min_length=1), Tag("Many")],
+            Discriminator(one_or_many),
+        ]
+        | None
+    ) = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[Annotated[ToolCall, _FUNCTION_ONLY]] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[JsonValue] | None = None
+    audio: Absent = None
+    function_call: Absent = None
+    rollout: RolloutIds | None = None
+
+    @model_validator(mode="after")
+    def _as_its_role_has_it(self) -> Message:
+        if self.role != "assistant":
+            for name in ("tool_calls", "rollout"):
+                if getattr(self, name) is not None:
+                    raise PydanticCustomError("role", "{name} belongs to an assistant message",
+                                              {"name": name})  # fmt: skip
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.rollout)):
+            raise PydanticCustomError("role", "a message of role {role} needs content", {"role": self.role})
+        if self.role == "tool" and self.tool_call_id is None:
+            raise PydanticCustomError("role", "a tool message needs tool_call_id")
+        return self
+
+
+class FunctionDefinition(Body):
+    """What a tool is called, does and takes."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    """The one function that must be called."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextFormat(Body):
+    """The one format there is."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingBody):
+    """Body of `POST /v1/chat/completions`."""
+
+    prompt_field = "messages"
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
+    tools: list[Annotated[Tool, _FUNCTION_ONLY]] | None = Field(None, max_length=1024)
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("Word")]
+            | Annotated[NamedTool, _FUNCTION_ONLY, Tag("Named")],
+            Discriminator(_kind_of_choice),
+        ]
+        | None
+    ) = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    # ours
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The reply goes on where the last message ends.")
+    # accepted, without any effect
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: JsonValue = None
+    prompt_cache_retention: str | None = None
+    # OpenAI's, not served
+    audio: Absent = None
+    prediction: Absent = None
+    web_search_options: Absent = None
+    functions: Absent = None
+    function_call: Absent = None
+    moderation: Absent = None
+    reasoning_effort: Absent = None
+    verbosity: Absent = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise PydanticCustomError("needs_logprobs", "needs logprobs=true")
+        return value
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _the_same_bound(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("max_tokens") not in (None, value):
+            raise PydanticCustomError("two_bounds", "must equal max_tokens; give one of them")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _of_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if not names and value not in (None, "none", "auto"):
+            raise PydanticCustomError("needs_tools", "needs tools")
+        if isinstance(value, NamedTool) and value.function.name not in names:
+            raise PydanticCustomError("unknown_tool", "{name} is not the name of a tool",
+                                      {"name": repr(value.function.name)})  # fmt: skip
+        return value
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of a reply; None: what there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def plain_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as they were sent."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
+
+    @property
+    def plain_tool_choice(self) -> str | dict[str, Any] | None:
+        """The choice as it was sent."""
+        return self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+
+    @property
+    def length(self) -> int:
+        """Characters of the messages' contents."""
+        return sum(
+            len(message.content)
+            if isinstance(message.content, str)
+            else sum(len(part.text) for part in message.content)
+            for message in self.messages
+            if message.content is not None
+        )

@@ -1,0 +1,176 @@
+"""`POST /v1/completions`: text or token ids in, their continuations out.
+
+Always true: choice c is sample c % n of prompt c // n; what a stream's chunks add up to is what the whole reply would
+have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.server import calls
+from rollout.server.errors import bad_request
+from rollout.server.logprobs import CompletionLogprobs, TokenTexts
+from rollout.server.reply_schema import Completion, described
+from rollout.server.samples import finish_reason, prompt_columns, rollout, usage_of, whole
+from rollout.server.schema import COMPLETION_MAX_TOKENS, CompletionRequest
+from rollout.server.serving import Serving, or_disconnected
+from rollout.server.sse import DONE, Chunks, EventStream
+from rollout.text_stream import TextDelta
+
+
+def add_completion_routes(app: FastAPI, serving: Serving) -> None:
+    """Serve completions.
+
+    Args:
+        app: gets the route.
+        serving: the model and its limits.
+    """
+    texts = TokenTexts(serving.llm.tokenizer)
+
+    @app.post("/v1/completions", response_model=None, responses=calls.ERRORS | described(Completion))
+    async def create_completion(request: Request, body: CompletionRequest) -> Response:
+        """Continue one prompt or many."""
+        calls.admit(serving, body, len(body.prompts))
+        prompts = await calls.off_the_loop(_length(body), partial(_token_ids, serving, body.prompts))
+        reply = _Reply(serving, body, texts, prompts)
+        if not body.stream:
+            return calls.json_reply(await reply.whole(request))
+        source = reply.chunks()
+        return EventStream(serving, await or_disconnected(request, anext(source)), source)
+
+
+def _length(body: CompletionRequest) -> int:
+    return sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str))
+
+
+def _token_ids(serving: Serving, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    return [_encoded(serving.llm.tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _encoded(tokenizer: Any, prompt: str) -> list[int]:
+    if tokenizer is None:
+        raise bad_request("the model has no tokenizer: send token ids", param="prompt")
+    return [int(token) for token in tokenizer(prompt, verbose=False)["input_ids"]]
+
+
+class _Reply:
+    """One request's answer.
+
+    Args:
+        texts: the tokenizer's tokens.
+        prompts: their token ids.
+    """
+
+    def __init__(self, serving: Serving, body: CompletionRequest, texts: TokenTexts, prompts: list[list[int]]) -> None:
+        self._serving = serving
+        self._body = body
+        self._texts = texts
+        self._asked = [(prompt, self._params(prompt)) for prompt in prompts]
+        self._samples = body.n or 1
+        self._echoed_logprobs = bool(body.echo) and body.logprobs is not None
+
+    def _params(self, prompt: list[int]) -> SamplingParams:
+        body = self._body
+        wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        of_prompt = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        return body.sampling_params(
+            max_tokens=calls.tokens_left(self._serving, prompt, wanted),
+            logprobs=body.logprobs,
+            prompt_logprobs=max((count for count in of_prompt if count is not None), default=None),
+        )
+
+    def _echo(self, prompt: int) -> str:
+        """The text that a choice of this prompt begins with."""
+        if not self._body.echo:
+            return ""
+        given = self._body.prompts[prompt]
+        if isinstance(given, str):
+            return given
+        tokenizer = self._serving.llm.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(given, skip_special_tokens=True))
+
+    def _ahead(self, choice: dict[str, Any], sample: DynamicInferenceRequest, logprobs: CompletionLogprobs) -> None:
+        """Put what is known of the prompt into a choice that begins, and has no columns yet."""
+        if self._body.prompt_logprobs is not None:
+            columns = prompt_columns(sample, self._body.prompt_logprobs)
+            choice["prompt_logprobs"] = CompletionLogprobs(self._texts).take(*columns)
+        if self._echoed_logprobs:
+            choice["logprobs"] = logprobs.take(*prompt_columns(sample, self._body.logprobs or 0))
+
+    # --- whole ------------------------------------------------------------------------------------------------------
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """The reply, once every sample has ended."""
+        head = calls.reply_head(self._serving, "text_completion", "cmpl")
+        groups = await calls.samples_of(self._serving, request, self._body, head["id"], self._asked)
+        version = self._serving.llm.policy_version
+        choices = [
+            self._whole_choice(prompt, sample, version) for prompt, group in enumerate(groups) for sample in group
+        ]
+        return head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
+
+    def _whole_choice(self, prompt: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        logprobs = CompletionLogprobs(self._texts)
+        choice: dict[str, Any] = {"index": prompt * self._samples + sample.sample_index, "text": "", "logprobs": None}
+        self._ahead(choice, sample, logprobs)
+        delta = whole(sample)
+        self._add(choice, delta, logprobs)
+        choice["text"] = self._echo(prompt) + delta.text
+        if self._body.wants_rollout:
+            choice["rollout"] = rollout(delta, version, sample.prompt_tokens)
+        return choice
+
+    def _add(self, choice: dict[str, Any], delta: TextDelta, logprobs: CompletionLogprobs) -> None:
+        if self._body.logprobs is not None:
+            columns = logprobs.take(delta.token_ids, delta.log_probs, delta.top_log_probs)
+            before = choice["logprobs"] or {}
+            choice["logprobs"] = {name: [*before.get(name, ()), *column] for name, column in columns.items()}
+        choice["finish_reason"] = finish_reason(delta)
+        choice["stop_reason"] = delta.stop_reason
+
+    # --- as a stream ------------------------------------------------------------------------------------------------
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The reply as events, `[DONE]` at the end.
+
+        Raises:
+            ApiError, RolloutError: there is no more, and no `[DONE]`.
+        """
+        body, serving = self._body, self._serving
+        head = calls.reply_head(serving, "text_completion", "cmpl")
+        chunks = Chunks(head, with_usage=body.wants_usage)
+        growing = body.prompt_logprobs is None and not self._echoed_logprobs
+        streams = await calls.begin(serving, body, self._asked, growing=growing)
+        begun: dict[int, CompletionLogprobs] = {}
+        async with aclosing(calls.deltas_of(serving, head["id"], streams, self._samples)) as deltas:
+            async for index, delta in deltas:
+                version = serving.llm.policy_version
+                choice: dict[str, Any] = {"index": index, "text": delta.text, "logprobs": None}
+                first = index not in begun
+                if first:
+                    begun[index] = CompletionLogprobs(self._texts)
+                    prompt = index // self._samples
+                    choice["text"] = self._echo(prompt) + delta.text
+                    if not growing:
+                        self._ahead(choice, streams[prompt].results[delta.sample_index], begun[index])
+                self._add(choice, delta, begun[index])
+                if body.wants_rollout:
+                    choice["rollout"] = rollout(
+                        delta, version, self._asked[index // self._samples][0] if first else None
+                    )
+                elif not (first or choice["text"] or body.logprobs is not None or delta.finish_reason):
+                    continue
+                yield chunks.choice(choice, version)
+        if body.wants_usage:
+            yield chunks.usage(usage_of([stream.results for stream in streams]), serving.llm.policy_version)
+        yield DONE

@@ -1,0 +1,203 @@
+"""What a caller is told when something goes wrong: OpenAI's shape, the status from one table.
+
+    {"error": {"message": …, "type": …, "param": …, "code": …}}
+
+Always true: an exception that is not in the table is a 500 that shows nothing of the inside. A deadline that a request
+brought (or the server's own for it) is a 408, not a 504: nothing of the server has failed, and what watches for 5xx
+should stay quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from rollout.errors import (
+    ConfigError,
+    ConnectionLostError,
+    ControlError,
+    DeadlineError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    QueueFullError,
+    RankLostError,
+    RequestAbortedError,
+    RequestTimeoutError,
+    StaleRequestError,
+)
+from rollout.server.validation import explain
+
+CLIENT_GONE = 499
+"""Nobody reads this status; it is counted."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    """The value, the rule, the cure."""
+    type: str
+    """The family the status belongs to."""
+    param: str | None
+    """The field of the request that is wrong."""
+    code: str | None
+    """A name programs can look for."""
+
+
+class ErrorReply(BaseModel):
+    """Every reply whose status is not 200, but for /health."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer with an error in it, of our own making.
+
+    Attributes:
+        status: of HTTP.
+        message: the value, the rule, the cure.
+        param: the field of the request that is wrong.
+        code: a name programs can look for.
+        headers: of the reply.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def type(self) -> str:
+        """The family of the status, as OpenAI names them."""
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON object of the reply, also of an `error` event in a stream."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole reply. Written in ASCII: a message may quote half a surrogate pair, which UTF-8 cannot hold."""
+        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+
+
+class ClientGoneError(ApiError):
+    """The client has closed its connection; what it asked for is given up."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_GONE, "the client has closed its connection")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request can never be served as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def shutting_down() -> ApiError:
+    """503: this server ends."""
+    return ApiError(
+        503, "the server is shutting down: send the request elsewhere", code="shutting_down", headers=_LATER
+    )
+
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+_LATER = {"Retry-After": "1"}
+_FINAL = {"x-should-retry": "false"}
+"""Keeps OpenAI's client from trying again on its own what would end the same way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    status: int
+    code: str | None = None
+    headers: dict[str, str] | None = None
+    message: str | None = None
+    """None: the exception's own."""
+
+
+STATUS_OF: dict[type[BaseException], _Rule] = {
+    InvalidRequestError: _Rule(400),
+    ConfigError: _Rule(400),
+    UnicodeEncodeError: _Rule(
+        400, message="a string holds half a surrogate pair, which is no text: send whole characters"
+    ),
+    RecursionError: _Rule(400, message="the request is nested too deeply: flatten it"),
+    RequestTimeoutError: _Rule(408, "timeout", _FINAL),
+    RequestAbortedError: _Rule(409, "aborted", _FINAL),
+    StaleRequestError: _Rule(409, "stale"),
+    ControlError: _Rule(409, "not_done", _FINAL),
+    QueueFullError: _Rule(429, "queue_full", _LATER),
+    EngineStateError: _Rule(503, "engine_state", _LATER),
+    EngineDeadError: _Rule(503, "engine_dead", _LATER),
+    ConnectionLostError: _Rule(503, "coordinator_lost", _LATER),
+    RankLostError: _Rule(503, "rank_lost", _LATER),
+    DeadlineError: _Rule(504, "timeout", _FINAL),
+}
+"""Exception, or a parent of it → what the caller is told."""
+
+_INTERNAL = "the server failed at this request; its log says why"
+
+_FIELD = re.compile(r"\b(?:SamplingParams|RequestOptions)\.(\w+)")
+
+
+def describe(exc: BaseException) -> ApiError:
+    """What a caller is told about an exception; one of no known kind is a 500 without its text."""
+    if isinstance(exc, ApiError):
+        return exc
+    if isinstance(exc, RequestValidationError):
+        message, param = explain(exc.errors())
+        return bad_request(message, param)
+    if isinstance(exc, HTTPException):
+        return _of_framework(exc)
+    rule = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), None)
+    if rule is None:
+        return ApiError(500, _INTERNAL, code="internal_error")
+    field = _FIELD.search(str(exc)) if rule.status == 400 else None
+    return ApiError(
+        rule.status,
+        rule.message or str(exc),
+        param=field and field[1],
+        code=rule.code,
+        headers=rule.headers,
+    )
+
+
+def _of_framework(exc: HTTPException) -> ApiError:
+    status, headers = exc.status_code, dict(exc.headers or {})
+    message = {
+        404: "there is nothing at this path: see /docs for what there is",
+        405: f"this path does not know the method of the request: use {headers.get('Allow', headers.get('allow'))}",
+    }.get(status, str(exc.detail))
+    return ApiError(status, message, headers=headers)
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route: every status its errors may have, for the OpenAPI description."""
+    return {status: {"model": ErrorReply, "description": HTTPStatus(status).phrase} for status in statuses}

@@ -1,0 +1,246 @@
+"""What every request passes before an endpoint sees it, outermost first. Plain ASGI: a stream's chunks pay one call.
+
+    Boundary   what is raised becomes a reply, what was replied is counted, a server that stops takes nothing in
+    Auth       who has the key
+    Body       read whole, within its limit and in time; JSON and text, or refused
+
+Always true: of a body nothing is read before the key was right, and never more is kept than the limit allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout.errors import RequestAbortedError
+from rollout.server.errors import ApiError, ClientGoneError, bad_request, describe, shutting_down
+from rollout.server.serving import Serving
+
+LINGER_S = 2.0
+"""How long what a refused client still sends is read and dropped: closing at once could cost it the answer."""
+
+OPEN_PATHS = frozenset({"/health"})
+"""Nobody needs a key there."""
+
+_log = logging.getLogger(__name__)
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape of one half of a surrogate pair: emoji are written so, and so is what is no text at all."""
+
+
+class Boundary:
+    """Turns what is raised inside into a reply and counts it."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app = app
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, from its head to its reply's last byte."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if self._serving.stopping:
+                raise shutting_down()
+            await self._app(scope, receive, watched)
+        except ClientGoneError as exc:
+            status = exc.status
+        except asyncio.CancelledError:
+            # Only the end of the server cancels a request, and only one that did not end in its grace.
+            if not status:
+                await _answer(shutting_down(), scope, receive, watched)
+        except Exception as exc:
+            if status:
+                raise
+            await _answer(self._explain(exc, scope), scope, receive, watched)
+        finally:
+            self._serving.counters.replied(_endpoint(scope), status, time.perf_counter() - began)
+
+    def _explain(self, exc: Exception, scope: Scope) -> ApiError:
+        if self._serving.stopping and isinstance(exc, RequestAbortedError):
+            return shutting_down()
+        error = describe(exc)
+        if error.status == 500:
+            _log.error("%s %s failed", scope["method"], scope["path"], exc_info=exc)
+        return error
+
+
+class Auth:
+    """Asks for the key, where there is one."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what has the key.
+
+        Raises:
+            ApiError: 401.
+        """
+        if scope["type"] == "http" and self._key is not None and scope["path"] not in OPEN_PATHS:
+            self._check(scope, self._key)
+        await self._app(scope, receive, send)
+
+    @staticmethod
+    def _check(scope: Scope, key: bytes) -> None:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, sent = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if not (hmac.compare_digest(sent.strip(), key) and scheme.lower() == b"bearer"):
+            message = "the API key is wrong" if given else "an API key is needed"
+            raise ApiError(
+                401,
+                f"{message}: send the header `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+class Body:
+    """Reads the body of a POST, and gives the endpoint one that is whole and is JSON text.
+
+    Args:
+        serving: `max_body_mb` and `request_timeout_s`, within which it has to be here; and who is still reading.
+    """
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app = app
+        self._max_bytes = int(serving.config.max_body_mb * 2**20)
+        self._timeout_s = serving.config.request_timeout_s
+        self._reading = serving.reading
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read it, then pass it on as one message; what comes after is the client's going away.
+
+        Raises:
+            ApiError: 400, no JSON text.
+            ClientGoneError: it went before the body was whole.
+        """
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            with self._listed():
+                body = await self._read(headers, receive)
+        except _RefusedBodyError as refused:
+            await _refuse(refused.error, receive, send)
+            return
+        _check_text(headers, body)
+        first: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+        async def replay() -> Message:
+            nonlocal first
+            message, first = first, None
+            return message or await receive()
+
+        await self._app(scope, replay, send)
+
+    @contextmanager
+    def _listed(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            yield
+        finally:
+            self._reading.discard(task)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise self._too_large()
+        chunks, length = [], 0
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    length += len(message.get("body", b""))
+                    if length > self._max_bytes:
+                        raise self._too_large()
+                    chunks.append(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            late = f"the body was not whole after {self._timeout_s:g} s: send it faster"
+            raise _RefusedBodyError(ApiError(408, late, headers={"x-should-retry": "false"})) from None
+
+    def _too_large(self) -> _RefusedBodyError:
+        message = f"the body has more than {self._max_bytes} bytes: send less, or raise max_body_mb of the server"
+        return _RefusedBodyError(ApiError(413, message, code="body_too_large"))
+
+
+class _RefusedBodyError(Exception):
+    """A body of which more would come: it is answered before it is whole."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def _check_text(headers: Headers, body: bytes) -> None:
+    """Refuse what is not JSON by its own account, or holds what no tokenizer can take.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not body:
+        return
+    declared = headers.get("content-type", "")
+    kind = declared.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise bad_request(f"Content-Type: {declared[:80] or 'none'}: must be application/json")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as exc:
+        raise bad_request(f"the body is not valid UTF-8: byte {exc.start} ({exc.reason})") from None
+    if _HALF_A_PAIR.search(body):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return  # the endpoint says better what is wrong
+        json.dumps(value, ensure_ascii=False).encode()
+
+
+async def _answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await error.response()(scope, receive, send)
+
+
+async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+    """Answer a client that may still be sending, then close its connection."""
+    response = error.response()
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _endpoint(scope: Scope) -> str:
+    """The route's path, `/v1/models/{model}`; one name for all that lead nowhere, or were refused before."""
+    return getattr(scope.get("route"), "path", "other")

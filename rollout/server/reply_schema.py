@@ -1,0 +1,163 @@
+"""What replies look like, for the OpenAPI description and for tests: no reply is built from these, they cost too much.
+
+Always true: OpenAI's types with our additions: `rollout`, `stop_reason`, `prompt_logprobs` and `policy_version`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Rollout(_Reply):
+    """Which tokens the sample is made of. Lists are as long as `token_ids`."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float | None]
+    """Of the distribution that `logprobs_mode` says."""
+    policy_versions: list[int]
+    """Of the weights that made each token."""
+    policy_staleness: list[int]
+    """Weight updates between then and the reply."""
+    finish_reason: Literal["stop", "length", "stale"]
+    """The engine's own word; `stale`: cut because its tokens had become too old."""
+
+
+class PromptTokensDetails(_Reply):
+    """Tokens whose KV was in the prefix cache."""
+
+    cached_tokens: int
+    audio_tokens: int
+
+
+class CompletionTokensDetails(_Reply):
+    """OpenAI's; always 0 here."""
+
+    reasoning_tokens: int
+    audio_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(_Reply):
+    """What a request cost; a prompt counts once, however many samples it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TokenLogprob(_Reply):
+    """A token, its log-prob (null: the first of a prompt), and its own bytes."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChosenTokenLogprob(TokenLogprob):
+    """The same of a token that the text has, with the likeliest ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(_Reply):
+    """One entry per token."""
+
+    content: list[ChosenTokenLogprob]
+    refusal: None
+
+
+class TextLogprobs(_Reply):
+    """One entry per token in each column."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: list[int]
+
+
+class ReplyFunction(_Reply):
+    """Which function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ReplyToolCall(_Reply):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: ReplyFunction
+
+
+class ReplyMessage(_Reply):
+    """What the model says. Sent back as it is, the conversation goes on from its ids."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ReplyToolCall] | None = None
+    rollout: Rollout | None = None
+
+
+class ChatChoice(_Reply):
+    """One sample."""
+
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+    prompt_logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(_Reply):
+    """Reply of `POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    policy_version: int
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(_Reply):
+    """One sample of one prompt."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    prompt_logprobs: TextLogprobs | None = None
+    rollout: Rollout | None = None
+
+
+class Completion(_Reply):
+    """Reply of `POST /v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    policy_version: int
+    choices: list[TextChoice]
+    usage: Usage
+
+
+def described(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` entry of a route that answers with this, or with a stream of its chunks."""
+    events = {"text/event-stream": {"schema": {"type": "string", "description": "chunks as `data:` events"}}}
+    return {200: {"model": reply, "description": "The reply; with stream=true, its chunks.", "content": events}}

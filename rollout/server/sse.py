@@ -1,0 +1,166 @@
+"""A reply as server-sent events: chunks as bytes, and the response that sends them while somebody listens.
+
+Always true: a chunk costs a few microseconds, because what all chunks of a reply share is encoded once; what waited
+while the socket was busy goes out as one chunk per sample; an error after the first byte is an `error` event without
+`[DONE]` behind it; when the client goes away, the source is closed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rollout.errors import RequestAbortedError
+from rollout.server.errors import describe, shutting_down
+from rollout.server.samples import merged
+from rollout.server.serving import Serving, or_disconnected
+from rollout.text_stream import TextDelta
+
+DONE = b"data: [DONE]\n\n"
+
+_log = logging.getLogger(__name__)
+
+Burst = list[tuple[int, TextDelta]]
+"""(which prompt, delta): at most one delta per sample."""
+
+
+def encode(value: Any) -> bytes:
+    """JSON as bytes; NaN and infinities are null."""
+    return to_json(value, inf_nan_mode="null")
+
+
+def event(value: Any) -> bytes:
+    """One event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+class Chunks:
+    """The chunks of one reply.
+
+    Args:
+        head: fields that every chunk has: id, object, created, model.
+        with_usage: the last chunk brings the usage, and every other one says that it does not.
+    """
+
+    def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
+        self._head = b"data: " + encode(head)[:-1] + b',"policy_version":'
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def choice(self, choice: dict[str, Any], policy_version: int) -> bytes:
+        """A chunk of one choice."""
+        return b'%b%d,"choices":[%b%b' % (self._head, policy_version, encode(choice), self._tail)
+
+    def usage(self, usage: dict[str, Any], policy_version: int) -> bytes:
+        """The chunk without a choice."""
+        return b'%b%d,"choices":[],"usage":%b}\n\n' % (self._head, policy_version, encode(usage))
+
+
+# --- what there is to send --------------------------------------------------------------------------------------------
+
+
+async def bursts(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
+    """What the streams have given since the last look, as soon as there is anything; closes them when left.
+
+    Raises:
+        RolloutError: why one of them ended without samples.
+    """
+    try:
+        if len(streams) == 1:
+            async for delta in streams[0]:
+                yield [(0, each) for each in merged([delta, *streams[0].take_waiting()])]
+        else:
+            async with aclosing(_together(streams)) as together:
+                async for burst in together:
+                    yield burst
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _together(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
+    waiting: dict[int, list[TextDelta]] = {}
+    arrived = asyncio.Event()
+
+    async def listen(index: int) -> None:
+        async for delta in streams[index]:
+            waiting.setdefault(index, []).append(delta)
+            arrived.set()
+
+    listeners = [asyncio.ensure_future(listen(index)) for index in range(len(streams))]
+    for listener in listeners:
+        listener.add_done_callback(lambda _: arrived.set())
+    try:
+        while True:
+            over = all(listener.done() for listener in listeners)
+            taken, waiting = waiting, {}
+            arrived.clear()
+            if taken:
+                yield [(index, each) for index, deltas in taken.items() for each in merged(deltas)]
+            for listener in listeners:
+                if listener.done():
+                    listener.result()
+            if over:
+                return
+            await arrived.wait()
+    finally:
+        for listener in listeners:
+            listener.cancel()
+        await asyncio.gather(*listeners, return_exceptions=True)
+
+
+# --- the response -----------------------------------------------------------------------------------------------------
+
+
+class EventStream(Response):
+    """Sends what a source gives, while the client listens.
+
+    Args:
+        serving: whether the server is shutting down is told instead of an abort.
+        first: the bytes to begin with: with them there, the status is known to be 200.
+        source: gives the others; closed in any case.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, serving: Serving, first: bytes, source: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        # A length is not known before the end.
+        del self.headers["content-length"]
+        self._serving = serving
+        self._first = first
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The whole reply.
+
+        Raises:
+            ClientGoneError: the client went away; the source is closed.
+        """
+        async with aclosing(self._source):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await or_disconnected(Request(scope, receive), self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for chunk in self._source:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception as exc:  # noqa: BLE001 - the border: the status is sent, so it is said in the stream
+            await send({"type": "http.response.body", "body": self._explain(exc), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _explain(self, exc: Exception) -> bytes:
+        if self._serving.stopping and isinstance(exc, RequestAbortedError):
+            return event(shutting_down().body())
+        error = describe(exc)
+        if error.code == "internal_error":
+            _log.error("a stream failed", exc_info=exc)
+        return event(error.body())

@@ -1,0 +1,149 @@
+"""What HTTP costs: tokens per second of many streams over a socket, beside the same streams and calls in the process.
+
+    python -m tests.benchmarks.http --size 10m --streams 64 --tokens 256 --rounds 5
+
+Three peers take turns on one LLM: `generate` (whole completions), `stream` (every token as it comes, through `AsyncLLM`),
+and `http` (every token as an event, read by a client in a process of its own). All make the same tokens. The figure is
+tokens per second from the first request to the last token; ratios are to `generate` of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rollout import AsyncLLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout.server.running import Server
+from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+from tests.server.stream_client import events
+
+PROMPT_TOKENS = 32
+PEERS = ("generate", "stream", "http")
+
+
+def make_prompts(subject: Subject, streams: int) -> list[list[int]]:
+    """Random ones, all different."""
+    generator = torch.Generator().manual_seed(0)
+    prompts: list[list[int]] = torch.randint(0, subject.vocab, (streams, PROMPT_TOKENS), generator=generator).tolist()
+    return prompts
+
+
+async def in_process(llm: AsyncLLM, prompts: list[list[int]], tokens: int, *, streaming: bool) -> int:
+    """Tokens that came."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0)
+    if not streaming:
+        results = await llm.generate(prompts, params)
+        return sum(len(result.generated_tokens) for result in results)  # type: ignore[union-attr]
+
+    async def read(prompt: list[int]) -> int:
+        return sum([len(delta.token_ids) async for delta in llm.stream(prompt, params)])
+
+    return sum(await asyncio.gather(*map(read, prompts)))
+
+
+def over_http(url: str, model: str, prompts: list[list[int]], tokens: int) -> int:
+    """Tokens that came; runs in the client's process."""
+
+    async def read(prompt: list[int]) -> int:
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": 0, "stream": True}
+        came = 0
+        async for event in events(url, "/v1/completions", body):
+            if event != b"[DONE]":
+                for choice in json.loads(event)["choices"]:
+                    came += len((choice.get("rollout") or {}).get("token_ids", ()))
+        return came
+
+    async def all_of_them() -> int:
+        return sum(await asyncio.gather(*map(read, prompts)))
+
+    return asyncio.run(all_of_them())
+
+
+def measure(subject: Subject, streams: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of each peer in each round, in turn."""
+    blocks = streams * (-(-(PROMPT_TOKENS + tokens) // InferenceConfig.block_size_tokens) + 1)
+    config = InferenceConfig(
+        kv_cache_blocks=blocks, max_requests=streams, max_sequence_length=PROMPT_TOKENS + tokens + 1,
+        enable_prefix_caching=False, verify_model=False,
+    )  # fmt: skip
+    prompts = make_prompts(subject, streams)
+    rates: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    llm = AsyncLLM(subject.model, None, config)
+    with multiprocessing.get_context("spawn").Pool(1) as clients:
+        server = llm.serve(ServerConfig(port=0, served_model_name="subject"), blocking=False)
+        try:
+            calls = _calls(llm, server, clients, prompts, tokens)
+            for number in range(rounds + 1):
+                for peer in PEERS[number % 3 :] + PEERS[: number % 3]:
+                    start = time.perf_counter()
+                    came = calls[peer]()
+                    if came != streams * tokens:
+                        raise RuntimeError(f"{peer}: {came} tokens came of {streams * tokens}")
+                    if number:
+                        rates[peer].append(came / (time.perf_counter() - start))
+        finally:
+            server.stop()
+            asyncio.run(llm.shutdown())
+    return rates
+
+
+def _calls(
+    llm: AsyncLLM, server: Server, clients: Any, prompts: list[list[int]], tokens: int
+) -> dict[str, Callable[[], int]]:
+    return {
+        "generate": lambda: asyncio.run(in_process(llm, prompts, tokens, streaming=False)),
+        "stream": lambda: asyncio.run(in_process(llm, prompts, tokens, streaming=True)),
+        "http": lambda: clients.apply(over_http, (server.url, "subject", prompts, tokens)),
+    }
+
+
+def show(rates: dict[str, list[float]], title: str) -> None:
+    """A table for people."""
+    table = Table("peer", title=title, title_justify="left")
+    for column in ("tokens/s, median", "spread", "of generate", "of stream"):
+        table.add_column(column, justify="right")
+    medians = {peer: statistics.median(values) for peer, values in rates.items()}
+    for peer, values in rates.items():
+        spread = (max(values) - min(values)) / medians[peer]
+        table.add_row(
+            peer, f"{medians[peer]:,.0f}", f"{spread:.0%}", f"{medians[peer] / medians['generate']:.3f}",
+            f"{medians[peer] / medians['stream']:.3f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="10m")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the rates here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        subject = make_subject(
+            arguments.size, arguments.dtype, PROMPT_TOKENS + arguments.tokens + 1, Path(folder), arguments.device
+        )
+    rates = measure(subject, arguments.streams, arguments.tokens, arguments.rounds)
+    show(rates, f"{arguments.size} {arguments.dtype}, {arguments.streams} streams of {arguments.tokens} tokens")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rates, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""A small `AsyncLLM` without a model: it answers with the text it is told to, when it is told to, and remembers.
+
+Tokens are bytes. `hold()` keeps requests open until `release()` or their abort; `aborted` is a queue, so that a test can
+wait for what a disconnect does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from rollout.config import ServerConfig
+from rollout.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
+from rollout.loop_thread import LoopThread
+from rollout.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.server.running import Server
+from rollout.state import EngineState, FinishReason, Status
+from rollout.text_stream import TextDelta
+
+LOG_PROB = -0.5
+END_OF_TEXT = 256
+VOCAB_SIZE = 257
+
+STATS = {
+    "policy_version": 0, "requests_running": 1, "requests_waiting": 0, "preemptions": 0, "generated_tokens": 7,
+    "preemption_tokens_recomputed": 0, "kv_blocks_copied": 0, "kv_blocks_evicted": 0, "prefill_tokens_computed": 3,
+    "prefill_tokens_saved": 0, "prefix_hits_refused_version": 0, "kv_blocks_total": 8, "kv_blocks_used": 1,
+    "kv_blocks_cached": 0, "kv_blocks_free": 7, "kv_device_bytes": 1024, "kv_host_bytes": 0, "steps": 5,
+    "requests_requeued": 0, "prompt_tokens": 3, "requests_failed": 0, "requests_aborted": 0, "requests_stale": 0,
+}  # fmt: skip
+"""As `DynamicInferenceEngine.stats` names them."""
+
+
+class FakeTokenizer:
+    """Text is UTF-8 bytes; 256 ends it."""
+
+    all_special_ids = (END_OF_TEXT,)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return bytes(token for token in token_ids if token < END_OF_TEXT).decode("utf-8", "replace")
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return f"<{ids}>"
+
+
+class FakePending:
+    """As `rollout.pending.PendingGroup`."""
+
+    def __init__(self, llm: FakeLLM, prompt: list[int], params: SamplingParams) -> None:
+        self.request_id = next(llm.numbers)
+        self.prompt, self.params = prompt, params
+        self._llm = llm
+        self._future: Future[list[DynamicInferenceRequest]] = Future()
+        llm.open[self.request_id] = self
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> list[DynamicInferenceRequest]:
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> list[DynamicInferenceRequest]:
+        return self._future.result(0)
+
+    def abort(self) -> None:
+        if self._llm.open.get(self.request_id) is self:
+            self._llm.aborted.put(self.request_id)
+            self.end(RequestAbortedError(f"request {self.request_id} was aborted", self.request_id))
+
+    def end(self, error: Exception | None = None) -> None:
+        if self._llm.open.pop(self.request_id, None) is None:
+            return
+        if error is None:
+            self._future.set_result([self._llm.sample(self, index) for index in range(self.params.n)])
+        else:
+            self._future.set_exception(error)
+
+
+class FakeStream:
+    """As `rollout.pending.TextStream`: one delta per token, whole characters only; then, when held, nothing more."""
+
+    def __init__(self, llm: FakeLLM, pending: FakePending) -> None:
+        self.request_id = pending.request_id
+        self._llm, self._pending = llm, pending
+
+    @property
+    def results(self) -> list[DynamicInferenceRequest]:
+        return self._pending.result()
+
+    def take_waiting(self) -> list[TextDelta]:
+        return []
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        try:
+            tokens = self._llm.completion(self._pending.params)
+            for index in range(self._pending.params.n):
+                for position, token in enumerate(tokens):
+                    yield self._delta(index, tokens[: position + 1], token)
+            for sample in await self._pending:
+                reason = sample.finish_reason and sample.finish_reason.value
+                yield TextDelta(sample.sample_index, "", [], [], [], finish_reason=reason)
+        finally:
+            await self.aclose()
+
+    def _delta(self, index: int, so_far: list[int], token: int) -> TextDelta:
+        before = bytes(so_far[:-1]).decode("utf-8", "ignore")
+        text = bytes(so_far).decode("utf-8", "ignore")[len(before) :]
+        k = self._pending.params.logprobs
+        top = [[(token, LOG_PROB)]] if k else None
+        return TextDelta(index, text, [token], [LOG_PROB], [self._llm.policy_version], top)
+
+    async def aclose(self) -> None:
+        self._pending.abort()
+
+
+class FakeLLM:
+    """What the server sees of an `AsyncLLM`.
+
+    Attributes:
+        reply: the text of every completion, cut at `max_tokens`.
+        submitted: (prompt ids, params, priority, timeout_s) of every request.
+        aborted: numbers of requests that somebody aborted, in order.
+        refuse_with: raised by `submit`.
+        dead: the engine has failed for good.
+        direct: lifecycle methods are refused as in direct mode.
+    """
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.loop = LoopThread()
+        self.model = SimpleNamespace(config=SimpleNamespace(_name_or_path="fakes/one"))
+        self.tokenizer = tokenizer
+        self.controller = SimpleNamespace(
+            layout=SimpleNamespace(vocab_size=VOCAB_SIZE), eos_token_ids=(END_OF_TEXT,), tokenizer=tokenizer
+        )
+        self.max_sequence_length = 4096
+        self.state = EngineState.RUNNING
+        self.policy_version = 0
+        self.reply = "Hello"
+        self.direct = False
+        self.dead = False
+        self.refuse_with: Exception | None = None
+        self.numbers = count()
+        self.open: dict[int, FakePending] = {}
+        self.submitted: list[tuple[list[int], SamplingParams, int, float | None]] = []
+        self.aborted: queue.Queue[int] = queue.Queue()
+        self.calls: list[tuple[Any, ...]] = []
+        self._held = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self.open)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> FakePending:
+        params = sampling_params or SamplingParams()
+        if self.refuse_with is not None:
+            raise self.refuse_with
+        tokens = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise InvalidRequestError("prompt: must have at least one token")
+        self.submitted.append((tokens, params, priority, timeout_s))
+        pending = FakePending(self, tokens, params)
+        if not self._held:
+            pending.end()
+        return pending
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, interval: int = 1, **options: Any):
+        return FakeStream(self, self.submit(prompt, sampling_params, **options))
+
+    def completion(self, params: SamplingParams) -> list[int]:
+        return list(self.reply.encode())[: params.max_tokens]
+
+    def sample(self, pending: FakePending, index: int) -> DynamicInferenceRequest:
+        tokens, params = self.completion(pending.params), pending.params
+        cut = len(tokens) == params.max_tokens
+        others = max(0, len(pending.prompt) - 1)
+        asked = params.prompt_logprobs
+        return DynamicInferenceRequest(
+            request_id=pending.request_id,
+            sample_index=index,
+            sampling_params=params,
+            status=Status.COMPLETED,
+            prompt_tokens=pending.prompt,
+            generated_tokens=tokens,
+            generated_text=bytes(tokens).decode("utf-8", "replace"),
+            generated_log_probs=[LOG_PROB] * len(tokens),
+            generated_top_n_logprobs=[[(token, LOG_PROB)] for token in tokens] if params.logprobs else [],
+            prompt_log_probs=None if asked is None else [LOG_PROB] * others,
+            prompt_top_n_logprobs=[[(token, LOG_PROB)] for token in pending.prompt[1:]] if asked else None,
+            finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
+            policy_version=self.policy_version,
+            ttft=0.25,
+            latency=0.5,
+            seed=params.seed,
+        )
+
+    def hold(self) -> None:
+        """Requests stay open from here on."""
+        self._held = True
+
+    def release(self) -> None:
+        """They end."""
+        self._held = False
+        self.loop.run(self._end_all(), 30)
+
+    async def _end_all(self) -> None:
+        for pending in list(self.open.values()):
+            pending.end()
+
+    async def abort(self, request_id: int | None = None) -> int:
+        found = [self.open[number] for number in list(self.open) if request_id in (None, number)]
+        for pending in found:
+            pending.abort()
+        return len(found)
+
+    # --- lifecycle --------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        self._control("pause", EngineState.PAUSED)
+
+    async def unpause(self) -> None:
+        self._control("unpause", EngineState.RUNNING)
+
+    async def suspend(self, mode: Any = None) -> None:
+        self._control("suspend", EngineState.SUSPENDED, mode)
+
+    async def resume(self) -> None:
+        self._control("resume", EngineState.PAUSED)
+
+    def _control(self, name: str, state: EngineState, *arguments: Any) -> None:
+        if self.direct:
+            raise RuntimeError(f"direct mode has no coordinator to relay {name}(): use llm.engine.{name}()")
+        self.calls.append((name, *arguments))
+        self.state = state
+
+    async def set_policy_version(self, version: int | None = None) -> int:
+        self.policy_version = self.policy_version + 1 if version is None else version
+        return self.policy_version
+
+    def flush_prefix_cache(self) -> int:
+        return 3
+
+    def stats(self) -> dict[str, float]:
+        self.refuse_when_over()
+        return STATS | {"policy_version": self.policy_version}
+
+    def refuse_when_over(self) -> None:
+        if self.dead:
+            raise EngineDeadError("the engine is dead: build another")
+
+
+@contextmanager
+def served(tokenizer: Any = None, **options: Any) -> Iterator[tuple[FakeLLM, Server]]:
+    """A fake and a server over it on a free port; both are gone afterwards, and nothing is left open."""
+    llm = FakeLLM(tokenizer)
+    try:
+        server = Server(llm, ServerConfig(**{"port": 0, "shutdown_grace_s": 0} | options))
+        with server:
+            yield llm, server
+        assert llm.num_open == 0, "the server has left requests open"
+    finally:
+        llm.loop.close()

@@ -1,0 +1,137 @@
+"""A `FakeLLM` that says exactly the deltas it is given, over a real tokenizer, and a client for what serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from rollout.config import ServerConfig
+from rollout.engine.detokenizer import IncrementalDetokenizer
+from rollout.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.server.running import Server
+from rollout.server.samples import merged
+from rollout.state import FinishReason, Status
+from rollout.text_stream import TextDelta
+from tests.server.fake_llm import FakeLLM, FakePending, FakeStream
+
+
+class ScriptedLLM(FakeLLM):
+    """Every request is answered with `script`; its samples are what the deltas add up to.
+
+    Attributes:
+        script: the deltas of all samples, in the order in which they come.
+        cached: prompt tokens that every sample finds in the prefix cache.
+        end_with: raised by a stream behind the script.
+        hang: a stream has no end.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.controller.layout.vocab_size = len(tokenizer)
+        self.script: list[TextDelta] = []
+        self.cached = 0
+        self.end_with: Exception | None = None
+        self.hang = False
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, interval: int = 1, **options: Any):
+        return ScriptedStream(self, self.submit(prompt, sampling_params, **options))
+
+    def sample(self, pending: FakePending, index: int) -> DynamicInferenceRequest:
+        nothing = TextDelta(index, "", [], [], [], finish_reason="length")
+        (said,) = merged([delta for delta in self.script if delta.sample_index == index] or [nothing])
+        tokens, params = said.token_ids, pending.params
+        asked = params.prompt_logprobs
+        return DynamicInferenceRequest(
+            request_id=pending.request_id,
+            sample_index=index,
+            sampling_params=params,
+            status=Status.COMPLETED,
+            prompt_tokens=pending.prompt,
+            generated_tokens=tokens,
+            generated_text=said.text,
+            generated_log_probs=said.log_probs,
+            generated_top_n_logprobs=said.top_log_probs or [],
+            prompt_log_probs=None if asked is None else [-0.25] * (len(pending.prompt) - 1),
+            prompt_top_n_logprobs=[[(7, -0.125)][:asked] for _ in pending.prompt[1:]] if asked else None,
+            finish_reason=FinishReason(said.finish_reason),
+            stop_reason=said.stop_reason,
+            error=said.error,
+            policy_version=said.policy_versions[0] if said.policy_versions else 0,
+            num_cached_tokens=self.cached,
+        )
+
+
+class ScriptedStream(FakeStream):
+    """The script, one delta after the other."""
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        try:
+            for delta in self._llm.script:
+                yield delta
+            if self._llm.hang:
+                await asyncio.Event().wait()
+            if self._llm.end_with is not None:
+                raise self._llm.end_with
+        finally:
+            await self.aclose()
+
+
+def spoken(
+    tokenizer: Any, text: str, *, sample: int = 0, reason: str | None = "stop", top: Any = None, version: int = 0
+) -> list[TextDelta]:
+    """A text as a stream has it: a delta per token, characters held back until they are whole, the end apart."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    deltas = [
+        TextDelta(sample, detokenizer.push([token]), [token], [-0.5], [version], None if top is None else [top])
+        for token in tokens
+    ]
+    last = TextDelta(sample, detokenizer.finish(), [], [], [], None if top is None else [], False, reason)
+    return deltas if reason is None else [*deltas, last]
+
+
+def client_of(server: Server) -> OpenAI:
+    """OpenAI's client, which asks once."""
+    return OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120)
+
+
+@contextmanager
+def scripted(tokenizer: Any, **options: Any) -> Iterator[tuple[ScriptedLLM, OpenAI]]:
+    """The fake, and OpenAI's client of a server over it."""
+    llm = ScriptedLLM(tokenizer)
+    try:
+        with (
+            Server(llm, ServerConfig(**{"port": 0, "shutdown_grace_s": 0} | options)) as server,
+            client_of(server) as client,
+        ):
+            yield llm, client
+        assert not llm.open, "a request was left open"
+    finally:
+        llm.loop.close()
+
+
+def events(client: OpenAI, path: str, body: dict[str, Any]) -> list[Any]:
+    """What a stream sends, event by event; `[DONE]` as a string."""
+    with httpx.Client(timeout=60) as plain:
+        reply = plain.post(f"{client.base_url}{path}", json=body | {"stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    sent = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    return [data if data == "[DONE]" else json.loads(data) for data in sent]
+
+
+def joined(chunks: Sequence[Any], field: str, index: int = 0) -> list[Any]:
+    """The tokens' entries of a list in `rollout`, over all chunks of one choice."""
+    found: list[Any] = []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            holder = choice.delta if hasattr(choice, "delta") else choice
+            found += (getattr(holder, "rollout", None) or {}).get(field, []) if choice.index == index else []
+    return found

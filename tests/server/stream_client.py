@@ -1,0 +1,37 @@
+"""A client so thin that the server is what is measured: one connection per request, HTTP/1.0, events as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+LIMIT = 1 << 24
+"""Longest event, in bytes."""
+
+
+async def events(url: str, path: str, body: dict[str, Any], key: str | None = None) -> AsyncIterator[bytes]:
+    """The payload of each `data:` line of a reply.
+
+    Raises:
+        RuntimeError: another status than 200; holds the reply.
+    """
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=LIMIT)
+    try:
+        payload = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.0\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(payload)}\r\n" + (f"Authorization: Bearer {key}\r\n" if key else "")
+        writer.write(head.encode() + b"\r\n" + payload)
+        status = await reader.readline()
+        while (await reader.readline()).strip():
+            pass
+        if b" 200 " not in status:
+            raise RuntimeError(f"{status!r}: {(await reader.read()).decode()}")
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                yield line[6:].strip()
+    finally:
+        writer.close()

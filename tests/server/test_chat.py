@@ -1,0 +1,438 @@
+"""Chat completions over HTTP, read by OpenAI's own client: replies, streams, tools, and conversations that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletion as TheirReply
+from openai.types.chat import ChatCompletionChunk as TheirChunk
+
+from rollout.config import InferenceConfig, ServerConfig
+from rollout.errors import RequestAbortedError
+from rollout.llm import LLM
+from rollout.server.reply_schema import ChatCompletion
+from rollout.text_stream import TextDelta
+from tests.engines import BLOCK
+from tests.models import make_model
+from tests.server.chat_templates import WEATHER, byte_level
+from tests.server.fake_llm import served
+from tests.server.scripted import ScriptedLLM, client_of, events, joined, scripted, spoken
+
+HI = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TOKENIZER = byte_level("qwen2.5")
+
+
+@pytest.fixture(scope="module")
+def _fake() -> Iterator[tuple[ScriptedLLM, OpenAI]]:
+    with scripted(TOKENIZER, served_model_name="m") as pair:
+        yield pair
+
+
+@pytest.fixture
+def llm(_fake: tuple[ScriptedLLM, OpenAI]) -> ScriptedLLM:
+    """Answers "Hello 🙂" unless told otherwise."""
+    fake, _ = _fake
+    fake.script, fake.end_with, fake.policy_version, fake.cached = spoken(TOKENIZER, "Hello 🙂"), None, 0, 0
+    fake.submitted.clear()
+    return fake
+
+
+@pytest.fixture
+def client(_fake: tuple[ScriptedLLM, OpenAI], llm: ScriptedLLM) -> OpenAI:
+    return _fake[1]
+
+
+def ask(client: OpenAI, **fields: Any) -> TheirReply:
+    return client.chat.completions.create(**({"model": "m", "messages": HI} | fields))
+
+
+def read(client: OpenAI, **fields: Any) -> list[TheirChunk]:
+    return list(ask(client, stream=True, **fields))  # type: ignore[call-overload]
+
+
+def content(chunks: list[TheirChunk], index: int = 0) -> str:
+    return "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == index)
+
+
+def reasons(chunks: list[TheirChunk]) -> dict[int, str | None]:
+    return {c.index: c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason}
+
+
+def raw(client: OpenAI, **fields: Any) -> list[Any]:
+    return events(client, "chat/completions", {"model": "m", "messages": HI} | fields)
+
+
+# --- whole replies ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_has_openais_shape_and_our_ids(llm: ScriptedLLM, client: OpenAI):
+    llm.policy_version, llm.cached = 2, 3
+    reply = ask(client)
+    TheirReply.model_validate(reply.model_dump())
+    ChatCompletion.model_validate(reply.model_dump(exclude_unset=True))
+    (choice,) = reply.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello 🙂", "stop")
+    assert reply.id.startswith("chatcmpl-")
+    assert reply.model == "m"
+    prompt, tokens = llm.submitted[0][0], TOKENIZER("Hello 🙂")["input_ids"]
+    assert choice.message.rollout == {
+        "prompt_token_ids": prompt,
+        "token_ids": tokens,
+        "log_probs": [-0.5] * len(tokens),
+        "policy_versions": [0] * len(tokens),
+        "policy_staleness": [2] * len(tokens),
+        "finish_reason": "stop",
+    }
+    assert reply.policy_version == 2
+    usage = reply.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(tokens))
+    assert usage.total_tokens == len(prompt) + len(tokens)
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_ids_can_be_left_out(client: OpenAI):
+    assert "rollout" not in ask(client, extra_body={"return_rollout": False}).choices[0].message.model_dump()
+
+
+def test_n_samples_are_n_choices_in_their_order(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "one", sample=0) + spoken(TOKENIZER, "two", sample=1, reason="length")
+    reply = ask(client, n=2)
+    assert [(c.index, c.message.content, c.finish_reason) for c in reply.choices] == [
+        (0, "one", "stop"),
+        (1, "two", "length"),
+    ]
+
+
+def test_log_probs_are_there_when_asked_for(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "a=", top=[(TOKENIZER("b")["input_ids"][0], -0.25)])
+    logprobs = ask(client, logprobs=True, top_logprobs=1).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [(each.token, each.logprob, each.bytes) for each in logprobs.content] == [
+        ("a", -0.5, [97]),
+        ("=", -0.5, [61]),
+    ]
+    assert [(top.token, top.logprob) for top in logprobs.content[0].top_logprobs] == [("b", -0.25)]
+    assert llm.submitted[-1][1].logprobs == 1
+    assert ask(client).choices[0].logprobs is None
+
+
+def test_log_probs_of_no_tokens_are_an_empty_list(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "", reason="length")
+    choice = ask(client, logprobs=True, max_tokens=0).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("", "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.content == []
+    assert llm.submitted[-1][1].max_tokens == 0
+
+
+def test_log_probs_of_the_prompt_have_an_entry_per_token(llm: ScriptedLLM, client: OpenAI):
+    found = ask(client, extra_body={"prompt_logprobs": 1}).choices[0].prompt_logprobs["content"]
+    assert [entry["logprob"] for entry in found] == [None] + [-0.25] * (len(llm.submitted[0][0]) - 1)
+    (first, *_) = raw(client, prompt_logprobs=1)
+    assert first["choices"][0]["prompt_logprobs"]["content"] == found
+
+
+def test_the_budget_is_what_fits_unless_it_is_said(llm: ScriptedLLM, client: OpenAI):
+    ask(client)
+    prompt, params, *_ = llm.submitted[-1]
+    assert params.max_tokens == llm.max_sequence_length - len(prompt)
+    ask(client, max_completion_tokens=5)
+    assert llm.submitted[-1][1].max_tokens == 5
+    ask(client, max_tokens=10**6)
+    assert llm.submitted[-1][1].max_tokens == llm.max_sequence_length - len(prompt)
+
+
+def test_the_time_limit_of_a_request_is_at_most_the_servers(llm: ScriptedLLM, client: OpenAI):
+    ask(client, extra_body={"timeout_s": 7.5, "priority": 3})
+    assert llm.submitted[-1][2:] == (3, 7.5)
+    ask(client, extra_body={"timeout_s": 80000})
+    assert llm.submitted[-1][2:] == (0, ServerConfig().request_timeout_s)
+
+
+def test_a_sample_cut_for_its_age_ends_as_by_length_and_says_so(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "old", reason="stale")
+    choice = ask(client).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.rollout["finish_reason"] == "stale"
+
+
+def test_a_failed_sample_is_an_error_that_names_it(llm: ScriptedLLM, client: OpenAI):
+    failed = TextDelta(1, "", [], [], [], finish_reason="error", error="RequestFailedError: NaN")
+    llm.script = [*spoken(TOKENIZER, "fine"), failed]
+    with pytest.raises(openai.InternalServerError, match="choice 1 failed: RequestFailedError: NaN") as caught:
+        ask(client, n=2)
+    assert caught.value.code == "sample_failed"
+    *_, last = raw(client, n=2)
+    assert last["error"]["code"] == "sample_failed"
+
+
+def test_a_sample_that_was_aborted_is_no_short_answer(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "half", reason="abort")
+    with pytest.raises(openai.ConflictError, match="choice 0 was aborted"):
+        ask(client)
+    *_, last = raw(client)
+    assert last["error"]["code"] == "aborted"
+
+
+def test_another_model_is_not_found(client: OpenAI):
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(client, model="gpt-9")
+    assert caught.value.param == "model"
+
+
+def test_what_the_template_refuses_names_the_message(client: OpenAI):
+    reply = {"role": "assistant", "content": "a", "rollout": {"prompt_token_ids": [], "token_ids": [1]}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[*HI, reply, *HI])
+    assert (caught.value.param or "").startswith("messages[1].rollout")
+
+
+def test_without_a_tokenizer_there_is_no_chat():
+    with (
+        served(served_model_name="m") as (_, server),
+        client_of(server) as client,
+        pytest.raises(openai.BadRequestError, match="no tokenizer"),
+    ):
+        ask(client)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_done(llm: ScriptedLLM, client: OpenAI):
+    sent = raw(client, stream_options={"include_usage": True})
+    assert sent[-1] == "[DONE]"
+    assert sent[0]["choices"][0]["delta"] == {
+        "role": "assistant",
+        "content": "",
+        "rollout": {"prompt_token_ids": llm.submitted[0][0]},
+    }
+    assert {chunk["usage"] is None for chunk in sent[:-2]} == {True}
+    assert sent[-2]["choices"] == []
+    assert sent[-2]["usage"]["completion_tokens"] == len(TOKENIZER("Hello 🙂")["input_ids"])
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in sent[:-1]}) == 1
+
+
+def test_the_chunks_add_up_to_the_whole_reply(llm: ScriptedLLM, client: OpenAI):
+    whole = ask(client, logprobs=True).choices[0]
+    chunks = read(client, logprobs=True)
+    for chunk in chunks:
+        TheirChunk.model_validate(chunk.model_dump())
+    assert content(chunks) == whole.message.content
+    for name in ("token_ids", "log_probs", "policy_versions", "policy_staleness"):
+        assert joined(chunks, name) == whole.message.rollout[name]
+    entries = [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content or ()]
+    assert whole.logprobs is not None
+    assert entries == whole.logprobs.content
+    assert reasons(chunks) == {0: "stop"}
+
+
+def test_no_chunk_splits_a_character_and_ids_come_with_or_before_their_text(client: OpenAI):
+    chunks = read(client)
+    assert all("\ufffd" not in (c.delta.content or "") for chunk in chunks for c in chunk.choices)
+    choices = [choice for chunk in chunks for choice in chunk.choices if not choice.delta.content]
+    silent = [choice for choice in choices if "token_ids" in (getattr(choice.delta, "rollout", None) or {})]
+    assert len(silent) >= 3, "the bytes of the emoji but the last have ids and no text"
+
+
+def test_openais_own_accumulator_ends_with_the_whole_message(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, f"Well 🙂\n{CALL}")
+    whole = ask(client, tools=[WEATHER]).choices[0].message
+    with client.chat.completions.stream(model="m", messages=HI, tools=[WEATHER]) as stream:
+        told = stream.get_final_completion().choices[0]
+    assert told.message.content == whole.content
+    assert told.message.rollout == whole.rollout
+    assert told.message.tool_calls[0].function.arguments == whole.tool_calls[0].function.arguments
+    assert told.finish_reason == "tool_calls"
+
+
+def test_without_ids_and_log_probs_nothing_is_sent_for_half_a_character(client: OpenAI):
+    sent = raw(client, return_rollout=False)
+    texts = [chunk["choices"][0]["delta"].get("content") for chunk in sent[:-1]]
+    assert texts[0] == ""
+    assert None not in texts[:-1]
+    assert all(texts[1:-1])
+
+
+def test_samples_come_as_they_grow(llm: ScriptedLLM, client: OpenAI):
+    one, two = spoken(TOKENIZER, "one!", sample=0), spoken(TOKENIZER, "two!", sample=1, reason="length")
+    llm.script = [delta for pair in zip(one, two, strict=False) for delta in pair]
+    llm.script += [*one[len(two) :], *two[len(one) :]]
+    chunks = read(client, n=2)
+    assert (content(chunks, 0), content(chunks, 1)) == ("one!", "two!")
+    assert reasons(chunks) == {0: "stop", 1: "length"}
+    first = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            first.setdefault(choice.index, choice.delta.role)
+    assert first == {0: "assistant", 1: "assistant"}
+
+
+def test_a_stream_of_no_tokens_has_a_role_and_an_end(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "", reason="length")
+    sent = raw(client, max_tokens=0)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in sent[:-1]] == [None, "length"]
+
+
+def test_an_error_before_the_first_byte_has_its_status(llm: ScriptedLLM, client: OpenAI):
+    llm.script, llm.end_with = [], RequestAbortedError("request 1 was aborted", 1)
+    with pytest.raises(openai.ConflictError):
+        read(client)
+
+
+def test_an_error_after_it_is_an_event_and_there_is_no_done(llm: ScriptedLLM, client: OpenAI):
+    llm.script, llm.end_with = spoken(TOKENIZER, "half", reason="abort"), RequestAbortedError("was aborted", 1)
+    sent = raw(client)
+    assert sent[-1] == {"error": {"message": "was aborted", "type": "conflict_error", "param": None, "code": "aborted"}}
+    with pytest.raises(openai.APIError, match="was aborted"):
+        read(client)
+
+
+def test_a_sample_that_begins_afresh_cannot_take_back_what_was_sent(llm: ScriptedLLM, client: OpenAI):
+    begun = spoken(TOKENIZER, "half", reason=None)
+    afresh = spoken(TOKENIZER, "whole")
+    llm.script = [*begun, replace(afresh[0], restarted=True), *afresh[1:]]
+    sent = raw(client)
+    assert sent[-1]["error"]["code"] == "restarted"
+    llm.script = llm.script[len(begun) :]
+    assert content(read(client)) == "whole"
+
+
+def test_values_that_json_has_not_are_null(llm: ScriptedLLM, client: OpenAI):
+    llm.script = [TextDelta(0, "x", [5], [float("nan")], [0], finish_reason="stop")]
+    assert ask(client).choices[0].message.rollout["log_probs"] == [None]
+    assert joined(read(client), "log_probs") == [None]
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_told_from_text(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, f"Let me see.\n{CALL}")
+    (choice,) = ask(client, tools=[WEATHER]).choices
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    (call,) = choice.message.tool_calls or ()
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "get_weather", '{"city": "Oslo"}')
+    chunks = read(client, tools=[WEATHER])
+    assert content(chunks) == "Let me see."
+    (piece,) = [t for chunk in chunks for c in chunk.choices for t in c.delta.tool_calls or ()]
+    assert piece.index == 0
+    assert piece.function is not None
+    assert (piece.function.name, piece.function.arguments) == ("get_weather", '{"city": "Oslo"}')
+    assert reasons(chunks) == {0: "tool_calls"}
+    assert joined(chunks, "token_ids") == TOKENIZER(f"Let me see.\n{CALL}")["input_ids"]
+
+
+def test_a_reply_of_calls_alone_has_no_content_and_can_be_sent_back(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, CALL)
+    message = ask(client, tools=[WEATHER]).choices[0].message
+    assert message.content is None
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+    ask(client, tools=[WEATHER], messages=[*HI, message, result])
+    ids = message.rollout["prompt_token_ids"] + message.rollout["token_ids"]
+    assert llm.submitted[-1][0][: len(ids)] == ids
+    ask(client, tools=[WEATHER], messages=[*HI, message.model_dump(), result])
+    assert llm.submitted[-1][0][: len(ids)] == ids
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call_begins_in_the_prompt_and_is_read_with_it(llm: ScriptedLLM, client: OpenAI, choice: Any):
+    opening = '<tool_call>\n{"name": "get_weather", "arguments":' if isinstance(choice, dict) else "<tool_call>\n"
+    llm.script = spoken(TOKENIZER, CALL.removeprefix(opening))
+    (made,) = ask(client, tools=[WEATHER], tool_choice=choice).choices
+    assert made.finish_reason == "tool_calls"
+    assert made.message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+    assert TOKENIZER.decode(llm.submitted[-1][0]).endswith(opening)
+    assert TOKENIZER.decode(made.message.rollout["token_ids"]) == CALL.removeprefix(opening)
+    chunks = read(client, tools=[WEATHER], tool_choice=choice)
+    assert [t.id for chunk in chunks for c in chunk.choices for t in c.delta.tool_calls or ()]
+    assert content(chunks) == ""
+
+
+def test_with_the_choice_none_tools_are_not_shown_and_text_stays_text(llm: ScriptedLLM, client: OpenAI):
+    ask(client)
+    plain = llm.submitted[-1][0]
+    llm.script = spoken(TOKENIZER, CALL)
+    (choice,) = ask(client, tools=[WEATHER], tool_choice="none").choices
+    assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+    assert llm.submitted[-1][0] == plain
+
+
+def test_a_call_that_is_cut_is_text_and_ends_by_length(llm: ScriptedLLM, client: OpenAI):
+    cut = CALL[:40]
+    llm.script = spoken(TOKENIZER, cut, reason="length")
+    (choice,) = ask(client, tools=[WEATHER]).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (cut, None, "length")
+    chunks = read(client, tools=[WEATHER])
+    assert (content(chunks), reasons(chunks)) == (cut, {0: "length"})
+
+
+# --- with a model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[tuple[LLM, OpenAI]]:
+    model = make_model("qwen3", vocab_size=len(TOKENIZER))
+    config = InferenceConfig(
+        kv_cache_blocks=256, block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=64, verify_model=False
+    )
+    with LLM(model, TOKENIZER, config) as llm:
+        server = llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False)
+        with client_of(server) as client:
+            yield llm, client
+
+
+def test_a_models_stream_is_its_whole_reply(real: tuple[LLM, OpenAI]):
+    _, client = real
+    asked: dict[str, Any] = {"max_tokens": 24, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 3}
+    whole = ask(client, **asked)
+    ChatCompletion.model_validate(whole.model_dump(exclude_unset=True))
+    chunks = read(client, **asked)
+    for choice in whole.choices:
+        assert content(chunks, choice.index) == choice.message.content
+        assert joined(chunks, "token_ids", choice.index) == choice.message.rollout["token_ids"]
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.content or ()) == len(choice.message.rollout["token_ids"])
+        assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content or ())
+    assert reasons(chunks) == {choice.index: choice.finish_reason for choice in whole.choices}
+
+
+def test_a_conversation_goes_on_from_its_ids_over_three_turns(real: tuple[LLM, OpenAI]):
+    _, client = real
+    messages: list[Any] = list(HI)
+    so_far: list[int] = []
+    for turn in range(3):
+        reply = ask(client, messages=messages, max_tokens=9, seed=turn)
+        rollout = reply.choices[0].message.rollout
+        assert rollout["prompt_token_ids"][: len(so_far)] == so_far
+        assert len(rollout["prompt_token_ids"]) > len(so_far)
+        so_far = rollout["prompt_token_ids"] + rollout["token_ids"]
+        if turn:
+            assert reply.usage.prompt_tokens_details.cached_tokens > 0
+        messages += [reply.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+
+
+def test_versions_and_staleness_follow_the_weights(real: tuple[LLM, OpenAI]):
+    llm, client = real
+    before = llm.policy_version
+    assert llm.weights_updated() == before + 1
+    reply = ask(client, max_tokens=3, temperature=0)
+    assert reply.policy_version == before + 1
+    assert reply.choices[0].message.rollout["policy_versions"] == [before + 1] * 3
+    assert reply.choices[0].message.rollout["policy_staleness"] == [0] * 3
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(real: tuple[LLM, OpenAI]):
+    _, client = real
+    with pytest.raises(openai.BadRequestError, match="leaves no room") as caught:
+        ask(client, messages=[{"role": "user", "content": "a=" * 400}])
+    assert caught.value.param == "messages"

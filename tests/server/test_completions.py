@@ -1,0 +1,374 @@
+"""Completions over HTTP, read by OpenAI's own client: prompts of every kind, echo, log-probs, streams, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion as TheirReply
+
+from rollout.config import InferenceConfig, ServerConfig
+from rollout.errors import InvalidRequestError
+from rollout.llm import LLM
+from rollout.server.calls import LONG_TEXT
+from rollout.server.reply_schema import Completion
+from rollout.server.samples import merged
+from rollout.server.sse import bursts
+from rollout.text_stream import TextDelta
+from tests.engines import BLOCK
+from tests.models import VOCAB, make_model, make_tokenizer, trainer_logprobs
+from tests.server.chat_templates import byte_level
+from tests.server.scripted import ScriptedLLM, client_of, events, joined, scripted, spoken
+
+TOKENIZER = byte_level("qwen2.5")
+DEADLINE_S = 30
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def _fake() -> Iterator[tuple[ScriptedLLM, OpenAI]]:
+    with scripted(TOKENIZER, served_model_name="m") as pair:
+        yield pair
+
+
+@pytest.fixture
+def llm(_fake: tuple[ScriptedLLM, OpenAI]) -> ScriptedLLM:
+    """Answers " in Oslo 🙂" unless told otherwise."""
+    fake, _ = _fake
+    fake.script, fake.end_with, fake.refuse_with = spoken(TOKENIZER, " in Oslo 🙂"), None, None
+    fake.submitted.clear()
+    fake.aborted = queue.Queue()
+    return fake
+
+
+@pytest.fixture
+def client(_fake: tuple[ScriptedLLM, OpenAI], llm: ScriptedLLM) -> OpenAI:
+    return _fake[1]
+
+
+def ask(client: OpenAI, **fields: Any) -> TheirReply:
+    return client.completions.create(**({"model": "m", "prompt": "the weather"} | fields))
+
+
+def read(client: OpenAI, **fields: Any) -> list[TheirReply]:
+    return list(ask(client, stream=True, **fields))  # type: ignore[call-overload]
+
+
+def text(chunks: list[TheirReply], index: int = 0) -> str:
+    return "".join(c.text for chunk in chunks for c in chunk.choices if c.index == index)
+
+
+# --- whole replies ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_has_openais_shape_and_our_ids(llm: ScriptedLLM, client: OpenAI):
+    reply = ask(client)
+    Completion.model_validate(reply.model_dump(exclude_unset=True))
+    TheirReply.model_validate(reply.model_dump())
+    (choice,) = reply.choices
+    assert (choice.text, choice.finish_reason) == (" in Oslo 🙂", "stop")
+    assert reply.id.startswith("cmpl-")
+    assert choice.rollout["prompt_token_ids"] == ids("the weather") == llm.submitted[0][0]
+    assert choice.rollout["token_ids"] == ids(" in Oslo 🙂")
+    assert llm.submitted[0][1].max_tokens == 16, "OpenAI's default"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a b", [ids("a b")]),
+        ([5, 6], [[5, 6]]),
+        (["a", "b"], [ids("a"), ids("b")]),
+        ([[5], [6, 7], [8]], [[5], [6, 7], [8]]),
+    ],
+)
+def test_prompts_are_text_or_ids_one_or_many(llm: ScriptedLLM, client: OpenAI, prompt: Any, prompts: list[list[int]]):
+    llm.script = spoken(TOKENIZER, "x", sample=0) + spoken(TOKENIZER, "y", sample=1)
+    reply = ask(client, prompt=prompt, n=2)
+    assert [asked for asked, *_ in llm.submitted] == prompts
+    assert [(c.index, c.text) for c in reply.choices] == [(i, "xy"[i % 2]) for i in range(2 * len(prompts))]
+    assert [c.rollout["prompt_token_ids"] for c in reply.choices[::2]] == prompts
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == sum(map(len, prompts))
+    assert reply.usage.completion_tokens == 2 * len(prompts)
+    assert {text(read(client, prompt=prompt, n=2), c.index) for c in reply.choices[::2]} == {"x"}
+
+
+def test_a_long_text_is_read_beside_the_loop(llm: ScriptedLLM, client: OpenAI):
+    llm.max_sequence_length = 2 * LONG_TEXT
+    ask(client, prompt="a=" * LONG_TEXT)
+    assert len(llm.submitted[-1][0]) == 2 * LONG_TEXT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_prompt_that_cannot_be_served_refuses_them_all(llm: ScriptedLLM, client: OpenAI, stream: bool):
+    llm.hold()
+    try:
+        with pytest.raises(openai.BadRequestError, match="prompt 1 of 2") as caught:
+            ask(client, prompt=["good", ""], stream=stream)
+        assert caught.value.param == "prompt"
+        assert not llm.open, "the first one goes on"
+    finally:
+        llm.release()
+
+
+def test_a_refusal_names_the_field_its_message_begins_with(llm: ScriptedLLM, client: OpenAI):
+    llm.refuse_with = InvalidRequestError("logit_bias of token 97: must lie in [0, 97)")
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, logit_bias={"97": 1})
+    assert caught.value.param == "logit_bias"
+
+
+# --- echo and log-probs -----------------------------------------------------------------------------------------------
+
+
+def test_echo_puts_the_prompt_first(llm: ScriptedLLM, client: OpenAI):
+    assert ask(client, echo=True).choices[0].text == "the weather in Oslo 🙂"
+    assert llm.submitted[-1][1].prompt_logprobs is None
+    assert ask(client, echo=True, prompt=ids("the weather")).choices[0].text == "the weather in Oslo 🙂"
+    assert text(read(client, echo=True)) == "the weather in Oslo 🙂"
+
+
+def test_log_probs_are_columns_of_every_token(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "a€", top=[(ids("b")[0], -0.25)])
+    found = ask(client, logprobs=1).choices[0].logprobs
+    assert found is not None
+    assert found.tokens == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    assert found.token_logprobs == [-0.5] * 4
+    assert found.text_offset == [0, 1, 1, 1]
+    assert found.top_logprobs == [{"b": -0.25, name: -0.5} for name in found.tokens]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_with_echo_the_prompts_log_probs_come_first(llm: ScriptedLLM, client: OpenAI, count: int):
+    llm.script = spoken(TOKENIZER, " in Oslo 🙂", top=[(7, -0.125)] if count else None)
+    (choice,) = ask(client, echo=True, logprobs=count).choices
+    found = choice.logprobs
+    assert found is not None
+    prompt = ids("the weather")
+    assert llm.submitted[-1][1].prompt_logprobs == count
+    assert found.token_logprobs == [None, *[-0.25] * (len(prompt) - 1), *[-0.5] * len(choice.rollout["token_ids"])]
+    assert found.top_logprobs[0] is None
+    assert found.text_offset[: len(prompt) + 1][-1] == len("the weather")
+    streamed = [chunk.choices[0].logprobs for chunk in read(client, echo=True, logprobs=count)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for each in streamed for entry in getattr(each, name)] == getattr(found, name)
+
+
+def test_log_probs_of_no_tokens_are_there_and_empty(llm: ScriptedLLM, client: OpenAI):
+    llm.script = spoken(TOKENIZER, "", reason="length")
+    found = ask(client, logprobs=0, max_tokens=0).choices[0].logprobs
+    assert found is not None
+    assert [found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset] == [[], [], [], []]
+
+
+def test_log_probs_of_the_prompt_can_be_had_by_themselves(llm: ScriptedLLM, client: OpenAI):
+    choice = ask(client, extra_body={"prompt_logprobs": 1}).choices[0]
+    assert choice.logprobs is None
+    assert choice.prompt_logprobs["token_logprobs"] == [None] + [-0.25] * (len(llm.submitted[0][0]) - 1)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_adds_up_to_the_reply(client: OpenAI):
+    (whole,) = ask(client).choices
+    chunks = read(client, stream_options={"include_usage": True})
+    assert text(chunks) == whole.text
+    assert "\ufffd" not in "".join(c.text for chunk in chunks for c in chunk.choices)
+    for name in ("prompt_token_ids", "token_ids", "log_probs", "policy_versions", "policy_staleness"):
+        assert joined(chunks, name) == whole.rollout[name]
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(whole.rollout["token_ids"])
+
+
+def test_the_last_event_is_done(client: OpenAI):
+    sent = events(client, "completions", {"model": "m", "prompt": "a", "return_rollout": False})
+    assert sent[-1] == "[DONE]"
+    assert all("usage" not in chunk and "rollout" not in chunk["choices"][0] for chunk in sent[:-1])
+
+
+def test_what_waited_together_is_one_delta_per_sample():
+    one, two = spoken(TOKENIZER, "abc", top=[(5, -1.0)]), spoken(TOKENIZER, "de", sample=1, version=4)
+    first, second = merged([one[0], two[0], *one[1:], two[1]])
+    assert (first.text, first.token_ids, first.log_probs) == ("abc", ids("a") + ids("b") + ids("c"), [-0.5] * 3)
+    assert first.top_log_probs == [[(5, -1.0)]] * 3
+    assert first.finish_reason == "stop"
+    assert (second.sample_index, second.text, second.policy_versions, second.finish_reason) == (1, "de", [4, 4], None)
+
+
+def test_what_a_restart_makes_void_is_not_sent_when_it_still_waits():
+    begun = TextDelta(0, "old", [1], [-1.0], [0])
+    afresh = TextDelta(0, "ne", [2], [-1.0], [1], restarted=True)
+    more = TextDelta(0, "w", [3], [-1.0], [1])
+    (delta,) = merged([begun, afresh, more])
+    assert (delta.text, delta.token_ids, delta.restarted) == ("new", [2, 3], True)
+
+
+class Listed:
+    """A stream of what it is given; the rest waits whenever somebody looks."""
+
+    def __init__(self, *deltas: TextDelta, error: Exception | None = None) -> None:
+        self.waiting = list(deltas)
+        self.error = error
+        self.closed = False
+
+    def take_waiting(self) -> list[TextDelta]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    async def __aiter__(self) -> Any:
+        while self.waiting:
+            yield self.waiting.pop(0)
+        if self.error is not None:
+            raise self.error
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def test_a_slow_socket_gets_what_piled_up_at_once():
+    async def run() -> list[Any]:
+        return [burst async for burst in bursts([Listed(*spoken(TOKENIZER, "abcdef"))])]
+
+    ((position, delta),) = asyncio.run(run())[0]
+    assert (position, delta.text) == (0, "abcdef")
+
+
+def test_many_streams_are_one_and_all_are_closed_when_one_fails():
+    good, bad = Listed(*spoken(TOKENIZER, "ab")), Listed(error=RuntimeError("broken"))
+
+    async def run() -> None:
+        async for _ in bursts([good, bad]):
+            pass
+
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(run())
+    assert (good.closed, bad.closed) == (True, True)
+
+
+# --- clients that go away ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["one", ["one", "two", "three"]], ids=["one prompt", "three prompts"])
+@pytest.mark.parametrize("when", ["not streaming", "before the first chunk", "in the stream"])
+def test_a_client_that_goes_away_ends_all_it_asked_for(llm: ScriptedLLM, client: OpenAI, prompt: Any, when: str):
+    llm.hold()
+    llm.hang = True
+    llm.script = spoken(TOKENIZER, "on and on", reason=None) if when == "in the stream" else []
+    body = {"model": "m", "prompt": prompt, "stream": when != "not streaming"}
+
+    async def ask_until_a_chunk() -> None:
+        async with (
+            httpx.AsyncClient(timeout=DEADLINE_S) as plain,
+            plain.stream("POST", f"{client.base_url}completions", json=body) as reply,
+        ):
+            await anext(reply.aiter_lines())
+
+    async def leave() -> None:
+        asking = asyncio.ensure_future(ask_until_a_chunk())
+        while len(llm.submitted) < (1 if isinstance(prompt, str) else len(prompt)):
+            await asyncio.sleep(0.01)
+        if when != "in the stream":
+            asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    try:
+        asyncio.run(asyncio.wait_for(leave(), DEADLINE_S))
+        ended = {llm.aborted.get(timeout=DEADLINE_S) for _ in llm.submitted}
+        assert len(ended) == len(llm.submitted)
+    finally:
+        llm.hang = False
+        llm.release()
+
+
+# --- with a model -----------------------------------------------------------------------------------------------------
+
+CHARACTERS = make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[tuple[LLM, OpenAI]]:
+    config = InferenceConfig(
+        kv_cache_blocks=256, block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=64, verify_model=False
+    )
+    with LLM(make_model("qwen3"), CHARACTERS, config) as llm:
+        server = llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False)
+        with client_of(server) as client:
+            yield llm, client
+
+
+def test_echoed_log_probs_are_the_models_own(real: tuple[LLM, OpenAI]):
+    llm, client = real
+    (choice,) = ask(client, prompt="abcdef", echo=True, logprobs=2, temperature=0, max_tokens=5).choices
+    assert choice.logprobs is not None
+    tokens = choice.rollout["prompt_token_ids"] + choice.rollout["token_ids"]
+    expected = trainer_logprobs(llm.model, tokens).tolist()
+    assert choice.logprobs.token_logprobs == [None, *[pytest.approx(value, abs=1e-4) for value in expected]]
+    assert "".join(choice.logprobs.tokens or ()) == choice.text
+    assert choice.logprobs.text_offset == list(range(len(choice.text)))
+
+
+def test_the_same_seed_says_the_same_streamed_or_not(real: tuple[LLM, OpenAI]):
+    _, client = real
+    asked: dict[str, Any] = {"prompt": ["abc", "xyz"], "n": 2, "seed": 3, "max_tokens": 12, "stop": ["Q"]}
+    whole = ask(client, **asked)
+    Completion.model_validate(whole.model_dump(exclude_unset=True))
+    chunks = read(client, **asked)
+    for choice in whole.choices:
+        assert text(chunks, choice.index) == choice.text
+        assert joined(chunks, "token_ids", choice.index) == choice.rollout["token_ids"]
+    assert len({choice.text for choice in whole.choices}) == 4
+
+
+EXTREME = [
+    {"temperature": 1e-6, "repetition_penalty": 0.01}, {"temperature": 100, "repetition_penalty": 100},
+    {"top_p": 1e-320}, {"min_p": 1, "top_k": 2**31 - 1}, {"logit_bias": {str(i): -1e9 for i in range(VOCAB)}},
+    {"logit_bias": {"5": 1e9}, "repetition_penalty": 0.01, "temperature": 1e-6}, {"top_k": 1, "logprobs": 20},
+    {"max_tokens": 0, "echo": True, "logprobs": 3}, {"min_tokens": 4, "max_tokens": 4, "stop_token_ids": [5, 6]},
+    {"stop": ["a"] * 64}, {"presence_penalty": 2, "frequency_penalty": -2, "seed": -5, "priority": -(2**31) + 1},
+    {"logprobs_mode": "raw", "logprobs": 2, "temperature": 0.3, "prompt_logprobs": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", EXTREME, ids=lambda fields: f"{fields!s:.50}")
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_in_range_is_served_however_extreme(real: tuple[LLM, OpenAI], fields: dict[str, Any], stream: bool):
+    _, client = real
+    body = {"model": "m", "prompt": "abc", "max_tokens": 4} | fields
+    if stream:
+        assert events(client, "completions", body)[-1] == "[DONE]"
+        return
+    with httpx.Client(timeout=DEADLINE_S) as plain:
+        reply = plain.post(f"{client.base_url}completions", json=body)
+    assert reply.status_code == 200, reply.text
+    Completion.model_validate_json(reply.content)
+
+
+def test_the_async_client_streams_side_by_side(real: tuple[LLM, OpenAI]):
+    _, client = real
+
+    async def one(asked: AsyncOpenAI, seed: int) -> tuple[str, str]:
+        fields: dict[str, Any] = {"model": "m", "prompt": "abc", "seed": seed, "max_tokens": 10}
+        stream = await asked.completions.create(stream=True, **fields)
+        streamed = "".join([choice.text async for chunk in stream for choice in chunk.choices])
+        return streamed, (await asked.completions.create(**fields)).choices[0].text
+
+    async def run() -> list[tuple[str, str]]:
+        async with AsyncOpenAI(base_url=str(client.base_url), api_key="any", max_retries=0) as asked:
+            return await asyncio.gather(*(one(asked, seed) for seed in range(8)))
+
+    pairs = asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert all(streamed == whole for streamed, whole in pairs)
+    assert len(set(pairs)) == 8

@@ -1,0 +1,121 @@
+"""The server is held to its own description: whatever is sent, no 5xx and no status or shape that the description lacks.
+
+Random, but the same each time. For a longer run, with other examples each time:
+
+    ROLLOUT_FUZZ_EXAMPLES=2000 pytest -n0 tests/server/test_fuzz.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    ignored_auth,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from rollout import LLM, InferenceConfig, ServerConfig
+from rollout.server.app import build_app
+from tests.engines import BLOCK
+from tests.models import make_model
+from tests.server.chat_templates import byte_level
+
+KEY = "sk-fuzz"
+TOKENIZER = byte_level("qwen2.5")
+# A request of many samples takes its time, and one to a paused engine all there is: then it is a 408.
+CONFIG = ServerConfig(port=0, api_key=KEY, admin=True, served_model_name="m", request_timeout_s=0.5)
+EXAMPLES = int(os.environ.get("ROLLOUT_FUZZ_EXAMPLES", "0"))
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    unsupported_method,
+    ignored_auth,
+]
+"""Not `positive_data_acceptance`: a schema cannot say that a token id is of this vocabulary, or a prompt short enough."""
+
+
+def description() -> schemathesis.BaseSchema:
+    """What a server with everything switched on says of itself; no model is needed to know."""
+    nothing = SimpleNamespace(model=SimpleNamespace(), tokenizer=None)
+    return schemathesis.openapi.from_dict(build_app(nothing, CONFIG).openapi())
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of a server over a model so small that many samples of it cost little."""
+    model = make_model(
+        "qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, hidden_size=16, intermediate_size=16,
+        max_position_embeddings=256, num_attention_heads=1, num_key_value_heads=1,
+    )  # fmt: skip
+    config = InferenceConfig(
+        kv_cache_blocks=512, block_size_tokens=BLOCK, max_requests=64, max_tokens_per_step=256, verify_model=False
+    )
+    with LLM(model, TOKENIZER, config, use_coordinator=True) as llm:
+        yield llm.serve(CONFIG, blocking=False).url
+        assert llm.num_open == 0, "the server has left requests open"
+
+
+def made_servable(case: schemathesis.Case) -> None:
+    """Mend what no schema can say, so that some requests come as far as the engine; what is of a wrong type stays so."""
+    if not (isinstance(case.body, dict) and case.path.startswith("/v1/")):
+        return
+    body = _mended(case.body)
+    if body.get("stream") is not True:
+        body.pop("stream_options", None)
+    if body.get("best_of") != (body.get("n") or 1):
+        body.pop("best_of", None)
+    case.body = body
+
+
+def _mended(value: Any, field: str = "") -> Any:
+    if isinstance(value, list):
+        return [_mended(each, field) for each in value]
+    if field == "model" and isinstance(value, str):
+        return CONFIG.served_model_name
+    if field == "prompt" and value == "":
+        return "the weather"
+    if field in ("prompt", "token_ids", "prompt_token_ids") and type(value) is int and 0 <= value < 2**31:
+        return value % len(TOKENIZER)
+    if not isinstance(value, dict):
+        return value
+    mended = {name: _mended(each, name) for name, each in value.items()}
+    if field == "messages":
+        if mended.get("content", "") is None:
+            del mended["content"]
+        if mended.get("role") != "assistant":
+            for name in ("tool_calls", "rollout"):
+                mended.pop(name, None)
+        if mended.get("role") == "tool":
+            mended.setdefault("tool_call_id", "call_1")
+        if "role" in mended:
+            mended.setdefault("content", "the weather in Paris")
+    return mended
+
+
+@description().parametrize()
+@settings(
+    max_examples=EXAMPLES or 30,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+def test_the_server_does_what_its_description_says(url: str, case: schemathesis.Case) -> None:
+    made_servable(case)
+    case.call_and_validate(url, checks=CHECKS, headers={"Authorization": f"Bearer {KEY}"})

@@ -1,0 +1,404 @@
+"""OpenAI's own client against the real server and a real model: what it gets is what the engine says in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout.server.running import Server
+from tests.engines import BLOCK
+from tests.models import greedy, make_model, trainer_logprobs
+from tests.server.chat_templates import WEATHER, byte_level
+from tests.server.scripted import joined
+
+PATIENCE_S = 60.0
+"""Guards against hanging, no more."""
+
+KEY = "sk-of-this-test"
+TOKENIZER = byte_level("qwen2.5")
+PROMPT = "the weather in"
+HI: list[Any] = [{"role": "user", "content": "the weather in Paris?"}]
+LETTERS = {str(TOKENIZER.convert_tokens_to_ids(letter)): 100 for letter in "abcdefghijklmnopqrstuvwxyz"}
+"""`logit_bias` that leaves nothing but single letters."""
+
+UNMERGED = {token: bias for token, bias in LETTERS.items() if TOKENIZER.decode(int(token)) in "the"}
+"""The same of three letters, so that hardly any text of them is tokenised into what it was made of."""
+
+
+Client = TypeVar("Client", OpenAI, AsyncOpenAI)
+
+
+@dataclass
+class House:
+    """A model, its server, and clients of it."""
+
+    llm: LLM
+    server: Server
+
+    def client(self, kind: type[Client] = OpenAI, **options: Any) -> Client:
+        """One that holds every reply against its types, unless told not to."""
+        defaults = {"max_retries": 0, "timeout": PATIENCE_S, "_strict_response_validation": True}
+        return kind(**({"base_url": f"{self.server.url}/v1", "api_key": KEY} | defaults | options))
+
+    def says(self, prompt: str | list[int], max_tokens: int, **params: Any) -> Any:
+        """What the same question gives in this process."""
+        return self.llm.generate(prompt, SamplingParams(max_tokens=max_tokens, **params))[0]
+
+    def empties(self) -> None:
+        """Nothing is computed any more."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.llm.num_open or self.llm.context.allocator.num_used:
+            assert time.monotonic() < deadline, "a request outlived its client"
+            time.sleep(0.005)
+
+
+def an_llm(model: Any) -> LLM:
+    config = InferenceConfig(
+        kv_cache_blocks=1024, block_size_tokens=BLOCK, max_requests=16, max_tokens_per_step=256, verify_model=False
+    )
+    return LLM(model, TOKENIZER, config)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=2, max_position_embeddings=2048)
+    with an_llm(model) as llm:
+        config = ServerConfig(port=0, api_key=KEY, served_model_name="m", max_open_requests=8)
+        yield House(llm, llm.serve(config, blocking=False))
+
+
+@pytest.fixture(scope="module")
+def client(house: House) -> Iterator[OpenAI]:
+    with house.client() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lenient(house: House) -> Iterator[OpenAI]:
+    """For what OpenAI sends too, although its client's types have no null there: how a completion's chunk has not ended
+    yet, and the log-prob of a prompt's first token."""
+    with house.client(_strict_response_validation=False) as made:
+        yield made
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**({"model": "m", "prompt": PROMPT, "max_tokens": 12} | fields))
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**({"model": "m", "messages": HI, "max_tokens": 12} | fields))
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(c.delta.content or "" if hasattr(c, "delta") else c.text for c in choices)
+
+
+def same(rollout: dict[str, Any], request: Any) -> None:
+    """A reply's ids are those of the request, its log-probs too but for the order of additions."""
+    assert rollout["prompt_token_ids"] == request.prompt_tokens
+    assert rollout["token_ids"] == request.generated_tokens
+    assert rollout["log_probs"] == pytest.approx(request.generated_log_probs, abs=1e-4)
+    assert rollout["policy_versions"] == request.policy_versions[len(request.prompt_tokens) :].tolist()
+
+
+# --- the same as in this process --------------------------------------------------------------------------------------
+
+
+def test_replies_are_what_the_same_seed_gives_in_this_process(house: House, client: OpenAI):
+    ours = house.says(PROMPT, 12, seed=7, top_p=0.9, temperature=0.8)
+    completion = complete(client, seed=7, top_p=0.9, temperature=0.8)
+    assert isinstance(completion, Completion)
+    assert completion.choices[0].text == ours.generated_text
+    same(completion.choices[0].rollout, ours)
+    reply = chat(client, seed=7)
+    assert isinstance(reply, ChatCompletion)
+    rollout = reply.choices[0].message.rollout  # type: ignore[attr-defined]
+    assert rollout["prompt_token_ids"] == TOKENIZER.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
+    same(rollout, house.says(rollout["prompt_token_ids"], 12, seed=7))
+    assert reply.policy_version == house.llm.policy_version  # type: ignore[attr-defined]
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == len(rollout["prompt_token_ids"]) + len(rollout["token_ids"])
+
+
+def test_temperature_0_is_models_generate(house: House, client: OpenAI):
+    (choice,) = complete(client, temperature=0, extra_body={"ignore_eos": True}).choices
+    assert choice.rollout["token_ids"] == greedy(house.llm.model, choice.rollout["prompt_token_ids"], 12)
+
+
+def test_penalties_and_our_own_fields_reach_the_sampler(house: House, client: OpenAI):
+    openais: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "seed": 3}
+    ours: dict[str, Any] = {"top_k": 9, "min_p": 0.01, "repetition_penalty": 1.3, "min_tokens": 5, "ignore_eos": True}
+    reply = complete(client, **openais, extra_body=ours)
+    same(reply.choices[0].rollout, house.says(PROMPT, 12, **openais, **ours))
+    assert reply.choices[0].rollout["token_ids"] != complete(client, seed=3).choices[0].rollout["token_ids"]
+
+
+def test_logit_bias_forces_a_token(client: OpenAI):
+    token = TOKENIZER.convert_tokens_to_ids("x")
+    (choice,) = complete(client, logit_bias={str(token): 1000}, max_tokens=5).choices
+    assert (choice.text, choice.rollout["token_ids"]) == ("xxxxx", [token] * 5)
+
+
+def test_n_samples_of_a_seed_are_told_apart_and_come_again(house: House, client: OpenAI, lenient: OpenAI):
+    asked: dict[str, Any] = {"n": 3, "seed": 11}
+    texts = [choice.text for choice in complete(client, **asked).choices]
+    assert [choice.text for choice in complete(client, **asked).choices] == texts
+    assert len(set(texts)) == 3
+    samples = house.llm.generate(PROMPT, SamplingParams(max_tokens=12, n=3, seed=11))
+    assert [sample.generated_text for sample in samples] == texts
+    chunks = list(complete(lenient, **asked, stream=True))
+    assert [text_of(chunks, index) for index in range(3)] == texts
+
+
+def test_log_probs_are_the_trainers_own(house: House, client: OpenAI):
+    reply = chat(client, logprobs=True, top_logprobs=4, n=2, seed=5)
+    for choice in reply.choices:
+        rollout = choice.message.rollout
+        tokens = rollout["prompt_token_ids"] + rollout["token_ids"]
+        truth = trainer_logprobs(house.llm.model, tokens)[len(rollout["prompt_token_ids"]) - 1 :].tolist()
+        entries = choice.logprobs.content
+        assert [entry.logprob for entry in entries] == pytest.approx(truth, abs=1e-4)
+        assert rollout["log_probs"] == pytest.approx(truth, abs=1e-4)
+        assert b"".join(bytes(entry.bytes) for entry in entries).decode("utf-8", "replace").startswith(
+            choice.message.content.rstrip("\ufffd")[:1]
+        )
+        for entry in entries:
+            top = [each.logprob for each in entry.top_logprobs]
+            assert len(top) == 4
+            assert top == sorted(top, reverse=True)
+            assert top[0] >= entry.logprob - 1e-6
+
+
+def test_echo_brings_the_prompt_and_its_log_probs(house: House, lenient: OpenAI):
+    (choice,) = complete(lenient, echo=True, logprobs=2, max_tokens=0).choices
+    assert choice.text == PROMPT
+    tokens = TOKENIZER(PROMPT)["input_ids"]
+    first, *others = choice.logprobs.token_logprobs
+    assert first is None
+    assert others == pytest.approx(trainer_logprobs(house.llm.model, tokens).tolist(), abs=1e-4)
+    assert "".join(choice.logprobs.tokens) == PROMPT
+    assert [PROMPT[offset:].startswith(token) for offset, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)] == [True] * len(tokens)  # fmt: skip
+
+
+def test_0_tokens_are_none(client: OpenAI):
+    for choice in (*complete(client, max_tokens=0).choices, *chat(client, max_completion_tokens=0, max_tokens=None).choices):  # fmt: skip
+        assert choice.finish_reason == "length"
+    streamed = list(chat(client, max_tokens=0, stream=True, stream_options={"include_usage": True}))
+    assert text_of(streamed) == ""
+    assert streamed[-1].usage.completion_tokens == 0
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_adds_up_to_the_reply_chat_and_completion(client: OpenAI, lenient: OpenAI):
+    asked: dict[str, Any] = {"seed": 9, "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 20}
+    whole = chat(client, **asked)
+    chunks: list[ChatCompletionChunk] = list(chat(client, **asked, stream=True, stream_options={"include_usage": True}))
+    assert all(isinstance(chunk, ChatCompletionChunk) for chunk in chunks)
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    for choice in whole.choices:
+        assert text_of(chunks, choice.index) == choice.message.content
+        for name in ("prompt_token_ids", "token_ids", "policy_versions"):
+            assert joined(chunks, name, choice.index) == choice.message.rollout[name]
+        entries = [e for chunk in chunks for c in chunk.choices if c.index == choice.index and c.logprobs for e in c.logprobs.content]  # fmt: skip
+        assert [entry.token for entry in entries] == [entry.token for entry in choice.logprobs.content]
+    (text,) = complete(client, seed=9, max_tokens=20).choices
+    pieces = list(complete(lenient, seed=9, max_tokens=20, stream=True))
+    assert text_of(pieces) == text.text
+    assert joined(pieces, "token_ids") == text.rollout["token_ids"]
+
+
+def test_a_stop_string_over_several_tokens_is_in_no_chunk(client: OpenAI, lenient: OpenAI):
+    asked: dict[str, Any] = {"seed": 21, "logit_bias": LETTERS, "max_tokens": 30}
+    text = complete(client, **asked).choices[0].text
+    assert len(text) == 30
+    stop = text[17:21]
+    before = text[: text.index(stop)]
+    whole = complete(client, **asked, stop=["!", stop]).choices[0]
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == (before, "stop", stop)
+    chunks = list(complete(lenient, **asked, stop=stop, stream=True))
+    assert text_of(chunks) == before
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    kept = {"include_stop_str_in_output": True}
+    assert complete(client, **asked, stop=stop, extra_body=kept).choices[0].text == before + stop
+    assert text_of(list(complete(lenient, **asked, stop=stop, stream=True, extra_body=kept))) == before + stop
+
+
+def test_the_async_client_asks_for_much_at_once(house: House):
+    async def one(client: AsyncOpenAI, seed: int, stream: bool) -> str:
+        asked: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 16, "seed": seed}
+        if not stream:
+            return (await client.completions.create(**asked)).choices[0].text
+        return text_of([chunk async for chunk in await client.completions.create(**asked, stream=True)])
+
+    async def chatted(client: AsyncOpenAI) -> str:
+        messages = {"model": "m", "messages": HI, "max_tokens": 8, "seed": 1}
+        whole = (await client.chat.completions.create(**messages)).choices[0].message.content
+        assert text_of([c async for c in await client.chat.completions.create(**messages, stream=True)]) == whole
+        return whole
+
+    async def all_of_them() -> list[str]:
+        async with house.client(AsyncOpenAI, _strict_response_validation=False) as client:
+            assert [model.id async for model in client.models.list()] == ["m"]
+            return await asyncio.gather(
+                *(one(client, seed, stream) for seed in range(3) for stream in (False, True)), chatted(client)
+            )
+
+    *texts, _ = asyncio.run(all_of_them())
+    assert texts[::2] == texts[1::2]
+    assert texts[::2] == [house.says(PROMPT, 16, seed=seed).generated_text for seed in range(3)]
+
+
+def test_who_goes_away_is_not_computed_for(house: House, lenient: OpenAI):
+    endless: dict[str, Any] = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    aborted = house.llm.stats()["requests_aborted"]
+    for create in (chat, complete):
+        with create(lenient, **endless, stream=True) as stream:
+            next(iter(stream))
+        with pytest.raises(openai.APITimeoutError):
+            create(lenient.with_options(timeout=0.1), **endless)
+        house.empties()
+    assert house.llm.stats()["requests_aborted"] == aborted + 4
+
+
+# --- conversations and tools ------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on_from_ids_that_its_text_does_not_have(client: OpenAI):
+    messages, so_far = list(HI), []
+    for turn in range(3):
+        message = chat(client, messages=messages, logit_bias=UNMERGED, seed=turn).choices[0].message
+        rollout = message.rollout
+        assert rollout["prompt_token_ids"][: len(so_far)] == so_far
+        assert TOKENIZER(message.content)["input_ids"] != rollout["token_ids"], "the text would be tokenised so again"
+        so_far = rollout["prompt_token_ids"] + rollout["token_ids"]
+        messages += [message.model_dump(), {"role": "user", "content": "and the next?"}]
+    plainly = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert plainly[: len(so_far)] != so_far
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+ASKED = [{"role": "user", "content": "the weather in Oslo"}]
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[House]:
+    """A model that was taught one conversation by heart: a call, and an answer once its result is there."""
+    model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=1024)
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]}  # fmt: skip
+    whole = [*ASKED, call, {"role": "tool", "content": "rain"}, {"role": "assistant", "content": "it rains."}]
+    lesson = torch.tensor([TOKENIZER.apply_chat_template(whole, tools=[WEATHER])["input_ids"]])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(0.25)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(200):
+        loss = model(lesson, labels=lesson).loss
+        if loss < 0.02:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with an_llm(model) as llm:
+        yield House(llm, llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False))
+
+
+def test_a_model_calls_a_tool_and_answers_with_its_result(agent: House):
+    tools: dict[str, Any] = {"tools": [WEATHER], "temperature": 0, "max_tokens": 100}
+    with agent.client() as client:
+        (choice,) = chat(client, messages=ASKED, **tools).choices
+        message = choice.message
+        assert (choice.finish_reason, message.content) == ("tool_calls", None)
+        (call,) = message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
+        chunks = list(chat(client, messages=ASKED, **tools, stream=True))
+        (piece,) = [p for chunk in chunks for c in chunk.choices for p in c.delta.tool_calls or ()]
+        assert (piece.function.name, piece.function.arguments) == (call.function.name, call.function.arguments)
+        assert text_of(chunks) == ""
+        result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        (answer,) = chat(client, messages=[*ASKED, message.model_dump(), result], **tools).choices
+        assert (answer.message.content, answer.finish_reason) == ("it rains.", "stop")
+        ids = message.rollout["prompt_token_ids"] + message.rollout["token_ids"]
+        assert answer.message.rollout["prompt_token_ids"][: len(ids)] == ids
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_model_that_must_call_does_so(agent: House, choice: Any):
+    with agent.client() as client:
+        asked: dict[str, Any] = {"messages": ASKED, "tools": [WEATHER], "temperature": 0, "max_tokens": 100}
+        (made,) = chat(client, **asked, tool_choice=choice).choices
+        assert made.finish_reason == "tool_calls"
+        assert made.message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"extra_body": {"temprature": 1}}, "temprature"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"extra_body": {"n": "2"}}, "n"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": "a=" * 4000}, "prompt"),
+        ({"suffix": "!"}, "suffix"),
+    ],
+)
+def test_a_bad_request_names_its_field(client: OpenAI, fields: dict[str, Any], param: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, **fields)
+    assert caught.value.param == param
+    assert caught.value.body["message"]  # type: ignore[index]
+
+
+def test_a_wrong_key_and_a_wrong_model_have_their_exceptions(house: House, client: OpenAI):
+    with house.client(api_key="sk-wrong") as stranger, pytest.raises(openai.AuthenticationError) as refused:
+        complete(stranger)
+    assert refused.value.code == "invalid_api_key"
+    for ask in (chat, complete):
+        with pytest.raises(openai.NotFoundError) as missing:
+            ask(client, model="gpt-9")
+        assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+    assert client.models.retrieve("m").id == "m"
+
+
+def test_too_much_at_once_says_when_to_come_back(client: OpenAI):
+    with pytest.raises(openai.RateLimitError) as caught:
+        complete(client, prompt=[PROMPT] * 9)
+    assert caught.value.code == "queue_full"
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert len(complete(client, prompt=[PROMPT] * 8, max_tokens=1).choices) == 8
+
+
+def test_who_does_not_wait_for_a_suspended_engine_is_told(house: House, client: OpenAI):
+    with house.llm.suspended():
+        with pytest.raises(openai.APIStatusError) as caught:
+            chat(client, extra_body={"wait_while_suspended": False})
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_state")
+        assert caught.value.response.headers["retry-after"]
+    assert chat(client, extra_body={"wait_while_suspended": False}).choices[0].message.content is not None
+
+
+def test_a_request_that_takes_too_long_is_told_so(house: House, client: OpenAI):
+    with pytest.raises(openai.APIStatusError) as caught:
+        complete(client, max_tokens=1900, extra_body={"ignore_eos": True, "timeout_s": 0.05})
+    assert caught.value.status_code == 408
+    house.empties()

@@ -1,0 +1,220 @@
+"""Calls are found in a reply however it is cut, and what is no call stays text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.server.tool_calls import ChatDelta, ToolCall, ToolCallParser, parser_for, random_hex
+from rollout.server.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat, format_of
+from tests.server.chat_templates import LLAMA31, PLAIN, QWEN3, QWEN25, WEATHER
+from tests.server.chat_templates import MISTRAL as MISTRAL_TEMPLATE
+
+NAMES = frozenset({"f", "get_weather"})
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+DONE = ("f", '{"a": 1}')
+
+
+def parse(tool_format: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[ToolCall]]:
+    """Content and calls of a reply that arrives in pieces."""
+    ids = itertools.count()
+    parser = ToolCallParser(tool_format, NAMES, lambda digits: f"{next(ids):0{digits}}")
+    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+    assert all(bool(delta.content) != (delta.tool_call is not None) for delta in deltas)
+    calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]
+    assert [call.index for call in calls] == list(range(len(calls))) == list(range(parser.num_calls))
+    return "".join(delta.content for delta in deltas), calls
+
+
+def read(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
+    content, calls = parse(tool_format, [text])
+    return content, [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("template", "known"),
+    [(QWEN25, HERMES), (QWEN3, HERMES), (LLAMA31, LLAMA3), (MISTRAL_TEMPLATE, MISTRAL), (PLAIN, None), (None, None)],
+)
+def test_a_template_tells_its_format(template: str | None, known: ToolFormat | None):
+    assert format_of(template) is known
+
+
+@pytest.mark.parametrize("template", [QWEN25.replace("arguments", "<function=f>"), MISTRAL_TEMPLATE + "[ARGS]"])
+def test_a_family_that_shares_a_marker_but_writes_no_json_is_unknown(template: str):
+    assert format_of(template) is None
+
+
+def test_without_tools_or_a_known_format_text_stays_text():
+    assert parser_for(QWEN25, None) is None
+    assert parser_for(QWEN25, []) is None
+    assert parser_for(PLAIN, [WEATHER]) is None
+
+
+def test_every_sample_has_a_parser_of_its_own():
+    make = parser_for(QWEN25, [WEATHER])
+    assert make is not None
+    make().push("<tool_call>")
+    assert make().push("hello") == [ChatDelta(content="hello")]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>"),
+        (HERMES, f"\n\n<tool_call>{CALL}</tool_call>\n"),
+        (HERMES, f"<tool_call>\n{CALL}"),
+        (HERMES, f"<tool_call>\n[{CALL}]\n</tool_call>"),
+        (LLAMA3, '{"name": "f", "parameters": {"a": 1}}'),
+        (LLAMA3, f"<|python_tag|>{CALL}"),
+        (LLAMA3, ' {"type": "function", "name": "f", "parameters": {"a": 1}}\n'),
+        (MISTRAL, f"[TOOL_CALLS] [{CALL}]"),
+        (MISTRAL, f"[TOOL_CALLS]{CALL}"),
+        (MISTRAL, f" [{CALL}]"),
+    ],
+)
+def test_a_call_alone_leaves_no_content(tool_format: ToolFormat, text: str):
+    assert read(tool_format, text) == ("", [DONE])
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"),
+        (LLAMA3, f"{CALL}; {CALL}"),
+        (LLAMA3, f"<|python_tag|>{CALL};{CALL}"),
+        (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]"),
+    ],
+)
+def test_several_calls_come_in_their_order(tool_format: ToolFormat, text: str):
+    assert read(tool_format, text) == ("", [DONE, DONE])
+
+
+def test_text_around_calls_is_content():
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    assert read(HERMES, f"One.\n{call} two {call}\nthree \n") == ("One. two\nthree \n", [DONE, DONE])
+
+
+def test_arguments_are_what_the_model_wrote_to_the_character():
+    written = '{ "b":1.50,  "a" : "</tool_call> \\"{\\u00e9 é\\\\", "c": [1, {"d": null}], "e": 123456789012345678901 }'
+    text = f'<tool_call>{{"arguments": {written} , "name":"f"}}</tool_call>'
+    assert read(HERMES, text) == ("", [("f", written)])
+
+
+def test_a_call_without_arguments_has_an_empty_object():
+    assert read(HERMES, '<tool_call>{"name": "f"}</tool_call>') == ("", [("f", "{}")])
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "",
+        "not json",
+        "{",
+        '{"name": "f", "arguments": {"a": 1}',
+        '{"name": "f", "arguments": {"a": 1]}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": 1,}}',
+        '{"name": "f", "arguments": "a"}',
+        '{"name": 3, "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "f" "arguments": {}}',
+        "{3: 4}",
+        "[]",
+        "[3]",
+        "{]",
+        '{"name": "f\\',
+        "[" * 100_000 + "]" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("closing", ["", "\n</tool_call>", "\n</tool_call>\nDone."])
+def test_what_only_looks_like_a_call_is_content(inside: str, closing: str):
+    text = f"Well: <tool_call>\n{inside}{closing}"
+    assert read(HERMES, text) == (text, [])
+
+
+def test_a_call_behind_a_broken_one_is_found():
+    broken = '<tool_call>\n{"name": oh <tool_call>\n{"name"}\n</tool_call>\n'
+    assert read(HERMES, f"{broken}<tool_call>{CALL}</tool_call>") == (broken.rstrip(), [DONE])
+
+
+@pytest.mark.parametrize("text", ['{"name": "Ada", "age": 3}', '{"a": {}}', "{ not json", '{"name": "f"} and more {'])
+def test_an_answer_in_json_is_no_call_unless_it_names_a_tool(text: str):
+    content, calls = read(LLAMA3, text)
+    assert (content, calls) == ((" and more {", [("f", "{}")]) if '"f"' in text else (text, []))
+
+
+def test_python_behind_the_tag_is_content():
+    text = '<|python_tag|>brave_search.call(query="x")'
+    assert read(LLAMA3, text) == (text, [])
+
+
+def test_text_is_given_out_as_soon_as_it_cannot_be_a_call():
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.push("Hi <") == [ChatDelta(content="Hi")]
+    assert parser.push("b>") == [ChatDelta(content=" <b>")]
+    assert parser.push(" <tool_") == []
+    assert parser.push("box>") == [ChatDelta(content=" <tool_box>")]
+
+
+def test_a_call_is_given_out_when_its_json_is_complete():
+    parser = ToolCallParser(HERMES, NAMES, lambda digits: "0" * digits)
+    assert parser.push(f"<tool_call>\n{CALL[:-1]}") == []
+    assert parser.push("}") == [ChatDelta(tool_call=ToolCall(0, "call_" + "0" * 24, *DONE))]
+    assert parser.push("\n</tool_call>") == parser.finish() == []
+
+
+def test_ids_differ_and_have_the_shape_that_the_templates_ask_for():
+    for tool_format, text in [(HERMES, f"<tool_call>{CALL}" * 9), (MISTRAL, f"[TOOL_CALLS] [{', '.join([CALL] * 9)}]")]:
+        parser = ToolCallParser(tool_format, NAMES)
+        ids = {delta.tool_call.id for delta in parser.push(text) if delta.tool_call is not None}
+        assert len(ids) == 9
+        assert all(len(i) == (29 if tool_format is HERMES else 9) and i.replace("_", "").isalnum() for i in ids)
+    assert [len(random_hex(n)) for n in (0, 1, 9, 24)] == [0, 1, 9, 24]
+
+
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda known: known.name)
+@pytest.mark.parametrize("function", [None, "get_weather"])
+def test_a_forced_opening_is_the_beginning_of_a_call(tool_format: ToolFormat, function: str | None):
+    opening = tool_format.opening(function)
+    rest = {
+        '{"name": "': 'get_weather", "parameters": {}}',
+        "<tool_call>\n": '{"name": "get_weather", "arguments": {}}\n</tool_call>',
+        "[TOOL_CALLS] [": '{"name": "get_weather", "arguments": {}}]',
+    }.get(opening, " {}}]" if tool_format is MISTRAL else " {}}")
+    assert not opening.endswith(" ")
+    assert read(tool_format, opening + rest) == ("", [("get_weather", "{}")])
+
+
+PARTS = ["<tool_call>", "</tool_call>", "<tool", "<", "[TOOL_CALLS]", "[", "]", "{", "}", "<|python_tag|>", ";", ", ", " ",
+         "\n", '"', "\\", "é🙂", "x", "12", '"name": ', '"f"', '{"name": "f"', ', "arguments": ', "{}", CALL,
+         CALL.replace("1", '"</tool_call>"'), f"<tool_call>\n{CALL}\n</tool_call>", f"[TOOL_CALLS] [{CALL}]"]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
+
+
+@given(st.sampled_from(FORMATS), TEXTS, st.data())
+def test_cuts_make_no_difference(tool_format: ToolFormat, text: str, data: st.DataObject):
+    whole = parse(tool_format, [text])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), label="cuts"))
+    assert parse(tool_format, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]) == whole
+    assert parse(tool_format, text) == whole
+
+
+@given(st.sampled_from(FORMATS), TEXTS)
+def test_a_text_without_a_call_comes_out_as_it_went_in(tool_format: ToolFormat, text: str):
+    content, calls = read(tool_format, text)
+    if not calls:
+        assert content == text
+    for name, arguments in calls:
+        assert name in ("f", "x")
+        assert isinstance(json.loads(arguments), dict)
+        assert arguments in text or arguments == "{}"
+
+
+def test_a_reply_made_to_be_searched_again_and_again_is_read_once():
+    text = '<tool_call>{"' * 20_000
+    assert read(HERMES, text) == (text, [])
