@@ -324,11 +324,15 @@ class _LLM:
 
         Raises:
             RuntimeError: not the primary rank, or it is served already.
-            ConfigError: the address is taken or not this machine's.
+            ConfigError: the address is taken or not this machine's, or what serving needs is not installed.
         """
-        from rollout.server.running import serve
-
         self._refuse_unless_primary("serve")
+        try:
+            from rollout.server.running import serve
+        except ModuleNotFoundError as exc:
+            raise ConfigError(
+                f"serve() needs {exc.name}, which is not installed: pip install 'rollout-engine[serve]'"
+            ) from exc
         if self._server is not None and self._server.running:
             raise RuntimeError(f"this LLM is served already, at {self._server.url}; stop() that server first")
         self._server = serve(self, config, blocking=False)

@@ -37,7 +37,7 @@ def load(
         kind = dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     except (RuntimeError, AttributeError) as exc:
         raise ConfigError(f"dtype={dtype!r}, device={device!r}: must be ones that torch knows ({exc})") from exc
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True).to(where).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True, trust_remote_code=False).to(where).eval()
     return model, _tokenizer(path, tokenizer)
 
 
@@ -47,7 +47,7 @@ def _tokenizer(path: Path, given: Any) -> Any:
     source = path if given is None else Path(given)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if any((source / name).is_file() for name in files):
-        return AutoTokenizer.from_pretrained(source, local_files_only=True)
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     if given is not None:
         raise ConfigError(f"tokenizer={str(given)!r}: there is none in that folder")
     return None

@@ -1,0 +1,264 @@
+"""`rollout serve MODEL_DIR`, also as `python -m rollout serve MODEL_DIR`.
+
+Exit codes:
+    0     stopped as asked: by Ctrl-C or SIGTERM while it served; --help, --version
+    1     it failed while it served
+    2     it could not start as asked
+    130   Ctrl-C before it served, or a second Ctrl-C
+
+Always true: what the caller can mend is one line on stderr, not a traceback; nothing heavy is imported before the
+arguments, the model's folder and the address have been looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rollout.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from rollout.config import ServerConfig
+    from rollout.flags import ModelOptions, ServeOptions
+    from rollout.llm import LLM
+    from rollout.server.running import Server
+
+HELP = """usage: rollout COMMAND [OPTIONS]
+
+A rollout engine that samples with the module a training loop steps.
+
+  serve MODEL_DIR   serve a model over HTTP with the routes of OpenAI's API; `rollout serve --help` lists the options
+  --version         print the version
+  -h, --help        print this
+"""
+NEEDED = ("tyro", "fastapi", "uvicorn", "prometheus_client")
+"""What `serve` needs beyond the package's own dependencies: the extra of the same name."""
+
+STOPPED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. What has served ends the process.
+
+    Args:
+        arguments: after the program's name; None: those of this process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: `rollout serve --help`, or arguments that cannot be read; told on the terminal.
+    """
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if command in ("-h", "--help"):
+            print(HELP, end="")
+        elif command == "--version":
+            print(f"rollout-engine {version('rollout-engine')}")
+        elif command == "serve":
+            _serve(rest)
+        else:
+            near = get_close_matches(command, ["serve", "--version", "--help"], n=1)
+            raise ConfigError(
+                f"{command!r}: no such command; " + (f"did you mean {near[0]}?" if near else "see --help")
+            )
+    except RolloutError as exc:
+        _say(f"rollout: {_in_one_line(exc)}")
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return STOPPED
+
+
+def _serve(arguments: Sequence[str]) -> NoReturn:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"`rollout serve` needs {', '.join(missing)}: pip install 'rollout-engine[serve]'")
+    from rollout.flags import parse
+
+    options = parse(arguments, os.environ)
+    _check_folder(options.model.model_dir)
+    _check_address(options.server)
+    try:
+        llm = _start(options)
+        server = llm.serve(options.server, blocking=False)
+        with _stopped_by_signals(server):
+            print(_summary(server.url, llm, options), flush=True)
+            code = _wait(server)
+        llm.shutdown()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    # Ours is closed, or must not be waited for; taking torch down in order would be seconds of nothing.
+    _leave_at_once(code)
+
+
+@contextmanager
+def _stopped_by_signals(server: Server) -> Iterator[None]:
+    """Once: stop in order. Twice: KeyboardInterrupt.
+
+    `Server.wait` does as much; this is for whoever signals as soon as the address is printed, when it does not listen yet.
+    """
+
+    begun = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal begun
+        if begun or _runs(server.stop, frame):
+            raise KeyboardInterrupt
+        begun = True
+        # Not here: whoever is interrupted may hold what stop() waits for.
+        threading.Thread(target=server.stop, daemon=True).start()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _runs(method: Callable[[], None], frame: FrameType | None) -> bool:
+    """Whether a frame lies inside a call of `method`."""
+    while frame is not None and frame.f_code is not method.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _wait(server: Server) -> int:
+    try:
+        server.wait()
+    except RolloutError as exc:
+        _say(f"rollout: {_in_one_line(exc)}")
+        return FAILED
+    _say("stopped")
+    return STOPPED
+
+
+# --- before anything heavy ----------------------------------------------------------------------------------------------
+
+
+def _check_folder(name: str) -> None:
+    folder = Path(name)
+    if not folder.is_dir():
+        cure = "" if folder.exists() else f"; a model of the Hub comes here by `hf download {name} --local-dir FOLDER`"
+        raise ConfigError(f"MODEL_DIR={name!r}: no such folder{cure}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"MODEL_DIR={name!r}: has no config.json; give the folder that save_pretrained() wrote")
+
+
+def _check_address(config: ServerConfig) -> None:
+    """Ask for the address now: a taken one would otherwise be found out when the model has been loaded."""
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(
+            config.host.removeprefix("[").removesuffix("]"), config.port, type=socket.SOCK_STREAM
+        )
+        family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        socket.create_server(address[:2], family=family).close()
+    except socket.gaierror as exc:
+        raise ConfigError(f"--host {config.host}: not an address ({exc.strerror})") from exc
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{where} is taken: choose another --port; 0 finds a free one") from exc
+        raise ConfigError(f"{where}: cannot listen there ({exc.strerror}); choose another --host or --port") from exc
+
+
+# --- the model ----------------------------------------------------------------------------------------------------------
+
+
+def _start(options: ServeOptions) -> LLM:
+    began = time.monotonic()
+    folder = Path(options.model.model_dir)
+    size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+    _say(f"loading {folder}: {_bytes(size)} of weights")
+    model, tokenizer = _load(options.model)
+    _say(f"loaded in {time.monotonic() - began:.1f} s; starting the engine")
+    from rollout.llm import LLM
+
+    return LLM(
+        model,
+        tokenizer,
+        options.engine,
+        use_coordinator=options.coordinator is not None,
+        coordinator_config=options.coordinator,
+    )
+
+
+def _load(options: ModelOptions) -> tuple[Any, Any]:
+    import torch
+    from safetensors import SafetensorError
+
+    from rollout.model_loading import load
+
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device {options.device}: torch sees no CUDA device; use --device cpu")
+    try:
+        return load(options.model_dir, options.tokenizer, dtype=options.dtype, device=options.device)
+    except RolloutError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
+        raise ConfigError(f"{options.model_dir}: cannot be loaded: {_first_line(exc)}") from exc
+
+
+def _summary(url: str, llm: LLM, options: ServeOptions) -> str:
+    parameters = sum(parameter.numel() for parameter in llm.model.parameters())
+    first = next(llm.model.parameters())
+    stats = llm.stats()
+    tokens = int(stats["kv_blocks_total"]) * options.engine.block_size_tokens
+    return (
+        f"{url} serves {options.server.served_model_name or options.model.model_dir}: {_count(parameters)} parameters in "
+        f"{str(first.dtype).removeprefix('torch.')} on {first.device}, KV pool of {tokens:,} tokens "
+        f"({_bytes(stats['kv_device_bytes'])}); Ctrl-C stops"
+    )
+
+
+# --- the terminal -------------------------------------------------------------------------------------------------------
+
+
+def _count(number: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 2**10:.0f} KiB"
+
+
+def _in_one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split())
+
+
+def _first_line(exc: BaseException) -> str:
+    return next(iter(str(exc).strip().splitlines()), type(exc).__name__)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

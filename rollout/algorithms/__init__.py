@@ -1,0 +1,51 @@
+"""What policy-gradient losses need around a rollout, as plain functions of tensors: no trainer, no state.
+
+    advantages = group_advantages(rewards, batch.group_ids, valid=batch.response_mask.any(1))
+    keep = staleness_mask(batch.policy_staleness, batch.response_mask, max_staleness=2)
+    weights = token_importance(logprobs, batch.logprobs, keep)
+    loss = -masked_mean(weights * advantages[:, None] * logprobs, keep)
+
+Shapes: what belongs to a token is [N, T], as in `RolloutBatch`; what belongs to a row is [N], and `[:, None]` spreads it.
+`logprobs` are the trainer's and `rollout_logprobs` those of the sampling, each of the token at the same index; Δ is the
+first minus the second, at the positions of `mask`.
+
+Always true: arguments are not changed; results are float32 (float64 from float64) whatever comes in; what is masked out
+never counts, not even a NaN in it; a NaN under the mask stays one, in weights and means, and no mask drops it, so that a
+missing log-prob is seen. Results are constants to autograd unless `detach=False` says otherwise.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.algorithms.advantages import group_advantages as group_advantages
+    from rollout.algorithms.importance import effective_sample_size as effective_sample_size
+    from rollout.algorithms.importance import geometric_importance as geometric_importance
+    from rollout.algorithms.importance import masked_mean as masked_mean
+    from rollout.algorithms.importance import ratio_mask as ratio_mask
+    from rollout.algorithms.importance import rollout_kl as rollout_kl
+    from rollout.algorithms.importance import sequence_importance as sequence_importance
+    from rollout.algorithms.importance import staleness_mask as staleness_mask
+    from rollout.algorithms.importance import token_importance as token_importance
+
+_HOME_OF = {
+    "effective_sample_size": "importance",
+    "geometric_importance": "importance",
+    "group_advantages": "advantages",
+    "masked_mean": "importance",
+    "ratio_mask": "importance",
+    "rollout_kl": "importance",
+    "sequence_importance": "importance",
+    "staleness_mask": "importance",
+    "token_importance": "importance",
+}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -1,0 +1,232 @@
+"""Trainer against sampler: importance weights, what to leave out, and how far apart the two are.
+
+Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; what is masked out is 0 or False; a NaN
+under the mask stays a NaN, and no mask drops it, so that a missing log-prob is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rollout.algorithms.arguments import (
+    check_above_zero,
+    check_floating,
+    check_integer,
+    check_mask,
+    log_ratio,
+    row_mean,
+    wide,
+)
+
+Level = Literal["token", "sequence", "geometric"]
+
+# --- importance weights -------------------------------------------------------------------------------------------------
+
+
+def token_importance(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, detach: bool = True
+) -> Tensor:
+    """Truncated importance weights per token, min(exp Δ, cap).
+
+    Espeholt et al. 2018, IMPALA, arXiv:1802.01561 (ρ̄); for the gap between trainer and sampler: Yao et al. 2025, "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
+
+    Args:
+        logprobs, rollout_logprobs: floating [N, T].
+        mask: bool [N, T], `RolloutBatch.response_mask`.
+        cap: largest weight; math.inf: no truncation. TRL has 3, verl 2.
+        detach: weights are constants. False: gradients flow to both log-probs, where a weight was not truncated.
+
+    Returns:
+        float32 [N, T], 0 where masked out.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or `cap` is not a number above 0.
+    """
+    delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
+    return torch.where(mask, _truncated(delta, cap), 0)
+
+
+def sequence_importance(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, detach: bool = True
+) -> Tensor:
+    """Truncated importance weights per sequence, min(exp ΣΔ, cap): the ratio of the probabilities of the whole row.
+
+    Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; verl
+    `rollout_is="sequence"`.
+
+    Arguments and errors as of `token_importance`.
+
+    Returns:
+        float32 [N], 0 for a row without a token.
+    """
+    delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
+    return torch.where(mask.any(1), _truncated(delta.sum(1), cap), 0)
+
+
+def geometric_importance(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = math.inf, detach: bool = True
+) -> Tensor:
+    """The geometric mean of a row's token ratios, min(exp(ΣΔ / number of tokens), cap): its length does not count.
+
+    Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's policy ratio (current against old log-probs):
+    `detach=False`, and clip it in the loss.
+
+    Arguments and errors as of `token_importance`.
+
+    Returns:
+        float32 [N], 0 for a row without a token.
+    """
+    delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
+    return torch.where(mask.any(1), _truncated(row_mean(delta, mask), cap), 0)
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normalized: bool = False) -> Tensor:
+    """How many equally weighted samples would be worth these: (Σw)² / Σw².
+
+    Kish 1965, "Survey Sampling". PipelineRL's `rl/ess` and verl's `rollout_is_eff_sample_size` are the normalised one.
+
+    Args:
+        weights: floating, any shape, not negative.
+        mask: bool of the same shape: those that count. None: all.
+        normalized: divide by how many count: a share of 1.
+
+    Returns:
+        float32 scalar, a constant to autograd; 0 where no weight is above 0.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_floating("weights", weights)
+    mask = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask
+    check_mask(mask, weights=weights)
+    if not mask.numel():
+        return torch.zeros((), dtype=wide(weights).dtype, device=weights.device)
+    counted = torch.where(mask, wide(weights.detach()), 0)
+    # Shares of the largest, whose squares neither overflow nor vanish.
+    largest = counted.max()
+    shares = torch.where(largest == 0, 0, counted / largest)
+    size = shares.sum().square() / torch.where(largest == 0, 1, shares.square().sum())
+    return size / mask.sum().clamp(min=1) if normalized else size
+
+
+# --- masks --------------------------------------------------------------------------------------------------------------
+
+
+def ratio_mask(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float, level: Level = "token"
+) -> Tensor:
+    """`mask` without what trainer and sampler disagree about: a ratio ρ outside [low, high].
+
+        token      ρ = exp Δ of the token, which goes. IcePop: 0.5 and 5; Ling Team 2025, arXiv:2510.18855
+        sequence   ρ = exp ΣΔ of the row, which goes whole. Masked importance sampling (MIS): low = 0; Liu, Li et al. 2025,
+                   see `sequence_importance`; TRL `sequence_mask` has high = 3
+        geometric  ρ = exp(ΣΔ / number of tokens), the row goes whole. verl `rollout_rs="geometric"`: within 1e-3 of 1
+
+    Arguments and errors as of `token_importance`, and ValueError unless 0 <= low < high.
+
+    Returns:
+        bool [N, T]. What has NaN for a ratio stays.
+    """
+    if not 0 <= low < high:
+        raise ValueError(f"low={low!r}, high={high!r}: must be 0 <= low < high; 1 is agreement")
+    delta = log_ratio(logprobs, rollout_logprobs, mask, detach=True)
+    if level == "sequence":
+        delta = delta.sum(1, keepdim=True)
+    elif level == "geometric":
+        delta = row_mean(delta, mask)[:, None]
+    elif level != "token":
+        raise ValueError(f"level={level!r}: must be 'token', 'sequence' or 'geometric'")
+    ratio = delta.exp()
+    return mask & ~((ratio < low) | (ratio > high))
+
+
+def staleness_mask(
+    policy_staleness: Tensor, mask: Tensor, *, max_staleness: int, level: Literal["token", "sequence"] = "token"
+) -> Tensor:
+    """`mask` without what is older than `max_staleness` weight updates: the tokens, or every row that holds one.
+
+    Dropping old tokens is what `RolloutBatch.from_requests(max_staleness=)` does; dropping whole samples is the bound of
+    AReaL (Fu et al. 2025, arXiv:2505.24298).
+
+    Args:
+        policy_staleness: integer [N, T], `RolloutBatch.policy_staleness`.
+        mask: bool [N, T].
+        max_staleness: 0 keeps what the present weights sampled.
+
+    Returns:
+        bool [N, T].
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or `max_staleness` is not an integer of at least 0.
+    """
+    check_integer("policy_staleness", policy_staleness)
+    check_mask(mask, policy_staleness=policy_staleness)
+    if type(max_staleness) is not int or max_staleness < 0:
+        raise ValueError(f"max_staleness={max_staleness!r}: must be an integer of at least 0")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level={level!r}: must be 'token' or 'sequence'")
+    stale = mask & (policy_staleness > max_staleness)
+    return mask & ~(stale if level == "token" else stale.any(-1, keepdim=True))
+
+
+# --- divergence ---------------------------------------------------------------------------------------------------------
+
+
+def rollout_kl(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k3",
+    detach: bool = True,
+) -> Tensor:
+    """KL(sampler ‖ trainer), one estimate per sampled token; `masked_mean` of them estimates the divergence.
+
+        k1  −Δ               unbiased, either sign; verl's `rollout_corr/kl`
+        k2  Δ² / 2           biased, low variance
+        k3  exp Δ − 1 − Δ    unbiased, never below 0 (but for rounding); verl's `rollout_corr/k3_kl`
+
+    Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, with r = exp Δ.
+
+    Arguments and errors as of `token_importance`.
+
+    Returns:
+        float32 [N, T], 0 where masked out.
+    """
+    delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
+    if estimator == "k1":
+        return -delta
+    if estimator == "k2":
+        return delta.square() / 2
+    if estimator == "k3":
+        return torch.expm1(delta) - delta
+    raise ValueError(f"estimator={estimator!r}: must be 'k1', 'k2' or 'k3'")
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean of `values` where `mask` holds; 0 where it holds nowhere. Gradients flow to `values`.
+
+    Args:
+        values: floating, any shape.
+        mask: bool of the same shape.
+
+    Returns:
+        float32 scalar.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_floating("values", values)
+    check_mask(mask, values=values)
+    return torch.where(mask, wide(values), 0).sum() / mask.sum().clamp(min=1)
+
+
+def _truncated(delta: Tensor, cap: float) -> Tensor:
+    check_above_zero("cap", cap)
+    # Bounded before exp as well: a gradient through an infinity would be NaN.
+    return delta.clamp(max=math.log(cap) + 1).exp().clamp(max=cap)

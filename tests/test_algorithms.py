@@ -1,0 +1,439 @@
+"""The algorithms against the same formulas written down as plain loops, against hand-computed values, and their edges."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.algorithms import (
+    effective_sample_size,
+    geometric_importance,
+    group_advantages,
+    masked_mean,
+    ratio_mask,
+    rollout_kl,
+    sequence_importance,
+    staleness_mask,
+    token_importance,
+)
+
+KINDS = ("grpo", "rloo", "dr_grpo")
+NAN, INF = math.nan, math.inf
+
+
+def loops_advantages(rewards: list[float], groups: list[int], valid: list[bool], kind: str, eps: float) -> list[float]:
+    result = []
+    for i, reward in enumerate(rewards):
+        members = [j for j in range(len(rewards)) if groups[j] == groups[i] and valid[j]]
+        if not valid[i] or len(members) < 2:
+            result.append(0.0)
+        elif kind == "rloo":
+            result.append(reward - statistics.fmean(rewards[j] for j in members if j != i))
+        else:
+            values = [rewards[j] for j in members]
+            result.append(reward - statistics.fmean(values))
+            if kind == "grpo":
+                result[-1] /= statistics.stdev(values) + eps
+    return result
+
+
+def loops_deltas(new: Tensor, old: Tensor, mask: Tensor) -> list[list[float]]:
+    return [
+        [float(a) - float(b) for a, b, m in zip(*row, strict=True) if m]
+        for row in zip(new.tolist(), old.tolist(), mask.tolist(), strict=True)
+    ]
+
+
+def spread(rows: list[list[float]], mask: Tensor) -> Tensor:
+    """The loops' values of each row's masked-in positions, back at their places."""
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    out[mask] = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+    return out
+
+
+def example(seed: int = 0, n: int = 6, t: int = 9, scale: float = 0.7) -> tuple[Tensor, Tensor, Tensor]:
+    """Trainer's log-probs, sampler's, mask; one row of the mask is empty, and NaN stands wherever it is off."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(n, t, generator=generator) * 4
+    new = old + scale * torch.randn(n, t, generator=generator)
+    mask = torch.rand(n, t, generator=generator) < 0.6
+    mask[2] = False
+    return torch.where(mask, new, NAN), torch.where(mask, old, -INF), mask
+
+
+def same(found: Tensor, expected: Tensor | list[float]) -> None:
+    torch.testing.assert_close(found.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=2e-6, atol=2e-6)
+
+
+# --- advantages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_equal_plain_loops_over_groups_of_any_order_and_size(kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(40, generator=generator) * 3
+    groups = torch.randint(-3, 9, (40,), generator=generator) * 10**12
+    groups[7] = 5
+    valid = torch.rand(40, generator=generator) < 0.7
+    expected = loops_advantages(rewards.double().tolist(), groups.tolist(), valid.tolist(), kind, 1e-4)
+    same(group_advantages(rewards, groups, kind=kind, valid=valid), expected)
+    everybody = loops_advantages(rewards.double().tolist(), groups.tolist(), [True] * 40, kind, 0.5)
+    same(group_advantages(rewards, groups, kind=kind, eps=0.5), everybody)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("grpo", [-0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, 0.75 / 0.5001]),
+        ("rloo", [-1 / 3, -1 / 3, -1 / 3, 1.0]),
+        ("dr_grpo", [-0.25, -0.25, -0.25, 0.75]),
+    ],
+)
+def test_one_right_answer_among_four(kind, expected):
+    same(group_advantages(torch.tensor([0, 0, 0, 1]), torch.tensor([4, 4, 4, 4]), kind=kind), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_alone_in_its_group_and_a_group_of_equal_rewards_have_exactly_no_advantage(kind):
+    rewards = torch.tensor([0.1, 0.1, 0.1, 7.0, 1e6 + 0.3, 1e6 + 0.3, 1e6 + 0.3])
+    found = group_advantages(rewards, torch.tensor([1, 1, 1, 2, 3, 3, 3]), kind=kind)
+    assert found.tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_row_changes_nobodys_advantage_whatever_its_reward_is(kind):
+    groups, valid = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([True, False, True, True, False])
+    found = [
+        group_advantages(torch.tensor([1.0, bad, 3.0, 5.0, bad]), groups, kind=kind, valid=valid).tolist()
+        for bad in (0.0, -1e9, NAN, INF)
+    ]
+    assert all(each == found[0] for each in found)
+    assert found[0][1] == found[0][3] == found[0][4] == 0
+    assert found[0][0] == -found[0][2] != 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_follow_their_rows_and_do_not_see_a_shift_of_all_rewards_or_other_names_of_the_groups(kind):
+    generator = torch.Generator().manual_seed(1)
+    rewards, groups = torch.randint(0, 8, (24,), generator=generator).double(), torch.arange(24) % 5
+    plain = group_advantages(rewards, groups, kind=kind)
+    order = torch.randperm(24, generator=generator)
+    same(group_advantages(rewards[order], groups[order], kind=kind), plain[order])
+    same(group_advantages(rewards + 100, groups, kind=kind), plain)
+    same(group_advantages(rewards, 7 - 3 * groups, kind=kind), plain)
+    sums = torch.zeros(5, dtype=torch.float64).index_add(0, groups, plain)
+    same(sums, [0.0] * 5)
+
+
+def test_no_samples_have_no_advantages():
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    nobody = group_advantages(torch.ones(3), torch.zeros(3, dtype=torch.int64), valid=torch.zeros(3, dtype=torch.bool))
+    assert nobody.tolist() == [0, 0, 0]
+
+
+# --- importance weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cap", [1.5, 3, INF])
+def test_importance_weights_equal_plain_loops(seed, cap):
+    new, old, mask = example(seed)
+    deltas = loops_deltas(new, old, mask)
+    same(
+        token_importance(new, old, mask, cap=cap),
+        spread([[min(math.exp(d), cap) for d in row] for row in deltas], mask),
+    )
+    same(
+        sequence_importance(new, old, mask, cap=cap),
+        [min(math.exp(math.fsum(row)), cap) if row else 0.0 for row in deltas],
+    )
+    same(
+        geometric_importance(new, old, mask, cap=cap),
+        [min(math.exp(statistics.fmean(row)), cap) if row else 0.0 for row in deltas],
+    )
+
+
+def test_two_tokens_twice_as_likely_weigh_two_each_four_together_and_two_on_average():
+    old, mask = torch.tensor([[-3.0, -2.0, -1.0]]), torch.tensor([[True, True, False]])
+    new = old + math.log(2)
+    same(token_importance(new, old, mask, cap=INF), [[2.0, 2.0, 0.0]])
+    same(sequence_importance(new, old, mask, cap=INF), [4.0])
+    same(geometric_importance(new, old, mask), [2.0])
+    assert token_importance(new, old, mask, cap=1.25).tolist() == [[1.25, 1.25, 0.0]]
+    assert sequence_importance(new, old, mask, cap=3).tolist() == [3.0]
+
+
+def test_where_trainer_and_sampler_agree_every_weight_is_exactly_one():
+    _, old, mask = example()
+    assert token_importance(old, old, mask).eq(mask.float()).all()
+    assert sequence_importance(old, old, mask).eq(mask.any(1).float()).all()
+    assert rollout_kl(old, old, mask).eq(0).all()
+    assert ratio_mask(old, old, mask, low=0.999, high=1.001).equal(mask)
+
+
+def test_a_long_sequence_far_apart_is_truncated_and_not_infinite_and_neither_is_its_gradient():
+    old = torch.full((1, 5000), -9.0)
+    new = torch.zeros(1, 5000, requires_grad=True)
+    weights = sequence_importance(new, old, torch.ones(1, 5000, dtype=torch.bool), cap=5.0, detach=False)
+    weights.sum().backward()
+    assert weights.tolist() == [5.0]
+    assert new.grad is not None
+    assert new.grad.eq(0).all()
+
+
+def test_a_missing_log_prob_under_the_mask_is_seen_and_one_outside_it_is_not():
+    new, old = torch.zeros(2, 2), torch.tensor([[NAN, -1.0], [-1.0, NAN]])
+    mask = torch.tensor([[True, True], [True, False]])
+    assert token_importance(new, old, mask).isnan().tolist() == [[True, False], [False, False]]
+    assert sequence_importance(new, old, mask).isnan().tolist() == [True, False]
+    assert geometric_importance(new, old, mask).isnan().tolist() == [True, False]
+    assert rollout_kl(new, old, mask).isnan().tolist() == [[True, False], [False, False]]
+    assert ratio_mask(new, old, mask, low=0.5, high=2.0)[0, 0]
+    assert masked_mean(rollout_kl(new, old, mask), mask).isnan()
+
+
+# --- effective sample size ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [
+        ([1, 1, 1, 1], 4.0),
+        ([5, 5], 2.0),
+        ([1, 0, 0], 1.0),
+        ([3, 1], 1.6),
+        ([0, 0], 0.0),
+        ([], 0.0),
+        ([1e30, 1e30], 2.0),
+    ],
+)
+def test_the_effective_sample_size_by_hand(weights, size):
+    found = effective_sample_size(torch.tensor(weights, dtype=torch.float32))
+    same(found, torch.tensor(size))
+    share = effective_sample_size(torch.tensor(weights, dtype=torch.float32), normalized=True)
+    same(share, torch.tensor(size / max(len(weights), 1)))
+
+
+def test_the_effective_sample_size_counts_what_the_mask_keeps_and_no_common_factor():
+    weights, mask = torch.rand(5, 7, dtype=torch.float64), torch.rand(5, 7) < 0.5
+    kept = weights[mask].tolist()
+    expected = sum(kept) ** 2 / sum(w * w for w in kept)
+    same(effective_sample_size(torch.where(mask, weights, NAN), mask), torch.tensor(expected))
+    same(effective_sample_size(weights * 1e-30, mask, normalized=True), torch.tensor(expected / len(kept)))
+    assert effective_sample_size(weights, torch.zeros_like(mask)) == 0
+
+
+# --- masks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_masking_by_ratio_equals_plain_loops(seed, level):
+    new, old, mask = example(seed, n=40)
+    expected = torch.zeros_like(mask)
+    for i, row in enumerate(loops_deltas(new, old, mask)):
+        together = {"sequence": math.fsum(row), "geometric": math.fsum(row) / max(len(row), 1)}
+        ratios = [math.exp(together.get(level, delta)) for delta in row]
+        expected[i, mask[i]] = torch.tensor([0.6 <= ratio <= 1.8 for ratio in ratios], dtype=torch.bool)
+    found = ratio_mask(new, old, mask, low=0.6, high=1.8, level=level)
+    assert found.equal(expected)
+    assert found.any()
+    assert (mask & ~found).any()
+
+
+def test_a_token_whose_ratio_is_on_the_edge_stays():
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    new = torch.tensor([[0.5, 5.0, 5.1]], dtype=torch.float64).log()
+    edge = [float(ratio) for ratio in new.exp()[0]]
+    assert ratio_mask(new, old, mask, low=edge[0], high=edge[1]).tolist() == [[True, True, False]]
+    assert not ratio_mask(torch.full((1, 3), -INF), old, mask, low=0.1, high=5).any()
+    assert ratio_mask(torch.full((1, 3), -INF), old, mask, low=0, high=5).all()
+
+
+def test_masking_by_staleness_drops_tokens_or_whole_rows_and_never_looks_outside_the_mask():
+    staleness = torch.tensor([[0, 1, 2], [3, 0, 0], [9, 0, 0]], dtype=torch.int32)
+    mask = torch.tensor([[True, True, True], [True, True, True], [False, True, True]])
+    tokens = [[True, True, False], [False, True, True], [False, True, True]]
+    assert staleness_mask(staleness, mask, max_staleness=1).tolist() == tokens
+    rows = [[True, True, True], [False, False, False], [False, True, True]]
+    assert staleness_mask(staleness, mask, max_staleness=2, level="sequence").tolist() == rows
+    assert staleness_mask(staleness, mask, max_staleness=9).equal(mask)
+
+
+# --- divergence ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("estimator", "formula"),
+    [("k1", lambda d: -d), ("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(d) - 1 - d)],
+)
+def test_each_estimate_of_the_divergence_equals_plain_loops(estimator, formula, seed):
+    new, old, mask = example(seed)
+    rows = [[formula(delta) for delta in row] for row in loops_deltas(new, old, mask)]
+    found = rollout_kl(new, old, mask, estimator=estimator)
+    same(found, spread(rows, mask))
+    same(masked_mean(found, mask), torch.tensor(statistics.fmean(value for row in rows for value in row)))
+
+
+def test_the_estimates_average_to_the_divergence_of_two_known_distributions():
+    """Every outcome as often as the sampler draws it: k1 and k3 are then exact, in the direction KL(sampler ‖ trainer)."""
+    sampler, trainer = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    drawn = torch.tensor([[0, 0, 1, 2]])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    exact = torch.tensor(0.5 * math.log(2) - 0.25 * math.log(2))
+    for estimator in ("k1", "k3"):
+        found = rollout_kl(trainer.log()[drawn], sampler.log()[drawn], mask, estimator=estimator)
+        same(masked_mean(found, mask), exact)
+
+
+def test_k3_is_right_where_exp_minus_one_would_have_lost_everything():
+    delta = torch.tensor([[1e-3, -1e-3, 1e-2]])
+    found = rollout_kl(delta, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    expected = [math.expm1(d) - d for d in delta[0].double().tolist()]
+    torch.testing.assert_close(found[0].double(), torch.tensor(expected, dtype=torch.float64), rtol=2e-3, atol=0)
+
+
+def test_the_mean_of_nothing_is_zero():
+    assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)) == 0
+
+
+# --- what holds for all -------------------------------------------------------------------------------------------------
+
+PAIRWISE: list[Callable[..., Tensor]] = [
+    token_importance,
+    sequence_importance,
+    geometric_importance,
+    rollout_kl,
+    lambda *given, **options: masked_mean(rollout_kl(*given, **options), given[2]),
+]
+
+
+@pytest.mark.parametrize("function", PAIRWISE)
+def test_results_are_wide_whatever_comes_in_and_arguments_stay_as_they_were(function):
+    new, old, mask = example()
+    for dtype, wide in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        given = (new.to(dtype), old.to(dtype), mask)
+        before = [each.clone() for each in given]
+        found = function(*given)
+        assert found.dtype == wide
+        torch.testing.assert_close(given, tuple(before), equal_nan=True, rtol=0, atol=0)
+        exact = function(given[0].double(), given[1].double(), mask)
+        same(found, exact)
+    assert function(new.bfloat16(), old, mask).dtype == torch.float32
+
+
+def test_a_bf16_reward_and_bf16_weights_give_float32():
+    groups = torch.tensor([1, 1])
+    assert group_advantages(torch.tensor([1, 2], dtype=torch.bfloat16), groups).dtype == torch.float32
+    assert group_advantages(torch.tensor([True, False]), groups).dtype == torch.float32
+    assert effective_sample_size(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("function", PAIRWISE)
+def test_gradients_flow_only_when_asked_and_never_from_what_is_masked_out(function):
+    new, old, mask = example()
+    new = new.requires_grad_()
+    assert not function(new, old, mask).requires_grad
+    function(new, old, mask, detach=False).sum().backward()
+    assert new.grad is not None
+    assert new.grad.isfinite().all()
+    assert new.grad[~mask].eq(0).all()
+    assert new.grad[mask].ne(0).any()
+
+
+def test_an_advantage_and_a_sample_size_are_constants():
+    rewards = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert not group_advantages(rewards, torch.tensor([1, 1])).requires_grad
+    assert not effective_sample_size(rewards).requires_grad
+
+
+def test_the_gradient_of_the_geometric_ratio_is_gspos():
+    """Zheng et al. 2025, equation 10: the ratio times the mean of the tokens' gradients."""
+    new, old, mask = example()
+    new = torch.where(mask, new, 0).requires_grad_()
+    ratio = geometric_importance(new, old, mask, detach=False)
+    ratio.sum().backward()
+    expected = ratio.detach()[:, None] * mask / mask.sum(1, keepdim=True).clamp(min=1)
+    assert new.grad is not None
+    same(new.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: group_advantages(torch.ones(2, 2), torch.ones(4).long()), "rewards have shape [2, 2]: must be [N]"),
+        (lambda: group_advantages(torch.ones(3), torch.ones(4).long()), "group_ids have shape [4], rewards [3]"),
+        (
+            lambda: group_advantages(torch.ones(3), torch.ones(3)),
+            "group_ids has dtype torch.float32: must be an integer",
+        ),
+        (
+            lambda: group_advantages(torch.ones(2), torch.ones(2).long(), valid=torch.ones(2)),
+            "valid is torch.float32 [2]",
+        ),
+        (lambda: group_advantages(torch.tensor([0, NAN]), torch.ones(2).long()), "rewards[1]=nan: must be finite"),
+        (lambda: group_advantages(torch.ones(2), torch.ones(2).long(), eps=0), "eps=0: must be a number above 0"),
+        (lambda: group_advantages(torch.ones(2), torch.ones(2).long(), kind="ppo"), "kind='ppo': must be 'grpo', "),
+        (lambda: pair(token_importance, mask=torch.ones(2, 3)), "mask has dtype torch.float32: must be bool"),
+        (
+            lambda: pair(sequence_importance, new=torch.ones(2, 2)),
+            "logprobs has shape [2, 2], mask [2, 3]: must be equal",
+        ),
+        (lambda: pair(geometric_importance, old=torch.ones(2, 4)), "rollout_logprobs has shape [2, 4], mask [2, 3]"),
+        (lambda: pair(rollout_kl, new=torch.ones(2, 3).long()), "logprobs has dtype torch.int64: must be floating"),
+        (lambda: pair(token_importance, mask=torch.ones(3).bool()), "mask has shape [3]: must be [N, T]"),
+        (lambda: pair(token_importance, cap=0), "cap=0: must be a number above 0"),
+        (lambda: pair(token_importance, cap=NAN), "cap=nan: must be a number above 0"),
+        (lambda: pair(rollout_kl, estimator="k4"), "estimator='k4': must be 'k1', 'k2' or 'k3'"),
+        (lambda: pair(ratio_mask, low=2.0, high=1.0), "low=2.0, high=1.0: must be 0 <= low < high"),
+        (lambda: pair(ratio_mask, low=0.5, high=2.0, level="row"), "level='row': must be 'token', "),
+        (lambda: stale(max_staleness=-1), "max_staleness=-1: must be an integer of at least 0"),
+        (lambda: stale(max_staleness=1, level="row"), "level='row': must be 'token' or 'sequence'"),
+        (
+            lambda: stale(torch.ones(2, 3), max_staleness=1),
+            "policy_staleness has dtype torch.float32: must be an integer",
+        ),
+        (lambda: effective_sample_size(torch.ones(3), torch.ones(2).bool()), "weights has shape [3], mask [2]"),
+        (lambda: masked_mean(torch.ones(3), torch.ones(2).bool()), "values has shape [3], mask [2]"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named_with_the_rule(call, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    assert message in str(caught.value)
+
+
+def pair(
+    function: Callable[..., Tensor], *, new: Any = None, old: Any = None, mask: Any = None, **options: Any
+) -> Tensor:
+    return function(
+        torch.zeros(2, 3) if new is None else new,
+        torch.zeros(2, 3) if old is None else old,
+        torch.ones(2, 3, dtype=torch.bool) if mask is None else mask,
+        **options,
+    )
+
+
+def stale(staleness: Tensor | None = None, **options: Any) -> Tensor:
+    staleness = torch.zeros(2, 3, dtype=torch.int32) if staleness is None else staleness
+    return staleness_mask(staleness, torch.ones(2, 3, dtype=torch.bool), **options)
+
+
+def test_the_package_costs_no_torch_until_a_function_is_asked_for():
+    program = "import sys, rollout.algorithms as a; print('torch' in sys.modules, len(a.__all__), hasattr(a, 'ppo'))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "9", "False"]

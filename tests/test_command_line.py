@@ -1,0 +1,548 @@
+"""`rollout serve`: flags that are the dataclasses' fields, errors that are one line, and one server that really serves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout import __main__ as command_line
+from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.errors import ConfigError, EngineDeadError
+from rollout.flags import API_KEY, ModelOptions, ServeOptions, parse
+from rollout.state import PrefixCachingCoordinatorPolicy, StalenessPolicy
+from tests.models import make_model, make_tokenizer
+
+ROOT = Path(__file__).parent.parent
+FLAT = (ModelOptions, ServerConfig, InferenceConfig)
+
+
+def read(*arguments: str, **environment: str) -> ServeOptions:
+    return parse(["model", *arguments], environment)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command line leaves behind, with exit code 2."""
+    assert command_line.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rollout: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- flags --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_flags_every_option_is_the_dataclasss_default():
+    options = read()
+    assert options.model == ModelOptions(model_dir="model")
+    assert options.server == ServerConfig()
+    assert options.engine == InferenceConfig()
+    assert options.coordinator is None
+    assert read("--use-coordinator").coordinator == CoordinatorConfig()
+
+
+def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
+    """What to write for a value that is not the default, and that value."""
+    special: dict[str, Any] = {
+        "host": "::1",
+        "dtype": "bfloat16",
+        "kv_cache_memory_fraction": 0.25,
+        "prefix_caching_routing_alpha": 0.75,
+        "prefix_caching_eviction_policy": "ref_zero",
+        "prefix_caching_coordinator_policy": "round_robin",
+        "kv_cache_management_mode": "persist",
+        "staleness_policy": "mask",
+        "max_tokens_per_step": 4096,
+    }
+    if field.name in special:
+        return [str(special[field.name])], special[field.name]
+    if isinstance(field.default, bool):
+        return [], not field.default
+    if isinstance(field.default, int | float):
+        return [str(field.default + 1)], (float if "float" in str(field.type) else int)(field.default + 1)
+    return ["5"], 5.0 if "float" in str(field.type) else 5 if "int" in str(field.type) else "5"
+
+
+@pytest.mark.parametrize("table", [*FLAT, CoordinatorConfig])
+def test_every_field_is_a_flag_of_its_type(table):
+    prefix = "--coordinator." if table is CoordinatorConfig else "--"
+    words, values = [], {}
+    for field in dataclasses.fields(table):
+        if field.default is not dataclasses.MISSING:
+            given, values[field.name] = other_value(field)
+            name = ("no_" if field.default is True else "") + field.name
+            words += [prefix + name.replace("_", "-"), *given]
+    options = read(*words, *["--use-coordinator"] * (table is CoordinatorConfig))
+    parts = {type(part): part for part in (options.model, options.server, options.engine, options.coordinator)}
+    found = {name: getattr(parts[table], name) for name in values}
+    assert found == values
+    assert [type(found[name]) for name in values if not isinstance(found[name], str)] == [
+        type(value) for value in values.values() if not isinstance(value, str)
+    ]
+
+
+def test_no_two_flags_have_one_name():
+    names = [field.name for table in FLAT for field in dataclasses.fields(table)]
+    assert len(names) == len(set(names))
+    assert "coordinator" not in names
+
+
+def test_underscores_and_an_equals_sign_are_read_as_well():
+    assert read("--max_requests=3").engine.max_requests == 3
+    assert read("--max-staleness", "None").engine.max_staleness is None
+
+
+def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as left:
+        command_line.main(["serve", "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_is_grouped_fits_the_terminal_and_says_what_the_docstrings_say(columns, monkeypatch, capsys):
+    monkeypatch.setenv(API_KEY, "a-secret-of-mine")
+    text = help_text(monkeypatch, capsys, columns)
+    assert max(len(line) for line in text.splitlines()) <= columns
+    titles = re.findall(r"^[╭─ ]*(\w+) options[╮─ ]*$", text, re.MULTILINE)
+    assert titles == ["model", "server", "engine", "coordinator"]
+    lines = [line.strip("│| ") for line in text.splitlines()]
+    flowing = " ".join(" ".join(lines).split())
+    assert "a-secret-of-mine" not in text
+    assert API_KEY in text
+    for sentence in (
+        "--max-requests INT Sequences that may be active at once. (default: 256)",
+        "--staleness-policy {partial,requeue,mask} What becomes of a request that would exceed --max-staleness.",
+        "never more blocks than --max-requests sequences of the maximum length can use. (default: 0.5)",
+        "--coordinator.heartbeat-timeout-s FLOAT Silence after which the other side counts as dead. (default: 30.0)",
+        "--cuda-graphs, --no-cuda-graphs",
+        "Options of the HTTP server.",
+    ):
+        assert sentence in flowing
+    assert not [line for line in lines if 0 < len(line) < 3]
+
+
+def test_the_help_costs_no_torch():
+    program = """
+import sys
+from rollout.__main__ import main
+try:
+    main(["serve", "--help"])
+except SystemExit:
+    print([name for name in ("torch", "transformers", "fastapi", "uvicorn", "numpy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["--max-reqests", "5"], "--max-reqests: no such option; did you mean --max-requests?"),
+        (["--max_reqests=5"], "--max-reqests: no such option; did you mean --max-requests?"),
+        (["--no-cuda-graph"], "did you mean --no-cuda-graphs?"),
+        (["--coordinator.sead", "1"], "did you mean --coordinator.seed?"),
+        (["--frobnicate"], "--frobnicate: no such option; `rollout serve --help` lists them"),
+    ],
+)
+def test_a_misspelt_flag_is_an_error_that_suggests_the_right_one(arguments, suggestion, capsys):
+    assert suggestion in refusal(capsys, "serve", "model", *arguments)
+
+
+def test_a_value_out_of_range_is_the_configs_own_message_on_one_line(capsys):
+    line = refusal(capsys, "serve", "model", "--max-requests", "-5")
+    assert line == "rollout: InferenceConfig.max_requests=-5: must be an integer of at least 1\n"
+    assert "must be an integer in [0, 65535]" in refusal(capsys, "serve", "model", "--port", "70000")
+    line = refusal(capsys, "serve", "model", "--use-coordinator", "--coordinator.heartbeat-timeout-s", "1")
+    assert "CoordinatorConfig.heartbeat_timeout_s=1.0: must be at least twice heartbeat_interval_s=1.0" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["model", "--max-requests", "five"], ["--max-requests", "five"]),
+        (["model", "--staleness-policy", "never"], ["--staleness-policy", *StalenessPolicy]),
+        (["--port", "1"], ["MODEL_DIR"]),
+    ],
+)
+def test_a_value_of_another_type_or_no_model_is_said_with_the_choices(arguments, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        command_line.main(["serve", *arguments])
+    assert left.value.code == 2
+    err = capsys.readouterr().err
+    assert all(str(word) in err for word in said)
+
+
+def test_a_second_model_is_refused(capsys):
+    assert "'other': a second model" in refusal(capsys, "serve", "model", "other")
+
+
+# --- the key ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_comes_from_the_flag_or_else_from_the_environment():
+    assert read(**{API_KEY: "of-the-environment"}).server.api_key == "of-the-environment"
+    assert read("--api-key", "of-the-flag", **{API_KEY: "of-the-environment"}).server.api_key == "of-the-flag"
+    assert read(**{API_KEY: ""}).server.api_key is None
+    assert read("--host", "0.0.0.0", **{API_KEY: "key"}).server.host == "0.0.0.0"
+    with pytest.raises(ConfigError, match="api_key is needed"):
+        read("--host", "0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["model", "--apikey", "S3CRET"],
+        ["--apikey=S3CRET", "model"],
+        ["--api-kee", "S3CRET", "model"],
+        ["-api-key", "S3CRET", "model"],
+        ["model", "--api-key", "S3CRET", "--max-requests", "0"],
+        ["model", "--api-key", "S3CRET with a space"],
+    ],
+)
+def test_no_refusal_shows_a_key(arguments, capsys):
+    assert "S3CRET" not in refusal(capsys, "serve", *arguments)
+
+
+def test_the_options_do_not_show_their_key():
+    assert "S3CRET" not in repr(read(**{API_KEY: "S3CRET"}))
+
+
+# --- the coordinator ----------------------------------------------------------------------------------------------------
+
+
+def test_admin_implies_the_coordinator():
+    options = read("--admin", "--coordinator.prefix-caching-coordinator-policy", "round_robin", **{API_KEY: "key"})
+    assert options.coordinator is not None
+    assert options.coordinator.prefix_caching_coordinator_policy is PrefixCachingCoordinatorPolicy.ROUND_ROBIN
+
+
+def test_an_option_of_a_coordinator_that_is_not_there_is_refused(capsys):
+    line = refusal(capsys, "serve", "model", "--coordinator.max-open-mb", "5")
+    assert "--coordinator.max-open-mb: there is no coordinator; give --use-coordinator as well" in line
+
+
+# --- commands -----------------------------------------------------------------------------------------------------------
+
+
+def test_rollout_alone_prints_help_and_its_version_when_asked(capsys):
+    assert command_line.main([]) == command_line.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out == command_line.HELP * 2
+    assert command_line.main(["--version"]) == 0
+    assert re.fullmatch(r"rollout-engine \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_an_unknown_command_is_refused_with_the_right_one(capsys):
+    assert "'sevre': no such command; did you mean serve?" in refusal(capsys, "sevre")
+    assert "'x': no such command; see --help" in refusal(capsys, "x")
+
+
+def test_a_missing_extra_is_named_with_its_installation(monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "find_spec", lambda name: None if name == "tyro" else object())
+    line = refusal(capsys, "serve", "--help")
+    assert line == "rollout: `rollout serve` needs tyro: pip install 'rollout-engine[serve]'\n"
+
+
+# --- what cannot be served ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "llama"
+    make_model("llama").save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_folder_that_holds_no_model_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    line = refusal(capsys, "serve", "some/model")
+    assert "MODEL_DIR='some/model': no such folder; a model of the Hub comes here by `hf download some/model" in line
+    assert "has no config.json" in refusal(capsys, "serve", str(tmp_path))
+    (tmp_path / "file").touch()
+    assert "no such folder\n" in refusal(capsys, "serve", str(tmp_path / "file"))
+
+
+def test_a_taken_port_and_an_address_elsewhere_are_refused_before_anything_is_loaded(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refusal(capsys, "serve", str(folder), "--port", str(port))
+    assert f"127.0.0.1:{port} is taken: choose another --port; 0 finds a free one" in line
+    line = refusal(capsys, "serve", str(folder), "--insecure", "--host", "203.0.113.1")
+    assert "203.0.113.1:8000: cannot listen there" in line
+    line = refusal(capsys, "serve", str(folder), "--insecure", "--host", "no.such.host.invalid")
+    assert "--host no.such.host.invalid: not an address" in line
+
+
+def unknown_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "perceptron"}))
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def torn_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [unknown_architecture, broken_config, torn_weights, no_weights])
+def test_a_model_that_cannot_be_loaded_is_one_line(damage, folder, tmp_path, capsys):
+    damaged = tmp_path / "model"
+    shutil.copytree(folder, damaged)
+    damage(damaged)
+    assert command_line.main(["serve", str(damaged), "--port", "0"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"rollout: {damaged}: cannot be loaded: ")
+
+
+def test_a_device_that_is_not_there_is_one_line(folder, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert command_line.main(["serve", str(folder), "--port", "0", "--device", "cuda:1"]) == 2
+    assert "--device cuda:1: torch sees no CUDA device; use --device cpu" in capsys.readouterr().err
+
+
+# --- starting and stopping ----------------------------------------------------------------------------------------------
+
+
+class FakeServer:
+    url = "http://127.0.0.1:8000"
+
+    def __init__(self, ends: Callable[[], None]) -> None:
+        self.wait = ends
+
+
+class FakeLLM:
+    """Stands where `rollout.llm.LLM` does: what it was built with, and how its server ends."""
+
+    ends: Callable[[], None]
+    built: list[FakeLLM]
+
+    def __init__(self, model: Any, tokenizer: Any, config: InferenceConfig, **options: Any) -> None:
+        self.model, self.tokenizer, self.config, self.options = model, tokenizer, config, options
+        self.shut_down = False
+        self.built.append(self)
+
+    def serve(self, config: ServerConfig, *, blocking: bool) -> FakeServer:
+        assert not blocking
+        if config.port == 1:
+            raise ConfigError("the address is taken")
+        self.served = config
+        return FakeServer(type(self).ends)
+
+    def stats(self) -> dict[str, float]:
+        return {"kv_blocks_total": 100, "kv_device_bytes": 3 * 2**20}
+
+    def shutdown(self) -> None:
+        self.shut_down = True
+
+
+@pytest.fixture
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[FakeLLM]]]:
+    """Run `serve` on the folder with a fake LLM: the exit code, and the LLMs that were built."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    def start(*arguments: str, ends: Callable[[], None] = lambda: None) -> tuple[int, list[FakeLLM]]:
+        fake = type("Fake", (FakeLLM,), {"ends": staticmethod(ends), "built": []})
+        monkeypatch.setattr("rollout.llm.LLM", fake)
+        monkeypatch.setattr(command_line, "_check_address", lambda config: None)
+        monkeypatch.setattr(command_line, "_leave_at_once", leave)
+        try:
+            return command_line.main(["serve", str(folder), *arguments]), fake.built
+        except SystemExit as left:
+            return int(str(left.code)), fake.built
+
+    return start
+
+
+def test_what_the_command_line_says_reaches_the_model_the_engine_and_the_server(started, folder, capsys):
+    code, (llm,) = started(
+        "--dtype", "bfloat16", "--device", "cpu", "--max-requests", "7", "--served-model-name", "mine"
+    )
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert llm.shut_down
+    assert llm.config == InferenceConfig(max_requests=7)
+    assert llm.options == {"use_coordinator": False, "coordinator_config": None}
+    assert llm.tokenizer is not None
+    assert out == (
+        "http://127.0.0.1:8000 serves mine: 71.9 k parameters in bfloat16 on cpu, KV pool of 1,600 tokens (3.0 MiB); "
+        "Ctrl-C stops\n"
+    )
+    assert f"loading {folder}: " in err
+    assert err.splitlines()[-1] == "stopped"
+
+
+def test_the_coordinators_options_reach_it(started):
+    _, (llm,) = started("--use-coordinator", "--coordinator.seed", "9")
+    assert llm.options == {"use_coordinator": True, "coordinator_config": CoordinatorConfig(seed=9)}
+
+
+def test_ctrl_c_that_will_not_wait_is_130_and_a_dead_engine_is_1(started, capsys):
+    def impatient() -> None:
+        raise KeyboardInterrupt
+
+    def dead() -> None:
+        raise EngineDeadError("the engine has\nstopped")
+
+    assert started(ends=impatient)[0] == 130
+    assert started(ends=dead)[0] == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "rollout: the engine has stopped"
+
+
+def test_an_address_taken_meanwhile_is_2(started, capsys):
+    assert started("--port", "1")[0] == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "rollout: the address is taken"
+
+
+# --- the real thing -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rollout", *arguments],
+        cwd=ROOT,
+        env={**psutil.Process().environ(), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job that a shell started in the background ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate(timeout=60)
+
+
+def ask(url: str, body: dict[str, Any] | None = None, key: str | None = None) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(request, data, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)
+
+
+def test_a_folder_is_served_with_its_coordinator_until_ctrl_c_and_nothing_is_left(folder):
+    """The signal comes as soon as the address is known: the same moment in which a script would send it."""
+    arguments = (
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--admin",
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-blocks",
+        "64",
+    )
+    with process(*arguments, **{API_KEY: "S3CRET"}) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        assert " serves tiny: 71.9 k parameters in float32 on cpu, KV pool of 1,024 tokens" in line
+        url = line.split()[0]
+        family = psutil.Process(child.pid).children(recursive=True)
+        assert ask(f"{url}/v1/models")[0] == 401
+        status, reply = ask(f"{url}/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 4}, "S3CRET")
+        assert status == 200, reply
+        assert len(reply["choices"][0]["rollout"]["token_ids"]) == 4
+        assert ask(f"{url}/admin/pause", {}, "S3CRET")[0] == 200
+        assert ask(f"{url}/admin/unpause", {}, "S3CRET")[0] == 200
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0
+        assert err.splitlines()[-1] == "stopped"
+        assert "S3CRET" not in line + out + err
+        assert family, "the coordinator is a process of its own"
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert not alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_soon_as_the_address_is_printed_stops_in_order(number, tmp_path):
+    """Without a model: what is printed, and who listens for signals from then on, is the command line's alone."""
+    program = f"""
+import signal, sys, threading
+from rollout import __main__ as command_line
+
+class Server:
+    over = threading.Event()
+    def stop(self):
+        self.over.set()
+    def wait(self):
+        self.over.wait(60)
+
+with command_line._stopped_by_signals(Server()):
+    signal.raise_signal({int(number)})
+    code = command_line._wait(Server())
+sys.exit(code + 10)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (10, "stopped\n")
+
+
+@pytest.mark.parametrize("begun_by", ["wait", "signal"])
+def test_a_second_ctrl_c_does_not_wait_for_what_the_first_began(begun_by):
+    """`Server.wait` takes the first one and gives the signals back before it stops: the second must not begin again."""
+    program = f"""
+import signal, threading
+from rollout import __main__ as command_line
+
+class Server:
+    def stop(self):
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        threading.Event().wait(60)
+
+server = Server()
+try:
+    with command_line._stopped_by_signals(server):
+        if {begun_by!r} == "wait":
+            server.stop()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("at once")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("at once\n", "")
+
+
+def test_ctrl_c_while_it_loads_is_130_without_a_traceback(folder):
+    with process("serve", str(folder), "--port", "0") as child:
+        assert child.stderr is not None
+        assert "loading" in child.stderr.readline()
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=120)
+        assert child.returncode == 130
+        assert "Traceback" not in err
