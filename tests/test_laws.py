@@ -73,6 +73,13 @@ FLOORS = {
     "rollout.coordinator.prefixes": 1,
     "rollout.coordinator.rank_order": 1,
     "rollout.coordinator": 2,
+    "rollout.flags": 1,
+    "rollout.algorithms": 1,
+    "rollout.folder_lock": 1,
+    "rollout.journal_file": 1,
+    "rollout.journal_reader": 1,
+    "rollout.journal": 1,
+    "rollout.earlier_groups": 2,
     "rollout.prompts": 0,
     "rollout.local_coordinator": 3,
     "rollout.text_stream": 2,
@@ -87,7 +94,7 @@ FLOORS = {
     "rollout.data_parallel": 6,
     "rollout.engine_service": 6,
     "rollout.model_loading": 6,
-    "rollout.llm": 6,
+    "rollout.llm": 7,
     "rollout.manager": 6,
     "rollout.batch": 6,
     "rollout.telemetry": 6,
@@ -146,8 +153,10 @@ NEIGHBOURS = [
         "rollout.data_parallel",
         "rollout.engine_service",
         "rollout.model_loading",
-        "rollout.llm",
     },
+    {"rollout.llm", "rollout.server", "rollout.__main__"},
+    {"rollout.algorithms"},
+    {"rollout.folder_lock", "rollout.journal_file", "rollout.journal_reader", "rollout.journal"},
     {"trainer_hooks"},
 ]
 """Rooms: files that may import each other although they share a floor, but never in a circle."""
@@ -174,6 +183,12 @@ TORCH_FREE = [
     "rollout.replies",
     "rollout.client",
     "rollout.rank_session",
+    "rollout.journal_file",
+    "rollout.journal_reader",
+    "rollout.journal",
+    "rollout.folder_lock",
+    "rollout.flags",
+    "rollout.__main__",
 ]
 
 
@@ -316,6 +331,7 @@ for current in {["rollout", *present]!r}:
     [
         ("rollout/config.py", "InferenceConfig"),
         ("rollout/config.py", "CoordinatorConfig"),
+        ("rollout/config.py", "ServerConfig"),
         ("rollout/sampling_params.py", "SamplingParams"),
         ("rollout/client_session.py", "RequestOptions"),
     ],

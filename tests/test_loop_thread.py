@@ -150,3 +150,28 @@ loop.run(asyncio.sleep(0), 30)
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_calls_of_one_moment_come_in_order_and_one_that_raises_keeps_none_from_its_turn(loop):
+    said, reported = [], []
+
+    async def report_to(seen):
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(str(context["exception"])))
+
+    def fail():
+        raise ValueError("a bug of the caller's")
+
+    loop.run(report_to(reported), DEADLINE_S)
+    for number in range(100):
+        loop.call_soon(said.append, number)
+        if number == 50:
+            loop.call_soon(fail)
+    loop.run(answer(None), DEADLINE_S)
+    assert said == list(range(100))
+    assert reported == ["a bug of the caller's"]
+
+
+def test_a_call_may_hand_over_another_one(loop):
+    done = threading.Event()
+    loop.call_soon(lambda: loop.call_soon(done.set))
+    assert done.wait(DEADLINE_S)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.coordinator.lazy_heap import LazyHeap
-from rollout.coordinator.open_requests import MAX_KNOWN_BYTES, ClientPeer, OpenRequest
+from rollout.coordinator.open_requests import MAX_KNOWN_BYTES, ROWS_TOGETHER, ClientPeer, OpenRequest
 from rollout.errors import SerializationError
 from rollout.known import pieces
 from rollout.protocol import Assign, Stretch
@@ -208,3 +208,16 @@ def test_the_order_survives_the_forgetting():
         if number % 3 == 0:
             dead.add(key)
     assert [heap.pop() for _ in range(500) if heap.head() is not None] == sorted(set(keys) - dead)
+
+
+def test_what_came_token_by_token_is_kept_in_few_rows():
+    """A stream brings one row per token: 256 of them for a minute took hundreds of MB."""
+    request = a_request(2)
+    for number in range(1000):
+        request.absorb(told({0: (number, [number])}))
+        request.absorb(told({1: (number, [7, 8][number % 2 :][:1])}))
+    assert len(request.rows) <= ROWS_TOGETHER
+    assert known_of(request, {0, 1}) == {0: list(range(1000)), 1: [7, 8] * 500}
+    last = told({0: (1000, [5])}, ended=[0])
+    assert request.absorb(last) == [0]
+    assert len(request.completion(0, last)) == 4 * 1001
