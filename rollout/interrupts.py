@@ -26,9 +26,18 @@ class _Deferral:
         self.pressed = True
 
 
+def _handler() -> Callable[[int, FrameType | None], Any] | None:
+    """What handles Ctrl-C in Python; None: nothing, or it is not this thread's."""
+    # Asked first: getsignal() looks a function up among its own constants, and writes it out for the error it then hides.
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    handler = signal.getsignal(signal.SIGINT)
+    return handler if callable(handler) else None
+
+
 def interrupt_pending() -> bool:
     """Inside `interrupt_deferred()`: whether Ctrl-C waits for its end."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _handler()
     return isinstance(handler, _Deferral) and handler.pressed
 
 
@@ -39,9 +48,8 @@ def interrupt_deferred() -> Iterator[None]:
     Whatever handles Ctrl-C handles it as before, only later. Does nothing in a thread (Python interrupts the main one
     only), where no Python function handles Ctrl-C, and inside another such block. Costs about 5 µs.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or not callable(handler) or isinstance(handler, _Deferral):
+    handler = _handler()
+    if handler is None or isinstance(handler, _Deferral):
         yield
         return
     deferral = _Deferral(handler)
