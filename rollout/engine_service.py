@@ -116,6 +116,11 @@ class EngineService:
         self._thread = threading.Thread(target=self._compute, name="rollout-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -83,6 +84,13 @@ class _LLM:
         # Threads that still compute while the interpreter ends would crash it.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
+
+    def __del__(self) -> None:
+        # Forgotten, it would hold its KV cache and its threads for ever. On a thread: this may be any one, also its own.
+        service: EngineService | None = getattr(self, "_service", None)
+        if service is not None and not service.closed:
+            with suppress(RuntimeError):
+                threading.Thread(target=service.close, name="rollout-forgotten").start()
 
     # --- parts ------------------------------------------------------------------------------------------------------
 

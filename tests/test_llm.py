@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -154,12 +155,14 @@ def test_a_prompt_that_can_never_be_served_refuses_the_call_and_queues_nothing()
 
 
 def test_a_request_that_fails_is_named_and_its_neighbours_are_not_harmed() -> None:
-    with blocking(max_requests=1, max_tokens_per_step=8) as llm:
+    with blocking() as llm:
+        llm.engine.pause()
         ahead = llm.submit("ahead", ENDLESS)
         with pytest.raises(RequestTimeoutError, match="timeout_s"):
             llm.generate("late", timeout_s=0.001)
         failed = llm.generate("late", SamplingParams(n=2), timeout_s=0.001, on_error="return")
         assert ["RequestTimeoutError" in str(each.error) for each in failed] == [True, True]
+        llm.engine.unpause()
         assert [len(each.generated_tokens) for each in ahead.result(PATIENCE_S)] == [400]
 
 
@@ -247,6 +250,16 @@ def test_shutdown_fails_what_is_open_by_name_and_is_harmless_when_repeated() -> 
             with pytest.raises(EngineStateError):
                 call()
         llm.wait_for_shutdown(PATIENCE_S)
+
+
+def test_one_that_is_forgotten_gives_back_its_threads_and_its_cache() -> None:
+    with nothing_is_left():
+        llm = blocking()
+        engine = llm.engine
+        llm.generate("abc", greedily(3))
+        del llm
+        gc.collect()
+        wait_until(lambda: engine.state is EngineState.STOPPED and engine.stats()["kv_device_bytes"] == 0)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
