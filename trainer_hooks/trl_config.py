@@ -1,0 +1,130 @@
+"""What a GRPOTrainer asks of whoever generates for it, and what it must be like; for `trainer_hooks.trl`.
+
+Reads attributes of the trainer and its GRPOConfig, changes nothing. Whatever is not done is refused by its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from rollout.errors import ConfigError
+from rollout.sampling_params import SamplingParams
+from rollout.state import KVCacheManagementMode
+
+_SEAMS = (
+    "rollout_func",
+    "use_vllm",
+    "eos_token_ids",
+    "_tokenize_prompts",
+    "_generate_single_turn",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+)
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+_DECIDED = {"n", "seed", "ignore_eos", "logprobs", "prompt_logprobs", "logprobs_mode"}
+_CHOICES = {field.name for field in fields(SamplingParams)} - _DECIDED
+
+
+def sampling_params(trainer: Any) -> SamplingParams:
+    """How the trainer's GRPOConfig wants completions sampled, one per prompt.
+
+    `generation_kwargs` may use the names of `SamplingParams` and transformers' `do_sample`, `max_new_tokens`,
+    `min_new_tokens` and `stop_strings`.
+
+    Raises:
+        ConfigError: it asks for something else, or a value is out of range.
+    """
+    asked = {
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p or 0.0,
+        "repetition_penalty": trainer.repetition_penalty,
+        "max_tokens": trainer.max_completion_length,
+    }
+    given = dict(trainer.args.generation_kwargs or {})
+    if not given.pop("do_sample", True):
+        asked["temperature"] = 0.0
+    for name, value in given.items():
+        known = _RENAMED.get(name, name)
+        if known not in _CHOICES:
+            raise ConfigError(
+                f"GRPOConfig.generation_kwargs[{name!r}]={value!r}: this rollout cannot do it; leave it out (known are "
+                f"do_sample, {', '.join(sorted({*_RENAMED, *_CHOICES}))})"
+            )
+        asked[known] = value
+    # Not the engine's own end-of-sequence ids: TRL asks these whether a completion was cut off.
+    stop = (*trainer.eos_token_ids, *(asked.pop("stop_token_ids", None) or ()))
+    return SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
+
+
+def refuse_tools(trainer: Any) -> None:
+    """Tools need `attach` that raises on failures.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if trainer.tools:
+        raise ValueError(
+            f"this trainer has {len(trainer.tools)} tools, whose later turns do not go through a rollout_func: use "
+            "attach(trainer, rollout) with on_error='raise'"
+        )
+
+
+def check_trainer(trainer: Any, model: nn.Module) -> None:
+    """It is a GRPOTrainer that trains `model`, and nobody else generates for it.
+
+    Raises:
+        TypeError: it lacks what the door needs.
+        ValueError: another model, or another generation.
+    """
+    missing = [name for name in _SEAMS if not hasattr(trainer, name)]
+    if missing:
+        raise TypeError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}: it must be a GRPOTrainer of TRL 1.16 (or a later "
+            "one that kept them)"
+        )
+    if not any(module is model for module in trainer.model.modules()):
+        raise ValueError(
+            f"this trainer trains another {type(trainer.model).__name__} than the {type(model).__name__} that "
+            "samples: build the rollout of it, RolloutManager(trainer.model, tokenizer, ...)"
+        )
+    if trainer.use_vllm:
+        raise ValueError("this trainer generates with vLLM: set GRPOConfig.use_vllm=False, the rollout takes its place")
+    if trainer.use_transformers_continuous_batching:
+        raise ValueError(
+            "this trainer generates by continuous batching: set GRPOConfig.use_transformers_continuous_batching=False, "
+            "the rollout takes its place"
+        )
+
+
+def check_choices(trainer: Any, mode: KVCacheManagementMode | str | None, on_error: str) -> None:
+    """The options of the door, and those of GRPOConfig about sampling, are known.
+
+    Raises:
+        ConfigError: one is not; the message names it.
+    """
+    modes = [member.value for member in KVCacheManagementMode]
+    if mode is not None and mode not in modes:
+        raise ConfigError(f"mode={mode!r}: must be None or one of {', '.join(map(repr, modes))}")
+    if on_error not in ("raise", "mask"):
+        raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
+    sampling_params(trainer)
+
+
+def check_correction(trainer: Any) -> None:
+    """The loss can be corrected in the mode asked for.
+
+    Raises:
+        ValueError: not with this loss.
+    """
+    # GRPOTrainer looks at this itself only where it is built with vLLM.
+    corrects, how = trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode
+    if trainer.loss_type == "vespo" and corrects and how not in ("token_truncate", "token_mask"):
+        raise ValueError(
+            f"vllm_importance_sampling_mode={how!r} with loss_type='vespo': set GRPOConfig's to 'token_truncate' or "
+            "'token_mask', or vllm_importance_sampling_correction=False"
+        )
