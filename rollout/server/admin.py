@@ -21,7 +21,7 @@ from rollout.state import KVCacheManagementMode
 
 
 class _Order(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class SuspendOrder(_Order):
@@ -41,7 +41,8 @@ class WeightsOrder(_Order):
 def _either(schema: dict[str, Any]) -> None:
     """Describe the two orders that there are, not the fields that they share."""
     fields = schema.pop("properties")
-    one = {"request_id": {"type": "string", "minLength": 1}, "all": fields["all"] | {"const": False}}
+    name = {"type": "string", "minLength": 1, "description": fields["request_id"]["description"]}
+    one = {"request_id": name, "all": fields["all"] | {"const": False}}
     everything = {"request_id": {"type": "null"}, "all": fields["all"] | {"const": True}}
     schema["oneOf"] = [
         {"type": "object", "properties": one, "required": ["request_id"], "additionalProperties": False},
@@ -67,20 +68,27 @@ class AbortOrder(_Order):
         return self
 
 
-class EngineReply(BaseModel):
+class _Told(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class EngineReply(_Told):
     """Where the engine stands now."""
 
     state: str
+    """`running`, `paused`, `suspended` …"""
     policy_version: int
+    """Of the weights: updates so far, unless a version was named."""
 
 
-class FlushReply(BaseModel):
+class FlushReply(_Told):
     """What flushing did."""
 
     flushed_blocks: int
+    """KV blocks that are free now."""
 
 
-class AbortReply(BaseModel):
+class AbortReply(_Told):
     """What aborting did."""
 
     aborted: int

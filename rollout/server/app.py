@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -41,30 +41,36 @@ the token ids, the log-probs they were sampled with and the policy version of ea
 leaves it out). A conversation that comes back with these ids is continued from them, not tokenised again."""
 
 
-class ModelReply(BaseModel):
+class _Told(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ModelReply(_Told):
     """A model that is served."""
 
     id: str
+    """What requests call it."""
     object: str = "model"
     created: int
     """Seconds since 1970 at which its server was built."""
     owned_by: str = "rollout"
 
 
-class ModelListReply(BaseModel):
+class ModelListReply(_Told):
     """The models that are served: one."""
 
     object: str = "list"
     data: list[ModelReply]
 
 
-class HealthReply(BaseModel):
+class HealthReply(_Told):
     """Whether the engine lives."""
 
     status: str
     """The engine's state, `running`, `paused`, `suspended` …; `dead` when it has failed for good, `coordinator_lost` when
     nothing reaches it any more."""
     policy_version: int
+    """Of the weights."""
 
 
 def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:

@@ -52,6 +52,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    """Parts are joined without anything between them."""
 
 
 class CalledFunction(Body):
@@ -59,30 +60,36 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
+    """A JSON object, as text."""
 
 
 class ToolCall(Body):
     """A call that an earlier reply made."""
 
     id: str
+    """What the tool's message names as `tool_call_id`."""
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+    """As a stream brings it; not read."""
 
 
 class RolloutIds(BaseModel):
     """`rollout` of an earlier reply: the ids that the conversation is continued from. What else is in it is not read."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     prompt_token_ids: TokenIds
+    """Of the prompt that the message answered."""
     token_ids: TokenIds
+    """What the model wrote then."""
 
 
 class Message(Body):
     """One message of a conversation; an assistant's as a reply brought it, or as the client keeps it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`developer` is shown as `system` to templates that do not know it."""
     content: (
         Annotated[
             Annotated[str, Tag("One")]
@@ -91,15 +98,24 @@ class Message(Body):
         ]
         | None
     ) = None
+    """Text, or a list of text parts."""
     name: str | None = None
+    """Who speaks, where the template shows it."""
     tool_call_id: str | None = None
+    """Of a tool's message: which call it answers."""
     tool_calls: list[Annotated[ToolCall, _FUNCTION_ONLY]] | None = None
+    """Of an assistant's message: the calls it made."""
     reasoning_content: str | None = None
+    """Thoughts, for templates that show them."""
     refusal: str | None = None
+    """As replies bring it; not read."""
     annotations: list[JsonValue] | None = None
+    """As OpenAI's replies bring it; not read."""
     audio: Absent = None
     function_call: Absent = None
     rollout: RolloutIds | None = None
+    """Of an assistant's message: as the reply brought it. The last one's token ids begin the prompt, and nothing before its
+    end is tokenised again. Leave it out to have the text tokenised anew."""
 
     @model_validator(mode="after")
     def _as_its_role_has_it(self) -> Message:
@@ -121,7 +137,9 @@ class FunctionDefinition(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
+    """A JSON schema."""
     strict: bool | None = None
+    """Accepted, without effect."""
 
 
 class Tool(Body):
@@ -156,10 +174,15 @@ class ChatRequest(SamplingBody):
     prompt_field = "messages"
 
     messages: list[Message] = Field(min_length=1)
+    """The conversation, oldest message first."""
     logprobs: bool | None = None
+    """Log-probs of every token."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    """How many of the likeliest tokens in each place. Needs logprobs=true."""
     max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
+    """OpenAI's newer name for max_tokens."""
     tools: list[Annotated[Tool, _FUNCTION_ONLY]] | None = Field(None, max_length=1024)
+    """Functions, shown to the model by its chat template."""
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("Word")]
@@ -168,12 +191,19 @@ class ChatRequest(SamplingBody):
         ]
         | None
     ) = None
+    """`required`, or a function: the beginning of a call is put into the prompt, and its text into the reply. `none`: tools
+    are not shown, and calls stay text. Default `auto`."""
     response_format: TextFormat | None = None
+    """Text."""
     modalities: list[Literal["text"]] | None = None
+    """Text."""
     # ours
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Further variables of the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = Field(None, description="The reply goes on where the last message ends.")
+    """Whether the template begins the assistant's message. Default true."""
+    continue_final_message: bool | None = None
+    """The reply goes on where the last message ends."""
     # accepted, without any effect
     parallel_tool_calls: bool | None = None
     store: bool | None = None

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -42,6 +42,8 @@ CLIENT_GONE = 499
 
 class ErrorDetail(BaseModel):
     """What went wrong."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
     """The value, the rule, the cure."""

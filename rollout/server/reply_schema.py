@@ -11,14 +11,16 @@ from pydantic import BaseModel, ConfigDict
 
 
 class _Reply(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class Rollout(_Reply):
     """Which tokens the sample is made of. Lists are as long as `token_ids`."""
 
     prompt_token_ids: list[int]
+    """The prompt as the model had it. A stream has it in a sample's first chunk only."""
     token_ids: list[int]
+    """What the model wrote, the token that ended it included."""
     log_probs: list[float | None]
     """Of the distribution that `logprobs_mode` says."""
     policy_versions: list[int]
@@ -80,9 +82,12 @@ class TextLogprobs(_Reply):
     """One entry per token in each column."""
 
     tokens: list[str]
+    """The tokens' texts; `bytes:…` where one is a part of a character."""
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None]
+    """Token → log-prob, the token itself among them; null where it has none."""
     text_offset: list[int]
+    """In characters, of the choice's text."""
 
 
 class ReplyFunction(_Reply):
@@ -96,6 +101,7 @@ class ReplyToolCall(_Reply):
     """A call that the model made."""
 
     id: str
+    """What the tool's message names as `tool_call_id`."""
     type: Literal["function"]
     function: ReplyFunction
 
@@ -105,6 +111,7 @@ class ReplyMessage(_Reply):
 
     role: Literal["assistant"]
     content: str | None
+    """Null where there are only calls."""
     refusal: None
     tool_calls: list[ReplyToolCall] | None = None
     rollout: Rollout | None = None
@@ -116,9 +123,13 @@ class ChatChoice(_Reply):
     index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
+    """Null unless asked for."""
     finish_reason: Literal["stop", "length", "tool_calls"]
+    """`tool_calls`: it ended by itself and calls a tool."""
     stop_reason: str | int | None
+    """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: ChatLogprobs | None = None
+    """There when asked for."""
 
 
 class ChatCompletion(_Reply):
@@ -129,6 +140,7 @@ class ChatCompletion(_Reply):
     created: int
     model: str
     policy_version: int
+    """Of the weights when the reply was made."""
     choices: list[ChatChoice]
     usage: Usage
 
@@ -139,9 +151,13 @@ class TextChoice(_Reply):
     index: int
     text: str
     logprobs: TextLogprobs | None
+    """Null unless asked for."""
     finish_reason: Literal["stop", "length"]
+    """`length`: cut, by max_tokens or because its tokens had become too old."""
     stop_reason: str | int | None
+    """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: TextLogprobs | None = None
+    """There when asked for."""
     rollout: Rollout | None = None
 
 
@@ -153,11 +169,20 @@ class Completion(_Reply):
     created: int
     model: str
     policy_version: int
+    """Of the weights when the reply was made."""
     choices: list[TextChoice]
     usage: Usage
 
 
+_CHUNK = (
+    "A chunk: the reply's fields, with what is new of one choice. A chat's choice has `delta` in place of `message`, and "
+    '`rollout` in it. An error is an event `{"error": …}`, and the last; otherwise the last one is `[DONE]`.'
+)
+
+
 def described(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """The `responses` entry of a route that answers with this, or with a stream of its chunks."""
-    events = {"text/event-stream": {"schema": {"type": "string", "description": "chunks as `data:` events"}}}
+    data = {"type": "string", "contentMediaType": "application/json", "description": _CHUNK}
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    events = {"text/event-stream": {"itemSchema": event}}
     return {200: {"model": reply, "description": "The reply; with stream=true, its chunks.", "content": events}}

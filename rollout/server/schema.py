@@ -45,7 +45,7 @@ INT32 = 2**31 - 1
 class Body(BaseModel):
     """A JSON object of known fields."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def _refuse(value: Any) -> None:
@@ -84,7 +84,9 @@ class StreamOptions(Body):
     """What a stream brings beside its text."""
 
     include_usage: bool | None = None
+    """One more chunk at the end, without choices, brings the usage."""
     include_obfuscation: bool | None = None
+    """Accepted, without effect: there is no padding."""
 
 
 class SamplingBody(Body):
@@ -93,13 +95,20 @@ class SamplingBody(Body):
     prompt_field: ClassVar[str]
     """Where its prompt is."""
 
-    model: str | None = Field(None, description="The served model's name; null is that one.")
+    model: str | None = None
+    """The served model's name; null is that one."""
     n: int | None = Field(None, ge=1, le=MAX_N)
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy, exactly.")
+    """Samples per prompt."""
+    temperature: float | None = Field(None, ge=0, le=100)
+    """0 is greedy, exactly. Default 1."""
     top_p: float | None = Field(None, gt=0, le=1)
+    """Keep the likeliest tokens that together have this probability."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
+    """Subtracted from the logit of every token that the sample has already."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    """The same, times how often the sample has it."""
     logit_bias: dict[BiasedToken, Bias] | None = None
+    """Token id, in decimal digits → what is added to its logit."""
     stop: (
         Annotated[
             Annotated[StopString, Tag("One")] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("Many")],
@@ -107,25 +116,45 @@ class SamplingBody(Body):
         ]
         | None
     ) = None
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="A negative one is taken modulo 2**63.")
-    max_tokens: int | None = Field(None, ge=0, le=INT32, description="0: the prompt only, no token.")
+    """The sample ends where one of these texts would appear; it is not in the text."""
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    """The same seed, prompt, parameters and weights give the same samples. A negative one is taken modulo 2**63."""
+    max_tokens: int | None = Field(None, ge=0, le=INT32)
+    """Most tokens of a sample, cut to the room that the prompt leaves. 0: the prompt only, no token. Default: 16 for a
+    completion, all the room there is for a chat."""
     stream: bool | None = None
+    """Send the reply as it grows, as server-sent events."""
     stream_options: StreamOptions | None = None
+    """Only with stream=true."""
     user: str | None = None
+    """Accepted, without effect."""
     # ours
     top_k: int | None = Field(None, ge=0, le=INT32)
+    """Keep so many of the likeliest tokens. 0: all."""
     min_p: float | None = Field(None, ge=0, le=1)
+    """Keep tokens at least this likely, relative to the likeliest."""
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    """Divides positive and multiplies negative logits of tokens that prompt or sample have already. 1: none."""
     min_tokens: int | None = Field(None, ge=0, le=INT32)
+    """No end of text, stop token or stop string before so many tokens."""
     ignore_eos: bool | None = None
+    """The end-of-text token ends nothing."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
+    """Tokens that end the sample too."""
     include_stop_str_in_output: bool | None = None
+    """Leave the stop string in the text."""
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    """Log-probs of the prompt's tokens, and so many of the likeliest in each place. 0: only the tokens' own."""
     logprobs_mode: Literal["processed", "raw"] | None = None
+    """`processed`: log-probs of the distribution that is drawn from. `raw`: of the model's own."""
     priority: int | None = Field(None, ge=-INT32, le=INT32)
+    """Higher runs first. Default 0."""
     timeout_s: float | None = Field(None, gt=0, le=86400)
-    return_rollout: bool | None = Field(None, description="Token ids, log-probs and versions in the reply: default on.")
-    wait_while_suspended: bool | None = Field(None, description="false: 503 unless the engine is running.")
+    """Seconds after which the request fails with 408; at most what the server allows."""
+    return_rollout: bool | None = None
+    """Token ids, log-probs and versions in the reply: default on."""
+    wait_while_suspended: bool | None = None
+    """false: 503 unless the engine is running."""
 
     @field_validator("temperature")
     @classmethod
@@ -205,9 +234,13 @@ class CompletionRequest(SamplingBody):
     """Text, texts, token ids, or lists of token ids."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
+    """Log-probs of every token, and so many of the likeliest in its place. 0: only the token's own."""
     echo: bool | None = None
+    """The text begins with the prompt, and so do the log-probs."""
     best_of: int | None = Field(None, ge=1, le=MAX_N)
+    """Must equal n: no sample is thrown away here."""
     suffix: Absent = None
+    """Not served: leave it out."""
 
     @field_validator("best_of")
     @classmethod

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout.config import ServerConfig
-from rollout.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
+from rollout.errors import InvalidRequestError, RequestAbortedError
 from rollout.loop_thread import LoopThread
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -139,7 +139,7 @@ class FakeLLM:
         submitted: (prompt ids, params, priority, timeout_s) of every request.
         aborted: numbers of requests that somebody aborted, in order.
         refuse_with: raised by `submit`.
-        dead: the engine has failed for good.
+        gone: why no request is served any more.
         direct: lifecycle methods are refused as in direct mode.
     """
 
@@ -155,7 +155,7 @@ class FakeLLM:
         self.policy_version = 0
         self.reply = "Hello"
         self.direct = False
-        self.dead = False
+        self.gone: Exception | None = None
         self.refuse_with: Exception | None = None
         self.numbers = count()
         self.open: dict[int, FakePending] = {}
@@ -271,8 +271,8 @@ class FakeLLM:
         return STATS | {"policy_version": self.policy_version}
 
     def refuse_when_over(self) -> None:
-        if self.dead:
-            raise EngineDeadError("the engine is dead: build another")
+        if self.gone is not None:
+            raise self.gone
 
 
 @contextmanager

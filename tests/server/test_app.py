@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -109,10 +110,15 @@ def test_health_says_how_the_engine_stands_and_503_when_it_is_gone():
         assert (healthy.status_code, healthy.json()) == (200, {"status": "running", "policy_version": 0})
         llm.state = EngineState.SUSPENDED
         assert httpx.get(f"{server.url}/health").json()["status"] == "suspended"
-        llm.dead = True
-        gone = httpx.get(f"{server.url}/health")
-        assert (gone.status_code, gone.json()["status"]) == (503, "dead")
-        llm.dead = False
+        for gone, status in (
+            (EngineDeadError("dead"), "dead"),
+            (ConnectionLostError("lost"), "coordinator_lost"),
+            (EngineStateError("stopped"), "suspended"),
+        ):
+            llm.gone = gone
+            reply = httpx.get(f"{server.url}/health")
+            assert (reply.status_code, reply.json()["status"]) == (503, status)
+        llm.gone = None
 
 
 def test_metrics_count_requests_results_and_the_engine_and_stay_out_of_the_process_registry():
@@ -136,9 +142,9 @@ def test_metrics_count_requests_results_and_the_engine_and_stay_out_of_the_proce
         assert values["rollout_engine_up",] == 1
         assert "the engine's" not in text, "a statistic of the engine has no help"
         assert "rollout_request_generated_tokens_count 0.0" in httpx.get(f"{other.url}/metrics").text
-        llm.dead = True
+        llm.gone = EngineDeadError("dead")
         assert "rollout_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
-        llm.dead = False
+        llm.gone = None
 
 
 def test_the_description_names_every_status_and_never_422(url):
@@ -245,12 +251,25 @@ def test_escaped_emoji_are_text(url):
         ({"colour": "red"}, "colour"),
         ({"n": 0}, "n"),
         ({"prompt": {}}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": None}, "prompt"),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(url, change, param):
     error = error_of(httpx.post(f"{url}/v1/completions", json=ASK | change), 400)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert error["message"].startswith(f"{param}: ")
+    assert re.match(rf"{re.escape(param)}(=.*)?: ", error["message"])
+
+
+def test_a_misspelt_field_is_named_and_not_only_missed(url):
+    error = error_of(httpx.post(f"{url}/v1/completions", json={"promt": "a"}), 400)
+    assert (error["param"], "no such field" in error["message"]) == ("promt", True)
+
+
+def test_a_value_that_is_quoted_is_cut(url):
+    error = error_of(httpx.post(f"{url}/v1/completions", json=ASK | {"temperature": "hot" * 10**6}), 400)
+    assert "hothot" in error["message"]
+    assert len(error["message"]) < 200
 
 
 def test_a_body_announced_too_large_is_refused_before_any_of_it_is_sent():
