@@ -38,10 +38,13 @@ class Problems:
 
     Attributes:
         held_out: for measuring; at most a quarter of all.
-        train: the rest, which `sample` draws from.
+        train: the rest, which `sample` and `deal` draw from.
+        dealt: how many `deal` has given; set it to go on from there.
     """
 
     def __init__(self, problems: Iterable[Problem], *, held_out: int, seed: int) -> None:
+        self._seed = seed
+        self.dealt = 0
         self._random = random.Random(seed)
         every = list(problems)
         self._random.shuffle(every)
@@ -51,6 +54,16 @@ class Problems:
     def sample(self, count: int) -> list[Problem]:
         """`count` different problems of `train`."""
         return self._random.sample(self.train, count)
+
+    def deal(self, count: int) -> list[Problem]:
+        """The next of an endless row in which every problem of `train` comes once before any comes again."""
+        places = [divmod(number, len(self.train)) for number in range(self.dealt, self.dealt + count)]
+        decks = {
+            number: random.Random(f"{self._seed} {number}").sample(self.train, len(self.train))
+            for number in {number for number, _ in places}
+        }
+        self.dealt += count
+        return [decks[number][place] for number, place in places]
 
     def share(self, rank: int, ranks: int, *, seed: int) -> Problems:
         """The part of one of several ranks: the first one's solutions are the shortest, the last one's the longest."""

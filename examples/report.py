@@ -6,6 +6,7 @@ Knows numbers by name, nothing of models. Times, lengths and speeds are the roll
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ class Report:
         seconds = {phase: metrics[f"rollout/{phase}_s"] for phase in PHASES}
         cells = (
             str(number), f"{step.reward:.2f}", " " + _bar(step.reward, 10), f"{held_out:.2f}",
-            f"{metrics['rollout/completion_length_mean']:.1f}", f"{step.staleness.float().mean():.1f}",
+            f"{metrics.get('rollout/completion_length_mean', math.nan):.1f}", f"{step.staleness.float().mean():.1f}",
             f"{metrics['rollout/logprob_diff_mean']:.0e}".replace("e-0", "e-"),
             f"{metrics.get('rollout/tokens_per_second', 0):,.0f}",
             f"{seconds['generate'] / sum(seconds.values()):.0%}", f"{seconds['train'] / sum(seconds.values()):.0%}",
@@ -155,7 +156,7 @@ class Report:
         axes.plot(self._steps, mean, color=BLUE, linewidth=2, label="mean")
         axes.fill_between(self._steps, p50, p99, color=BLUE, alpha=0.18, linewidth=0, label="median to 99th percentile")
         axes.plot(self._steps, longest, ".", color=FAINT, markersize=4, label="longest")
-        axes.set(title="Completion length in tokens", ylim=(0, max(longest) * 1.05))
+        axes.set(title="Completion length in tokens", ylim=(0, np.nanmax([1, *longest]) * 1.05))
 
     def _times(self, axes: Axes) -> None:
         seconds = [_smooth(self._metric(f"rollout/{phase}_s")) for phase in PHASES]

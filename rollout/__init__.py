@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rollout.errors import EngineDeadError as EngineDeadError
     from rollout.errors import EngineStateError as EngineStateError
     from rollout.errors import InvalidRequestError as InvalidRequestError
+    from rollout.errors import JournalError as JournalError
     from rollout.errors import QueueFullError as QueueFullError
     from rollout.errors import RankLostError as RankLostError
     from rollout.errors import RequestAbortedError as RequestAbortedError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from rollout.errors import UnsupportedModelError as UnsupportedModelError
     from rollout.events import DynamicInferenceEvent as DynamicInferenceEvent
     from rollout.events import DynamicInferenceEventType as DynamicInferenceEventType
+    from rollout.journal import Journal as Journal
     from rollout.keys import JobKeys as JobKeys
     from rollout.llm import LLM as LLM
     from rollout.llm import AsyncLLM as AsyncLLM
@@ -101,6 +103,7 @@ _HOMES = {
         "EngineDeadError",
         "EngineStateError",
         "InvalidRequestError",
+        "JournalError",
         "QueueFullError",
         "RankLostError",
         "RequestAbortedError",
@@ -117,6 +120,7 @@ _HOMES = {
         "DynamicInferenceEvent",
         "DynamicInferenceEventType",
     ),
+    "rollout.journal": ("Journal",),
     "rollout.keys": ("JobKeys",),
     "rollout.llm": (
         "LLM",

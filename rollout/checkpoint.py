@@ -10,22 +10,26 @@ from typing import Any
 import msgpack
 
 from rollout.backend import Backend
-from rollout.codec import INT, Codec, decode_fields, list_of, refuse, unpack_msgpack
+from rollout.codec import INT, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import SerializationError
+from rollout.group_journal import GroupJournal
 from rollout.groups import GroupLedger
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 
-FORMAT = 1
+FORMAT = 2
 
 
-def save(backend: Backend, groups: GroupLedger, policy_version: int, updates_per_round: int) -> dict[str, Any]:
+def save(
+    backend: Backend, groups: GroupLedger, policy_version: int, updates_per_round: int, journal: GroupJournal
+) -> dict[str, Any]:
     """The state of a rollout: versions, the groups, their samples that have come back, and records of the others."""
     fields = {
         "policy_version": policy_version,
         "next_request_id": backend.next_group_id,
         "updates_per_round": updates_per_round,
+        "journal": journal.checkpoint(policy_version),
         "groups": [list(group) for group in groups.sizes()],
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in backend.snapshot()],
@@ -33,25 +37,46 @@ def save(backend: Backend, groups: GroupLedger, policy_version: int, updates_per
     return {"format": FORMAT, "data": msgpack.packb(fields, use_bin_type=True)}
 
 
-def load(state: Any, engine: DynamicInferenceEngine, backend: Backend) -> tuple[GroupLedger, int]:
+def load(
+    state: Any, engine: DynamicInferenceEngine, backend: Backend, journal: GroupJournal
+) -> tuple[GroupLedger, int]:
     """Go on with what `save` made, where no request is. If it raises, there is none afterwards either.
+
+    Args:
+        journal: of the run that made it, with the groups that were finished since; restored too.
 
     Returns:
         The groups, and the updates per round.
 
     Raises:
         SerializationError: not such a state, or of another format; the message names the field.
-        ConfigError: the engine's policy version is beyond the state's.
+        ConfigError: the engine's policy version is beyond the state's, or the journal does not know the state.
         InvalidRequestError: a request does not fit this engine (its pool is smaller than the saved one's, say).
     """
     loaded = _decode(state)
-    records: list[DynamicInferenceRequestRecord] = loaded["unfinished"]
-    groups = _ledger(loaded["groups"], loaded["finished"], records)
+    journal.restore(loaded["journal"], loaded["policy_version"])
+    finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
+    groups = _ledger(loaded["groups"], finished, records)
     engine.weights_updated(loaded["policy_version"])
     # Blocks cached here under the same version number may have been computed by other weights.
     engine.flush_prefix_cache()
     backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     return groups, int(loaded["updates_per_round"])
+
+
+def _finish(
+    finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
+) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
+    """Groups that were in flight and are in the journal need not be computed again."""
+    ended: dict[int, list[DynamicInferenceRequest]] = {}
+    for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
+        tokens = first.prompt_tokens[: first.original_prompt_length]
+        samples = journal.in_flight(group_id, tokens, first.sampling_params)
+        if samples is not None:
+            ended[group_id] = samples
+    others = [result for result in finished if result.request_id not in ended]
+    open_still = [record for record in unfinished if record[0].request_id not in ended]
+    return others + [sample for samples in ended.values() for sample in samples], open_still
 
 
 def check_portable(name: str, value: Any) -> None:
@@ -130,6 +155,7 @@ _FIELDS = {
     "policy_version": INT,
     "next_request_id": INT,
     "updates_per_round": INT,
+    "journal": STR,
     "groups": list_of(Codec(list, _decode_group)),
     "finished": list_of(Codec(DynamicInferenceRequest.serialize, DynamicInferenceRequest.deserialize)),
     "unfinished": list_of(Codec(DynamicInferenceRequestRecord.serialize, DynamicInferenceRequestRecord.deserialize)),

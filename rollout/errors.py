@@ -14,9 +14,12 @@ RolloutError
 ├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
 ├── EngineStateError       (RuntimeError)  this call is not allowed in the engine's present state
 ├── EngineDeadError        (RuntimeError)  the engine has stopped for good
+├── WeightsChangedError    (RuntimeError)  weights changed and nobody said so; carries `tensors`
 ├── DeadlineError          (TimeoutError)  a wait passed its deadline
 ├── ControlError           (RuntimeError)  engines have not done what a control call asked; carries `engines`
 ├── ConnectionLostError    (ConnectionError) the coordinator is gone, or has given this connection up
+├── JournalError           (OSError)       the disk does not do what a journal needs
+│   └── DamagedHeaderError                 one of its files cannot be continued
 └── SerializationError     (ValueError)    a received payload does not have the shape it must have
 """
 
@@ -95,6 +98,18 @@ class EngineDeadError(RolloutError, RuntimeError):
     """The engine has stopped for good; build another."""
 
 
+class WeightsChangedError(RolloutError, RuntimeError):
+    """Weights are not what they were when the optimizer last stepped, or a copy of them is not what they are.
+
+    Attributes:
+        tensors: names of those that differ.
+    """
+
+    def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tensors
+
+
 class DeadlineError(RolloutError, TimeoutError):
     """A wait passed its deadline."""
 
@@ -121,6 +136,14 @@ class ConnectionLostError(RolloutError, ConnectionError):
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
         self.final = final
+
+
+class JournalError(RolloutError, OSError):
+    """The disk does not do what a journal needs, or the journal is not open here; the message has the cure."""
+
+
+class DamagedHeaderError(JournalError):
+    """A file of a journal that may have records, but cannot be continued."""
 
 
 class SerializationError(RolloutError, ValueError):

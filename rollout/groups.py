@@ -17,6 +17,8 @@ class _Group:
     size: int
     prompt: Hashable
     """What stands for its prompt in the book of lengths."""
+    key: bytes
+    """What stands for it in the journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     oldest_version: int | None = None
     """That sampled any completion token in `results`."""
@@ -44,9 +46,9 @@ class GroupLedger:
         """Ids of groups whose samples have all come back, in order of submission."""
         return [each for each in self._groups if each not in self.unfinished]
 
-    def add(self, group_id: int, size: int, prompt: Hashable = None) -> None:
+    def add(self, group_id: int, size: int, prompt: Hashable = None, key: bytes = b"") -> None:
         """A group of `size` samples was accepted."""
-        self._groups[group_id] = _Group(size, prompt)
+        self._groups[group_id] = _Group(size, prompt, key)
         self.unfinished.add(group_id)
         self.samples_missing += size
 
@@ -67,6 +69,10 @@ class GroupLedger:
     def prompt(self, group_id: int) -> Hashable:
         """What `add` was told; None: nothing."""
         return self._groups[group_id].prompt
+
+    def key(self, group_id: int) -> bytes:
+        """What `add` was told."""
+        return self._groups[group_id].key
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         """(group id, samples), in order of submission."""

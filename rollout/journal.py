@@ -22,9 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError, DamagedHeaderError, JournalError, RolloutError
 from rollout.folder_lock import FolderLock
-from rollout.journal_file import DamagedHeaderError, JournalError, SegmentName, SegmentWriter, read_body
+from rollout.journal_file import SegmentName, SegmentWriter, read_body
 from rollout.journal_reader import (
     Damage,
     FinishedGroup,

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 import msgpack
 
 from rollout.codec import STR, refuse, unpack_msgpack
-from rollout.errors import ConfigError, RolloutError, SerializationError
+from rollout.errors import ConfigError, DamagedHeaderError, JournalError, SerializationError
 
 VERSION = 1
 MAGIC = b"rolljrnl"
@@ -34,14 +34,6 @@ _RECORD = struct.Struct("<8sQII")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _RECORD.size + _CRC.size
 _WINDOW_BYTES = 1 << 20
-
-
-class JournalError(RolloutError, OSError):
-    """The disk does not do what the journal needs, or another process writes the journal; the message has the cure."""
-
-
-class DamagedHeaderError(JournalError):
-    """A file that may have records, but cannot be continued."""
 
 
 class SegmentName(NamedTuple):

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgpack
 
 from rollout.codec import OPAQUE, Codec, decode_fields, list_of, refuse, unpack_msgpack
-from rollout.errors import RolloutError, SerializationError
-from rollout.journal_file import Gap, JournalError, Record, SegmentName, read_body, read_header, segments, walk
+from rollout.errors import JournalError, RolloutError, SerializationError
+from rollout.journal_file import Gap, Record, SegmentName, read_body, read_header, segments, walk
 from rollout.request import DynamicInferenceRequest
 
 _log = logging.getLogger(__name__)

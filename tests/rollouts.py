@@ -23,10 +23,10 @@ Key = tuple[int, int]
 
 def make_rollout(model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> RolloutManager:
     """A manager with blocks of four tokens and room for 16 samples at once."""
-    clock = {"clock": options.pop("clock")} if "clock" in options else {}
+    seams = {name: options.pop(name) for name in ("clock", "journal") if name in options}
     defaults: dict[str, Any] = {"kv_cache_blocks": 256, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
-    return RolloutManager(model, tokenizer, InferenceConfig(**(defaults | options)), **clock)
+    return RolloutManager(model, tokenizer, InferenceConfig(**(defaults | options)), **seams)
 
 
 def update(model: PreTrainedModel, rollout: RolloutManager | None = None, seed: int = 0, size: float = 0.02) -> None:

@@ -234,9 +234,9 @@ def altered(change: Callable[[dict[str, Any]], Any]) -> Callable[[State], Any]:
 MALFORMED: list[tuple[Callable[[State], Any], str]] = [
     (lambda state: None, "state: None arrived where a dict"),
     (lambda state: [state], "state: .* where a dict"),
-    (lambda state: {}, r"state\.format: None arrived where 1"),
-    (lambda state: {**state, "format": 2}, r"state\.format: 2 arrived where 1, the format that this version reads"),
-    (lambda state: {"format": 1}, r"state\.data: missing"),
+    (lambda state: {}, r"state\.format: None arrived where 2"),
+    (lambda state: {**state, "format": 1}, r"state\.format: 1 arrived where 2, the format that this version reads"),
+    (lambda state: {"format": 2}, r"state\.data: missing"),
     (lambda state: {**state, "data": "text"}, r"state\.data: .*'text' arrived where bytes"),
     (lambda state: {**state, "more": 1}, r"state\.more: unknown"),
     (lambda state: {**state, "data": state["data"][:-9]}, r"state\.data: \d+ bytes that are no msgpack .*cut off"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -9,25 +10,69 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from rollout.metrics import LOGGED
+from tests.wandb_runs import point, read_run
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = ["grpo", "partial_rollouts"]
+EXAMPLES = ["grpo", "partial_rollouts", "ppo", "async_grpo", "lora_grpo"]
+WITH_SAMPLES = ["ppo", "async_grpo"]
+"""Those that log tables of sample rollouts."""
+
+
+def run(name: str, out: Path, *flags: str) -> str:
+    """Run an example to its end. Returns what it has printed."""
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DATA_DIR": str(out / "staged"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--quick", "--out", str(out), *flags],
+        capture_output=True, text=True, timeout=500, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_runs_and_leaves_a_picture(name: str, tmp_path: Path) -> None:
-    environment = os.environ | {"WANDB_MODE": "offline"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--quick", "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=500, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "held-out" in done.stdout
+def test_the_example_runs_leaves_a_picture_and_logs_the_whole_table_of_metrics(name: str, tmp_path: Path) -> None:
+    assert "held-out" in run(name, tmp_path)
     pictures = list(tmp_path.glob("*.png"))
     assert pictures, "no picture"
     assert pictures[0].stat().st_size > 10_000
-    assert list(tmp_path.rglob("*.wandb")), "wandb has written nothing"
+    points = [point(history) for history in read_run(tmp_path)["history"]]
+    steps = [each["train/step"] for each in points if "train/reward" in each]
+    assert steps == list(range(1, len(steps) + 1))
+    logged = set().union(*points)
+    assert {each for each in logged if each.startswith("rollout/")} == set(LOGGED)
+    assert {"train/reward", "train/loss", "train/held_out"} <= logged
+    assert ({"samples/table", "samples/completion_length"} <= logged) is (name in WITH_SAMPLES)
+
+
+@pytest.mark.slow
+def test_the_asynchronous_example_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    assert "supervised steps" in run("async_grpo", tmp_path, "--resume")
+    again = run("async_grpo", tmp_path, "--resume")
+    assert re.search(r"resumed at step 3 with \d+ groups in flight", again), again
+    assert "supervised steps" not in again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"), [("serve", "answers over HTTP from versions"), ("agent_over_http", "reward, first")]
+)
+def test_the_example_over_http_runs(name: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--quick"], capture_output=True, text=True, timeout=500,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_with_trls_own_trainer_runs_and_leaves_a_picture(tmp_path: Path) -> None:
+    assert "held-out" in run("trl_grpo", tmp_path)
+    assert [each for each in tmp_path.glob("*.png") if each.stat().st_size > 10_000]
 
 
 @pytest.mark.slow
@@ -48,6 +93,23 @@ def test_the_data_parallel_example_runs_on_two_ranks_and_shows_the_balance(tmp_p
     assert pictures, "no picture"
     assert pictures[0].stat().st_size > 10_000
     assert list(tmp_path.rglob("*.wandb")), "wandb has written nothing"
+
+
+def test_the_advantages_of_ppo_are_the_discounted_sums_of_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    ppo = importlib.import_module("ppo")
+    monkeypatch.setattr(ppo, "GAMMA", 0.9)
+    torch.manual_seed(0)
+    values, scores = torch.randn(3, 9), torch.tensor([1.0, 0.0, 0.5])
+    mask, expected = torch.zeros(3, 9, dtype=torch.bool), torch.zeros(3, 9)
+    for row, (start, end) in enumerate([(2, 9), (4, 7), (3, 4)]):
+        mask[row, start:end] = True
+        for t in range(start, end):
+            for k in range(t, end):
+                last = k == end - 1
+                surprise = (scores[row] if last else 0.9 * values[row, k + 1]) - values[row, k]
+                expected[row, t] += (0.9 * ppo.LAMBDA) ** (k - t) * surprise
+    torch.testing.assert_close(ppo.estimate_advantages(scores, values, mask), expected)
 
 
 def test_the_grpo_loop_stays_under_forty_lines() -> None:

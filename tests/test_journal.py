@@ -21,12 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import journal_file
-from rollout.errors import ConfigError, EngineStateError, SerializationError
+from rollout.errors import ConfigError, EngineStateError, JournalError, SerializationError
 from rollout.folder_lock import FolderLock
 from rollout.journal import Journal
 from rollout.journal_file import (
     Gap,
-    JournalError,
     SegmentName,
     SegmentWriter,
     pack_header,

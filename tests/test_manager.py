@@ -482,6 +482,7 @@ def test_nothing_is_handed_out_twice_or_lost_in_random_rounds(model, seed):
 def test_in_steady_state_nothing_is_too_old_and_nothing_thrown_away(model, policy, limit, updates):
     rng = random.Random(limit)
     rollout = make_rollout(model, max_staleness=limit, staleness_policy=policy)
+    ledger = DenseLedger(rollout)
     stale = 0
     for turn in range(16):
         # Long-tailed, and the samples of a group end at different times.
@@ -489,6 +490,11 @@ def test_in_steady_state_nothing_is_too_old_and_nothing_thrown_away(model, polic
         params = [tokens(min(60, int(3 * rng.paretovariate(0.8))), n=2, stop_token_ids=[5, 6]) for _ in range(fresh)]
         batch = rollout.generate([[3 + turn, 7 + n] for n in range(fresh)], params, min_groups=5)
         assert batch.policy_staleness[batch.response_mask].max() <= limit
+        for row, request in enumerate(batch):
+            # Of a sample that was requeued before the steady state, the last attempt counts.
+            sampled = ledger.policy_versions(request)[-len(request.generated_tokens) :]
+            ages = batch.policy_staleness[row, len(request.prompt_tokens) : request.total_length]
+            assert ages.tolist() == (rollout.policy_version - sampled).tolist()
         if turn > 1:
             assert batch.policy_staleness.max() <= limit
             metrics = rollout.metrics()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import struct
+import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,51 +17,13 @@ import torch
 from rollout.batch import RolloutBatch
 from rollout.metrics import LOGGED, METRICS, Kind, MetricsRecorder
 from rollout.request import DynamicInferenceRequest
+from rollout.spans import VersionSpans
 from rollout.state import FinishReason, Status
-from trainer_hooks.wandb import SAMPLE_COLUMNS, WandbLogger
+from tests.models import make_tokenizer
+from tests.wandb_runs import point, read_run
+from trainer_hooks.wandb import AGES, SAMPLE_COLUMNS, WandbLogger
 
 ROOT = Path(__file__).parent.parent
-LOG_BLOCK = 32 * 1024
-
-
-def records(log: bytes) -> Iterator[Any]:
-    """Messages of a .wandb file: 7 bytes of header, then LevelDB's log: blocks of chunks of crc, length, type, data."""
-    from wandb.proto import wandb_internal_pb2
-
-    message, position = b"", 7
-    while position + 7 <= len(log):
-        if (left := LOG_BLOCK - position % LOG_BLOCK) < 7:
-            position += left
-            continue
-        length, kind = struct.unpack_from("<HB", log, position + 4)
-        message += log[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(message)
-            yield record
-            message = b""
-
-
-def read_run(directory: Path) -> dict[str, list[Any]]:
-    """Records by type, once the service has written the last one."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        by_type: dict[str, list[Any]] = {}
-        for path in directory.glob("wandb/offline-run-*/run-*.wandb"):
-            for record in records(path.read_bytes()):
-                kind = record.WhichOneof("record_type")
-                by_type.setdefault(kind, []).append(getattr(record, kind))
-        if "exit" in by_type:
-            return by_type
-        time.sleep(0.02)
-    raise AssertionError(f"no finished run in {directory}")
-
-
-def point(history: Any) -> dict[str, Any]:
-    """One logged point, without wandb's own keys."""
-    items = {item.key or "/".join(item.nested_key[:1]): json.loads(item.value_json) for item in history.item}
-    return {name: value for name, value in items.items() if not name.startswith("_")}
 
 
 @pytest.fixture
@@ -72,6 +32,7 @@ def quiet(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     for name in ("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE", "WANDB_X_DISABLE_STATS"):
         monkeypatch.setenv(name, "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
@@ -136,10 +97,45 @@ def test_samples_reach_the_run_as_a_table_and_a_histogram(quiet):
         logger.samples(3, sample_batch(), torch.arange(6.0), rows=2)
     (logged,) = (point(history) for history in read_run(quiet)["history"])
     assert set(logged) == {"train/step", "samples/table", "samples/completion_length"}
-    (path,) = quiet.glob("wandb/offline-run-*/files/media/table/samples/*.json")
-    table = json.loads(path.read_text())
+    table, _ = logged_table(quiet)
     assert tuple(table["columns"]) == SAMPLE_COLUMNS
-    assert table["data"] == [[3, "10", 0.0, 1, "stop", 1.0], [3, "text 5", 5.0, 6, "stop", 1.0]]
+    assert [row[:-1] for row in table["data"]] == [[3, "10", 0.0, 1, "stop", 1.0], [3, "text 5", 5.0, 6, "stop", 1.0]]
+    assert sum(logged["samples/completion_length"]["values"]) == 6
+
+
+def logged_table(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """The one table of an offline run, and the HTML in its last column."""
+    (artifact,) = read_run(directory)["artifact"]
+    files = {entry.path: Path(entry.local_path).read_text() for entry in artifact.manifest.contents}
+    table = json.loads(files["samples/table.table.json"])
+    return table, [files[row[-1]["path"]] for row in table["data"]]
+
+
+def test_the_tokens_of_each_version_stand_on_the_ground_of_their_age(quiet):
+    tokenizer = make_tokenizer()
+    sample = DynamicInferenceRequest(
+        request_id=0,
+        sample_index=0,
+        prompt_tokens=[5],
+        generated_tokens=tokenizer.encode("a<b>&", add_special_tokens=False),
+        generated_log_probs=[-1.0] * 5,
+        policy_spans=VersionSpans([(2, 3), (8, 2), (9, 1)]),
+        status=Status.COMPLETED,
+        finish_reason=FinishReason.STOP,
+        policy_version=9,
+    )
+    batch = RolloutBatch.from_requests([sample], policy_version=9, pad_token_id=0)
+    with WandbLogger("laws", directory=quiet) as logger:
+        logger.samples(3, batch, [0.5], tokenizer=tokenizer)
+    table, (shown,) = logged_table(quiet)
+    spans = re.findall(r'<span style="background:(#\w{6})" title="(.*?)">(.*?)</span>', shown)
+    assert spans == [
+        (AGES[-1], "version 2, 7 updates ago, 2 tokens", "a&lt;"),
+        (AGES[1], "version 8, 1 update ago, 2 tokens", "b&gt;"),
+        (AGES[0], "version 9, 0 updates ago, 1 token", "&amp;"),
+    ]
+    (row,) = table["data"]
+    assert row[SAMPLE_COLUMNS.index("mean_staleness")] == (2 * 7 + 2 * 1) / 5
 
 
 def test_the_table_shows_samples_from_the_worst_to_the_best(fake):
@@ -188,7 +184,7 @@ class FakeWandb(SimpleNamespace):
     """The part of wandb the logger meets, without a service behind it."""
 
     def __init__(self, run: FakeRun | None = None, api_key: str | None = None) -> None:
-        super().__init__(run=run, asked=None, Histogram=list)
+        super().__init__(run=run, asked=None, Histogram=list, Html=lambda text, inject: text)
         self.api_key = api_key
 
     def setup(self) -> SimpleNamespace:

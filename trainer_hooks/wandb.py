@@ -6,9 +6,11 @@ offline run, which `wandb sync` uploads later.
 
 from __future__ import annotations
 
+import html
 import netrc
 import os
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
 STEP = "train/step"
 """The axis of everything logged."""
 
-SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_staleness")
+SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_staleness", "by_version")
+
+AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
+"""Background of tokens sampled 0, 1, 2 … weight updates ago; the last is for all that are older."""
 
 
 class WandbLogger:
@@ -90,14 +95,26 @@ class WandbLogger:
                 point[name] = value.item() if hasattr(value, "item") else value
         self.run.log(point)
 
-    def samples(self, step: int, batch: RolloutBatch, rewards: Sequence[float] | Any, *, rows: int = 8) -> None:
+    def samples(
+        self,
+        step: int,
+        batch: RolloutBatch,
+        rewards: Sequence[float] | Any,
+        *,
+        rows: int = 8,
+        tokenizer: Any = None,
+    ) -> None:
         """Log a table of sample rollouts, worst to best, and a histogram of all completion lengths.
+
+        The column `by_version` is the completion in HTML: tokens that one version of the weights has sampled stand
+        together, on a ground that is the darker the older they are (`AGES`).
 
         Args:
             step: on the axis.
             batch: N samples.
             rewards: one number per sample: a sequence, array or tensor [N].
             rows: how many samples the table shows, spread evenly over the ranking by reward.
+            tokenizer: what `by_version` is decoded with. None: token ids.
 
         Raises:
             ValueError: the number of rewards is not N.
@@ -112,7 +129,15 @@ class WandbLogger:
         ranking = np.argsort(reward, kind="stable")
         chosen = ranking[np.unique(np.linspace(0, len(batch) - 1, min(rows, len(batch))).round().astype(int))]
         table = [
-            [step, _text(batch, i), float(reward[i]), int(lengths[i]), batch.finish_reasons[i], float(staleness[i])]
+            [
+                step,
+                _text(batch, i),
+                float(reward[i]),
+                int(lengths[i]),
+                batch.finish_reasons[i],
+                float(staleness[i]),
+                self._wandb.Html(_by_version(batch, i, tokenizer), inject=False),
+            ]
             for i in chosen.tolist()
         ]
         self.run.log(
@@ -181,6 +206,24 @@ def _mean_staleness(batch: RolloutBatch) -> NDArray[np.float64]:
     inside = (position >= start) & (position < start + length[:, None])
     total: NDArray[np.float64] = (_numbers(batch.policy_staleness) * inside).sum(axis=1)
     return total / np.maximum(length, 1)
+
+
+def _by_version(batch: RolloutBatch, index: int, tokenizer: Any) -> str:
+    sample = batch[index]
+    start, end = len(sample.prompt_tokens), len(sample.prompt_tokens) + len(sample.generated_tokens)
+    versions = batch.policy_versions[index, start:end].tolist()
+    spans, begin = [], 0
+    for version, run in groupby(versions):
+        tokens = sample.generated_tokens[begin : begin + len(list(run))]
+        begin += len(tokens)
+        age = max(0, batch.policy_version - version)
+        told = f"version {version}, {age} update{'s' * (age != 1)} ago, {len(tokens)} token{'s' * (len(tokens) != 1)}"
+        text = " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
+        spans.append(
+            f'<span style="background:{AGES[min(age, len(AGES) - 1)]}" title="{told}">{html.escape(text)}</span>'
+        )
+    between = " " if tokenizer is None else ""
+    return f'<div style="font-family:monospace;white-space:pre-wrap">{between.join(spans)}</div>'
 
 
 def _text(batch: RolloutBatch, index: int) -> str:

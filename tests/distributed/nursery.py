@@ -20,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 """Guards against hanging, no more."""
 
-BEGIN = "from tests.distributed.nursery import keep; keep({descriptor})"
+BEGIN = "from tests.distributed.nursery import keep; keep({descriptor}, {module!r})"
 
 
 class Child:
@@ -59,6 +60,11 @@ class Child:
         assert self.pipe.poll(PATIENCE_S), f"process {self.pid} has not answered"
         return self.pipe.recv()
 
+    def hear_bytes(self) -> bytes:
+        """The next thing it says that is no object."""
+        assert self.pipe.poll(PATIENCE_S), f"process {self.pid} has not answered"
+        return self.pipe.recv_bytes()
+
     def ask(self, question: Any) -> Any:
         """Say something to it and hear the answer."""
         self.pipe.send(question)
@@ -69,12 +75,16 @@ class Child:
 
 
 class Nursery:
-    """Makes children. Not thread-safe."""
+    """Makes children. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        module: what every child would have to import.
+    """
+
+    def __init__(self, module: str = "tests.distributed.ranks") -> None:
         self._socket, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BEGIN.format(descriptor=theirs.fileno())],
+            [sys.executable, "-c", BEGIN.format(descriptor=theirs.fileno(), module=module)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             pass_fds=[theirs.fileno()],
@@ -109,10 +119,9 @@ class Nursery:
             self._process.kill()
 
 
-def keep(descriptor: int) -> None:
+def keep(descriptor: int, module: str) -> None:
     """Be a nursery."""
-    import tests.distributed.ranks  # noqa: F401 - what every child would have to import
-
+    import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork of several threads takes one of them along"
     # Ctrl-C reaches all processes of a terminal, but it is the test's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,155 @@
+"""A model that answers over HTTP while it is being trained: evaluation needs no checkpoint and no second copy.
+
+    python examples/serve.py --seed 0
+
+GRPO goes on in this thread, as in `grpo.py` but with an `LLM`. Beside it somebody asks the same model sums that it is
+never trained on, over the OpenAI API that `llm.serve` offers. Every answer says which version of the weights has made
+each of its tokens; one that was half written when the weights changed is finished by the new ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+from threading import Event
+
+import torch
+from arithmetic import Problem, Problems, reward, sums
+from openai import OpenAI
+from policy import character_tokenizer, small_model, token_logprobs, trapezoid, warm_up
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from transformers import PreTrainedModel
+
+from rollout import LLM, InferenceConfig, RolloutBatch, SamplingParams, ServerConfig
+from trainer_hooks.optimizer import attach
+
+GROUP = 8
+MAX_TOKENS = 32
+EPOCHS = 2
+AT_ONCE = 8
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back over HTTP."""
+
+    problem: Problem
+    text: str
+    versions: list[int]
+    """Of the weights, for each token."""
+
+    @property
+    def right(self) -> bool:
+        """Whether it ends in the answer."""
+        return reward(self.text, self.problem.answer) == 1
+
+    def __str__(self) -> str:
+        first, last = self.versions[0], self.versions[-1]
+        made_by = f"version {first}" if first == last else f"versions {first} to {last}"
+        return f"{self.problem.prompt} {self.text} {'✓' if self.right else '✗'}  by {made_by}"
+
+
+def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse.Namespace) -> Iterator[float]:
+    """Sample groups, mark them, train twice on what came out; gives the mean reward of each step."""
+    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
+    attach(optimizer, llm)
+    params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
+    for _ in range(options.steps):
+        asked = problems.sample(options.prompts)
+        samples = llm.generate([problem.prompt for problem in asked], params)
+        batch = RolloutBatch.from_requests(
+            samples, policy_version=llm.policy_version, pad_token_id=llm.tokenizer.pad_token_id, device=model.device
+        )
+        answers = [problem.answer for problem in asked for _ in range(GROUP)]
+        rewards = torch.tensor(list(map(reward, batch.texts, answers)), device=model.device).view(-1, GROUP)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        advantages, mask = advantages.view(-1, 1), batch.response_mask
+        # Whoever asks over HTTP meanwhile waits: the trainer and the engine take turns with the module.
+        with llm.suspended():
+            for _ in range(EPOCHS):
+                ratio = (token_logprobs(model, batch) - batch.logprobs).exp()
+                clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+                loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
+                optimizer.zero_grad()
+                loss.backward()
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        schedule.step()
+        yield rewards.mean().item()
+
+
+def ask(url: str, problems: Sequence[Problem], answers: list[Answer], enough: Event) -> None:
+    """Ask a few problems at a time over HTTP, as anybody with an OpenAI client would."""
+    with OpenAI(base_url=f"{url}/v1", api_key="nobody asks for it") as client:
+        model = client.models.list().data[0].id
+        coming = cycle(problems)
+        while True:
+            asked = [next(coming) for _ in range(AT_ONCE)]
+            reply = client.completions.create(
+                model=model, prompt=[problem.prompt for problem in asked], max_tokens=MAX_TOKENS, temperature=0
+            )
+            for problem, choice in zip(asked, reply.choices, strict=True):
+                answers.append(Answer(problem, choice.text, choice.rollout["policy_versions"]))
+            if enough.wait(0.02):
+                return
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
+    parser.add_argument("--steps", type=int, default=50, help="of GRPO")
+    parser.add_argument("--prompts", type=int, default=48, help=f"per step, {GROUP} samples each")
+    parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate of GRPO")
+    parser.add_argument("--warm-up", type=float, default=0.2, help="loss that ends the supervised steps before it")
+    parser.add_argument("--port", type=int, default=0, help="to serve on; 0: a free one")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.prompts, options.warm_up = 4, 8, 2.0
+    return options
+
+
+def main() -> None:
+    """One run: lessons, then GRPO with visitors."""
+    started = time.perf_counter()
+    options = parse_options()
+    tokenizer = character_tokenizer()
+    model = small_model(tokenizer, max_length=64, seed=options.seed)
+    problems = Problems(sums(), held_out=512, seed=options.seed)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    print(f"{lessons} supervised steps in {time.perf_counter() - started:.0f} s")
+    config = InferenceConfig(max_requests=GROUP * options.prompts + AT_ONCE, seed=options.seed)
+    answers: list[Answer] = []
+    with LLM(model, tokenizer, config) as llm, ThreadPoolExecutor(1) as beside:
+        server = llm.serve(ServerConfig(port=options.port), blocking=False)
+        print(f"serving at {server.url}\n\n step  reward              asked over HTTP meanwhile")
+        enough = Event()
+        visitor = beside.submit(ask, server.url, problems.held_out, answers, enough)
+        try:
+            for number, mean in enumerate(grpo(model, llm, problems, options), 1):
+                last = f"{len(answers):5}: {answers[-1]}" if answers else ""
+                print(f"{number:5}  {mean:6.2f} {'█' * round(mean * 10):10}  {last}")
+        finally:
+            enough.set()
+        visitor.result()
+        server.stop()
+    newest = [max(answer.versions) for answer in answers[::AT_ONCE]]
+    assert newest == sorted(newest), "an answer came from older weights than the one before it"
+    quarter = -(-len(answers) // 4)
+    first, last = (sum(answer.right for answer in some) / quarter for some in (answers[:quarter], answers[-quarter:]))
+    mixed = sum(len(set(answer.versions)) > 1 for answer in answers)
+    print(f"\n{len(answers)} answers over HTTP from versions {newest[0]} to {newest[-1]}, {mixed} across an update")
+    print(f"right, first quarter of them → last: {first:.2f} → {last:.2f}")
+    print(f"{time.perf_counter() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
