@@ -150,7 +150,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.groups, options.in_flight, options.warm_up, options.every = 4, 3, 8, 2.0, 2
+        options.steps, options.groups, options.in_flight, options.warm_up, options.every = 4, 3, 8, 3.0, 2
         options.save_every = 3
     return options
 

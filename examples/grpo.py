@@ -83,7 +83,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.prompts, options.warm_up, options.every = 4, 8, 2.0, 2
+        options.steps, options.prompts, options.warm_up, options.every = 4, 8, 3.0, 2
     return options
 
 

@@ -112,7 +112,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small rounds")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.prompts, options.warm_up, options.every, options.held_out = 3, 8, 2.0, 1, 64
+        options.rounds, options.prompts, options.warm_up, options.every, options.held_out = 3, 8, 3.0, 1, 64
     return options
 
 

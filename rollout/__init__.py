@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rollout.errors import SerializationError as SerializationError
     from rollout.errors import StaleRequestError as StaleRequestError
     from rollout.errors import UnsupportedModelError as UnsupportedModelError
+    from rollout.errors import WeightsChangedError as WeightsChangedError
     from rollout.events import DynamicInferenceEvent as DynamicInferenceEvent
     from rollout.events import DynamicInferenceEventType as DynamicInferenceEventType
     from rollout.journal import Journal as Journal
@@ -115,6 +116,7 @@ _HOMES = {
         "SerializationError",
         "StaleRequestError",
         "UnsupportedModelError",
+        "WeightsChangedError",
     ),
     "rollout.events": (
         "DynamicInferenceEvent",

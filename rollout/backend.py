@@ -129,6 +129,7 @@ class LocalBackend:
     def wait(self, timeout_s: float) -> None:
         """There always is, unless somebody took the samples away."""
         if not self._engine.has_unfinished:
+            self._engine.refuse_when_nothing_can_run()
             raise EngineStateError(
                 "the groups in flight cannot end: somebody else took their samples out of the engine (engine.step()?); "
                 "abort() them"

@@ -29,11 +29,12 @@ def save(
         "policy_version": policy_version,
         "next_request_id": backend.next_group_id,
         "updates_per_round": updates_per_round,
-        "journal": journal.checkpoint(policy_version),
         "groups": [list(group) for group in groups.sizes()],
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in backend.snapshot()],
     }
+    # Last: a checkpoint that failed must not count among those for which the journal keeps its files.
+    fields["journal"] = journal.checkpoint(policy_version)
     return {"format": FORMAT, "data": msgpack.packb(fields, use_bin_type=True)}
 
 
@@ -55,12 +56,17 @@ def load(
     """
     loaded = _decode(state)
     journal.restore(loaded["journal"], loaded["policy_version"])
-    finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
-    groups = _ledger(loaded["groups"], finished, records)
-    engine.weights_updated(loaded["policy_version"])
-    # Blocks cached here under the same version number may have been computed by other weights.
-    engine.flush_prefix_cache()
-    backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
+    try:
+        finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
+        groups = _ledger(loaded["groups"], finished, records)
+        engine.weights_updated(loaded["policy_version"])
+        # Blocks cached here under the same version number may have been computed by other weights.
+        engine.flush_prefix_cache()
+        backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
+    except BaseException:
+        # What was finished after a checkpoint that is not gone on from is nobody's.
+        journal.restore("", 0)
+        raise
     return groups, int(loaded["updates_per_round"])
 
 

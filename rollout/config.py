@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rollout.errors import ConfigError
 from rollout.state import (
@@ -104,6 +104,21 @@ class InferenceConfig(_Options):
     verify_model: bool = True
     """At construction, compare a few tokens through the paged path with the model's own forward."""
 
+    weight_fingerprints: Literal["sampled", "full", "off"] = "sampled"
+    """Proof, when generating begins, that no weight has changed without an optimizer step: `sampled` compares a few
+    elements of every tensor, `full` all of them, `off` none."""
+
+    autocast_dtype: Literal["bfloat16", "float16"] | None = None
+    """`bfloat16` or `float16`: rollouts run under autocast to it, as the trainer's forward does. None: under whatever
+    autocast is on around the call, or is part of the model's forward (accelerate)."""
+
+    inference_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Sample with a copy of the weights in this dtype (`float32`, `bfloat16`, `float16`), made anew after each update.
+    None, and no `inference_device`: with the trainer's own weights."""
+
+    inference_device: str | None = None
+    """Sample with a copy of the weights on this device, such as `cuda:1`. None: on the trainer's."""
+
     control_timeout_s: float = 600.0
     """Deadline of a control call, in seconds."""
 
@@ -136,6 +151,12 @@ class InferenceConfig(_Options):
             "enable_prefix_caching", "track_generated_token_events", "fused_forward", "cuda_graphs", "verify_model",
         ):  # fmt: skip
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        for name, choices in _CHOICES.items():
+            self._check(name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
+        device = self.inference_device
+        self._check(
+            "inference_device", device is None or (isinstance(device, str) and bool(device)), "None or a device"
+        )
         for name, kind in _ENUM_FIELDS.items():
             self._choose(name, kind)
         self._check(
@@ -337,6 +358,12 @@ class ServerConfig(_Options):
 
 
 _CREDENTIALS = re.compile(r"[!-~]+")
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "weight_fingerprints": ("sampled", "full", "off"),
+    "autocast_dtype": (None, "bfloat16", "float16"),
+    "inference_dtype": (None, "float32", "bfloat16", "float16"),
+}
 
 _ENUM_FIELDS: dict[str, type[Enum]] = {
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,

@@ -144,6 +144,8 @@ class Dealer:
         # With this option a name that has both kinds of address would only be tried under the newer one.
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
         socket.setsockopt(zmq.RCVHWM, 0)
+        # One that is dropped without close() must not hold whoever collects it until somebody takes its messages.
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if self._keys is not None:
             self._keys.secure_client(socket)

@@ -40,6 +40,8 @@ SHUTDOWN_TIMEOUT_S = 30.0
 RECONNECT_TIMEOUT_S = 10.0
 """A coordinator that is gone is not replaced: whoever waits hears of it soon."""
 
+_SHUT_DOWN = "the LLM was shut down: build another"
+
 T = TypeVar("T")
 
 
@@ -76,7 +78,8 @@ class EngineService:
         self.direct = coordinator is None
         self.loop = LoopThread("rollout-llm")
         self.over: Future[None] = Future()
-        self._groups: dict[int, OpenGroup] = {}
+        # None: on its way to the loop.
+        self._groups: dict[int, OpenGroup | None] = {}
         self._local: LocalCoordinator | None = None
         self._job: JobCoordinator | None = None
         self._client: InferenceClient | None = None
@@ -132,7 +135,7 @@ class EngineService:
         """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
         self.engine.refuse_when_stopped()
         if self._closed:
-            raise EngineStateError("the LLM was shut down: build another")
+            raise EngineStateError(_SHUT_DOWN)
         if self._client is not None and self._client.lost is not None:
             raise ConnectionLostError(str(self._client.lost), final=True)
         if self.over.done() and self.over.exception() is not None:
@@ -151,17 +154,20 @@ class EngineService:
             RolloutError: no request is served any more.
         """
         self.refuse_when_over()
+        self._groups[number] = None
         try:
             self.loop.call_soon(self._open, number, tokens, params, listener, options)
         except RuntimeError as exc:
-            raise EngineStateError("the LLM was shut down: build another") from exc
+            del self._groups[number]
+            raise EngineStateError(_SHUT_DOWN) from exc
 
     def _open(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
     ) -> None:
         try:
             group = self._the_client().open_group(tokens, params, **options)
-        except RolloutError as exc:
+        except Exception as exc:  # noqa: BLE001 - whoever waits has to hear of it, whatever it is
+            del self._groups[number]
             listener.fail(exc)
             return
         listener.opened(group)
@@ -185,20 +191,39 @@ class EngineService:
             return False
         return client.abort_request(group.request_id)
 
-    async def abort_all(self, numbers: list[int] | None = None) -> int:
-        """On the private loop: how many of these (None: of all) were open and end now."""
-        return sum([self._abort(number) for number in (list(self._groups) if numbers is None else numbers)])
+    def abort_all(self, numbers: list[int] | None = None) -> Future[int]:
+        """How many of these (None: of all) were open and end now.
+
+        Raises:
+            EngineStateError: shut down.
+        """
+
+        async def abort() -> int:
+            return sum([self._abort(number) for number in (list(self._groups) if numbers is None else numbers)])
+
+        return self._start(abort())
 
     # --- control ----------------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """A control call of the client, on the private loop."""
-        return self.loop.start(ask(self._the_client()))
+        """A control call of the client, on the private loop.
+
+        Raises:
+            EngineStateError: not the primary rank, or shut down.
+        """
+        return self._start(ask(self._the_client()))
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            return self.loop.start(coroutine)
+        except RuntimeError as exc:
+            raise EngineStateError(_SHUT_DOWN) from exc
 
     @property
-    def held_by_coordinator(self) -> bool:
-        """Whether a control call has stopped the engine, and another one will set it going."""
-        return self._worker is not None and self._worker.held_by_coordinator
+    def worker(self) -> EngineWorker:
+        """Who makes the engine's steps."""
+        assert self._worker is not None
+        return self._worker
 
     def _the_client(self) -> InferenceClient:
         if self._client is None:
@@ -217,7 +242,11 @@ class EngineService:
         except Exception as exc:  # noqa: BLE001 - it ends here, and whoever asks hears of it
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
-            self._end(exc)
+            try:
+                # Without steps nothing here would ever end: other ranks are to have it.
+                self._worker.stop()
+            finally:
+                self._end(exc)
         else:
             self._end(None)
 
@@ -239,10 +268,10 @@ class EngineService:
         Raises:
             RuntimeError: called on the private loop, which would wait for itself.
         """
+        self.loop.refuse_inside("shutdown()")
         with self._closing:
             if self._closed:
                 return
-            self._refuse_on_the_loop()
             self._closed = True
             if self._client is not None:
                 self._leave(self._client)
@@ -254,12 +283,6 @@ class EngineService:
             if self._thread is not None:
                 self._thread.join(SHUTDOWN_TIMEOUT_S)
             self._finish()
-
-    def _refuse_on_the_loop(self) -> None:
-        async def nothing() -> None:
-            """Only asked whether it may be waited for."""
-
-        self.loop.run(nothing(), SHUTDOWN_TIMEOUT_S)
 
     def _leave(self, client: InferenceClient) -> None:
         async def leave() -> None:
@@ -292,4 +315,7 @@ def _local_config(engine: DynamicInferenceEngine) -> CoordinatorConfig:
         seed=engine.config.seed,
         # Nobody dies alone in one process, so that nothing has to be known before its end.
         progress_interval=1 << 30,
+        # Whoever asks has the memory that it takes.
+        max_open_requests=1 << 62,
+        max_open_mb=1 << 30,
     )

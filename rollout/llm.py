@@ -15,6 +15,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -29,8 +30,16 @@ from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.engine.context import DynamicInferenceContext
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.weights import weights_of
 from rollout.engine_service import EngineService
-from rollout.errors import ConfigError, DeadlineError, InvalidRequestError, RequestError, RolloutError
+from rollout.errors import (
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    RequestError,
+    RolloutError,
+    UnsupportedModelError,
+)
 from rollout.loop_thread import LoopThread
 from rollout.model_loading import load
 from rollout.pending import PendingGroup, Readers, Samples, TextStream
@@ -72,12 +81,17 @@ class _LLM:
         coordinator = _coordinator(use_coordinator, coordinator_host, coordinator_port, coordinator_config)
         if not isinstance(model, nn.Module):
             model, tokenizer = load(model, tokenizer)
+        if weights_of(model).collective:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has its weights spread over the ranks, which have to gather them together, and "
+                "requests of an LLM come at any time: use RolloutManager, whose generate() every rank calls"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.config = inference_config or InferenceConfig()
         self._numbers = count()
         self._holds = 0
-        self._stopped_here = False
+        self._paused_here = self._suspended_here = False
         self._readers = Readers()
         self._server: Server | None = None
         self._service = EngineService(DynamicInferenceEngine(model, tokenizer, self.config), coordinator)
@@ -136,8 +150,8 @@ class _LLM:
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest prompt + completion, in tokens."""
-        return self.engine.max_sequence_length
+        """Longest prompt + completion, in tokens: what the model can have and the KV pool holds."""
+        return min(self.engine.max_sequence_length, self.context.allocator.num_blocks * self.config.block_size_tokens)
 
     @property
     def num_open(self) -> int:
@@ -220,12 +234,15 @@ class _LLM:
         return pending
 
     def _pending(self, prompt: Prompt) -> PendingGroup:
-        return PendingGroup(next(self._numbers), prompt if isinstance(prompt, str) else None, self._service.abort)
+        text = prompt if isinstance(prompt, str) else None
+        return PendingGroup(next(self._numbers), text, self._service.abort, self.loop.refuse_inside)
 
     def _submit_all(
         self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None
     ) -> tuple[list[tuple[PendingGroup, list[int], SamplingParams]], bool]:
         self._refuse_unless_primary("generate")
+        if not self.num_open:
+            self.engine.check_weights()
         asked, single = normalized(prompts)
         params = _one_each(sampling_params, len(asked))
         tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
@@ -296,9 +313,9 @@ class _LLM:
         Args:
             mode: what becomes of the KV cache; None: the configured mode.
         """
-        self._hold(self.config.kv_cache_management_mode if mode is None else mode)
         self._holds += 1
         try:
+            self._hold(self.config.kv_cache_management_mode if mode is None else mode)
             yield
         finally:
             self._holds -= 1
@@ -306,20 +323,29 @@ class _LLM:
 
     def _hold(self, mode: Mode) -> None:
         chosen = None if mode is None else self.config.replace(kv_cache_management_mode=mode).kv_cache_management_mode
-        if self.engine.state not in (EngineState.STOPPED, EngineState.SUSPENDED):
+        worker = self._service.worker
+        worker.withhold()
+        with self.engine.locked():
+            if chosen is None or self.engine.state in (EngineState.STOPPED, EngineState.SUSPENDED):
+                return
             # What the caller has paused by himself stays so afterwards.
-            self._stopped_here = self._stopped_here or self.engine.state is not EngineState.PAUSED
+            his = self.engine.state is EngineState.PAUSED and not worker.held_by_coordinator
+            self._paused_here = self._paused_here or not his
             self.engine.pause()
-            if chosen is not None:
-                self.engine.suspend(chosen, keep_prefix_cache=False)
+            self.engine.suspend(chosen, keep_prefix_cache=False)
+            self._suspended_here = True
 
     def _let_go(self) -> None:
-        if self._holds or self.engine.state is EngineState.STOPPED or self._service.held_by_coordinator:
+        if self._holds or self.engine.state is EngineState.STOPPED:
             return
-        self.engine.resume()
-        if self._stopped_here:
-            self._stopped_here = False
-            self.engine.unpause()
+        with self.engine.locked():
+            suspended, paused = self._suspended_here, self._paused_here
+            self._suspended_here = self._paused_here = False
+            if not self._service.worker.give_back(suspended=suspended):
+                if suspended:
+                    self.engine.resume()
+                if paused:
+                    self.engine.unpause()
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
@@ -332,9 +358,11 @@ class _LLM:
 
         Raises:
             RuntimeError: not the primary rank, or it is served already.
+            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
             ConfigError: the address is taken or not this machine's, or what serving needs is not installed.
         """
         self._refuse_unless_primary("serve")
+        self.refuse_when_over()
         try:
             from rollout.server.running import serve
         except ModuleNotFoundError as exc:
@@ -382,7 +410,8 @@ class _LLM:
     async def _set_version(self, version: int | None) -> int:
         chosen = self.policy_version + 1 if version is None else version
         if self.direct:
-            return self.weights_updated(chosen)
+            # It waits for a step boundary, and this may be the loop that the server's streams live on.
+            return await asyncio.to_thread(self.engine.weights_updated, chosen)
 
         def ask(client: InferenceClient) -> Coroutine[Any, Any, None]:
             return client.set_policy_version(chosen)
@@ -392,7 +421,7 @@ class _LLM:
 
     async def _abort(self, request_id: int | None) -> int:
         numbers = None if request_id is None else [request_id]
-        return await asyncio.wrap_future(self.loop.start(self._service.abort_all(numbers)))
+        return await asyncio.wrap_future(self._service.abort_all(numbers))
 
     def _shutdown(self) -> None:
         if self._server is not None:
@@ -551,6 +580,7 @@ class LLM(_LLM):
 
     def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
         """As `AsyncLLM.wait_for_shutdown`."""
+        self.loop.refuse_inside("wait_for_shutdown()")
         try:
             self._service.over.result(timeout_s)
         except TimeoutError as exc:
@@ -568,6 +598,9 @@ class LLM(_LLM):
             raise
         try:
             return future.result()
+        except CancelledError:
+            self.refuse_when_over()
+            raise
         except BaseException:
             future.cancel()
             raise
@@ -610,6 +643,7 @@ def _failed(
     return DynamicInferenceRequest(
         request_id=pending.request_id,
         sample_index=index,
+        prompt=pending.prompt,
         prompt_tokens=tokens,
         sampling_params=params,
         status=Status.FAILED,

@@ -11,10 +11,12 @@ silent, so that only what peers do and the clock decides. Who ends a connection 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rollout.config import CoordinatorConfig
@@ -25,6 +27,8 @@ from rollout.protocol import Disconnect, Message, farewell
 
 if TYPE_CHECKING:
     from rollout.keys import JobKeys
+
+_log = logging.getLogger(__name__)
 
 NEVER_SILENT_S = 1e9
 """Peers in memory are there or have left: their silence means nothing."""
@@ -80,14 +84,26 @@ class LocalCoordinator:
 
     def _turn(self) -> None:
         self._turn_is_due = False
-        # What the peers answer to this turn is sent while it lasts, and belongs to the next.
-        for _ in range(len(self._sent)):
-            wire, message = self._sent.popleft()
-            self._core.receive(wire.identity, wire.count(), message, self._clock())
-            if isinstance(message, Disconnect):
-                self._wires.pop(wire.identity, None)
-        self._set_timer()
+        with self._failing_by_name():
+            # What the peers answer to this turn is sent while it lasts, and belongs to the next.
+            for _ in range(len(self._sent)):
+                wire, message = self._sent.popleft()
+                self._core.receive(wire.identity, wire.count(), message, self._clock())
+                if isinstance(message, Disconnect):
+                    self._wires.pop(wire.identity, None)
+            self._set_timer()
         self._deliver()
+
+    @contextmanager
+    def _failing_by_name(self) -> Iterator[None]:
+        """A bug of the deciding part must not leave its peers waiting: their sessions end with it."""
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - whatever it is, whoever waits has to hear of it
+            _log.exception("the coordinator in this process has failed")
+            wires, self._wires = self._wires, {}
+            for wire in wires.values():
+                wire.lose(ConnectionLostError(f"the coordinator has failed: {type(exc).__name__}: {exc}", final=True))
 
     def _deliver(self) -> None:
         self._said.extend(self._core.take_outbox())
@@ -110,8 +126,9 @@ class LocalCoordinator:
 
     def _tick(self) -> None:
         self._timer = None
-        self._core.tick(self._clock())
-        self._set_timer()
+        with self._failing_by_name():
+            self._core.tick(self._clock())
+            self._set_timer()
         self._deliver()
 
 
@@ -185,9 +202,13 @@ class LocalWire:
                 error = ConnectionLostError(f"what arrived is no good: {exc}")
                 self.close(str(error))
             if error is not None:
-                self._shut(str(error))
-                self._on_lost(ConnectionLostError(f"{self._address}: {error}", error.final))
+                self.lose(error)
         return self._open
+
+    def lose(self, error: ConnectionLostError) -> None:
+        """The session has ended, not from here."""
+        self._shut(str(error))
+        self._on_lost(ConnectionLostError(f"{self._address}: {error}", error.final))
 
     def _shut(self, why: str) -> None:
         self._open = False

@@ -71,10 +71,17 @@ class LoopThread:
         Raises:
             RuntimeError: called on the loop itself, which would wait for ever; or the loop is closed.
         """
-        if self._inside():
+        try:
+            self.refuse_inside(what)
+        except RuntimeError:
             coroutine.close()
-            self._refuse(what)
+            raise
         return self.start(coroutine)
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises: RuntimeError: called on the loop itself, which would wait for ever."""
+        if self._inside():
+            self._refuse(what)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop and do not wait for it; from any thread.
@@ -123,8 +130,7 @@ class LoopThread:
         Raises:
             RuntimeError: called on the loop itself, which would wait for ever.
         """
-        if self._inside():
-            self._refuse("close()")
+        self.refuse_inside("close()")
         with self._handing_over:
             if not self._closed:
                 self._closed = True

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -31,8 +31,12 @@ from rollout.engine.context import MemoryMove
 from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
+from rollout.gathering import Gathering
+from rollout.group_journal import GroupJournal
 from rollout.groups import GroupLedger
 from rollout.interrupts import interrupt_deferred
+from rollout.journal import Journal
+from rollout.journal_reader import FinishedGroup
 from rollout.lengths import LengthBook
 from rollout.pacing import StalenessPacer
 from rollout.progress import ProgressBar
@@ -50,12 +54,18 @@ class RolloutManager:
     """Rollouts from the module the optimizer steps.
 
     Args:
-        model: the Hugging Face causal model being trained.
+        model: the Hugging Face causal model being trained, as it is or in its wrapper (DDP, FSDP1, torch.compile). Where
+            FSDP has spread its weights over the ranks, every rank builds its manager at the same time.
         tokenizer: its tokenizer; None where prompts are token ids and no text is asked for.
         config: see `InferenceConfig`; None: defaults.
         engine: an engine of this model made elsewhere; then without `config`.
         coordinator: on several ranks (torch.distributed is initialised), how they compute each other's groups: options,
             True: the default ones, False: every rank for itself. Alone it changes nothing: no process, no socket.
+        journal: where finished groups survive between two checkpoints; this rank's own. Every group is appended when its
+            last sample has ended. `state_dict` begins a new file of it, `load_state_dict` takes from it what ended since:
+            groups that were in flight are handed out as finished, and a prompt that is submitted again with the same
+            parameters and metadata as a group that has ended is not computed again (an evaluation wants a manager of
+            its own for that reason). The caller closes it.
         clock: seconds that never run backwards; a seam for tests.
 
     Raises:
@@ -72,19 +82,23 @@ class RolloutManager:
         *,
         engine: DynamicInferenceEngine | None = None,
         coordinator: CoordinatorConfig | bool = True,
+        journal: Journal | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if engine is not None and (engine.model is not model or config is not None):
+        if engine is not None and (not engine.is_of(model) or config is not None):
             raise ConfigError("engine= is of another model, or comes with config=: pass its own model, and no config")
-        self.model = model
         self.tokenizer = tokenizer
         self.engine = engine or DynamicInferenceEngine(model, tokenizer, config)
+        self.model = self.engine.model
         self.config = self.engine.config
         self._clock = clock
         self._metrics = RolloutMetrics(self.engine, clock)
         self._groups = GroupLedger()
+        self._journal = GroupJournal(journal)
         self._lengths = LengthBook()
         self._backend = self._choose_backend(coordinator)
+        world = World.of_torch() if self.engine.weights.collective else None
+        self._gathering = Gathering(self.engine, self._backend, world)
         self._suspension = Suspension(self.engine, self._metrics, lambda: self._backend.held_by_coordinator)
         self._closed = False
         self._pacer = StalenessPacer(self.config.max_staleness)
@@ -116,6 +130,9 @@ class RolloutManager:
         be served, `timeout_s`, Ctrl-C) keeps the others waiting until it calls again, or ends; after
         `control_timeout_s` they raise a `DeadlineError` that names it. `on_error="raise"` raises at the common end.
 
+        Weights that are sharded over the ranks are gathered when all have called it, and sharded again when it ends or
+        raises; after a raise before the common end every rank has to call it again.
+
         Args:
             prompts: texts, token id sequences, or lists of chat messages; `[]` is allowed.
             sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
@@ -137,9 +154,11 @@ class RolloutManager:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
             EngineStateError: an explicit `pause` or `suspend` was not undone, or the manager is closed; or the ranks are
                 not of the same policy version, or have not made the same calls (raised on all of them).
+            WeightsChangedError: weights have changed without an optimizer step; names them. Nothing was queued.
             EngineDeadError: too many steps in a row have failed.
             DeadlineError: `timeout_s` has passed, or another rank does not come; the message names it.
             ConnectionLostError: the coordinator was lost, and none took its place within `control_timeout_s`.
+            JournalError: a group that has ended cannot be written; it stays in flight, and the next call tries again.
             RolloutFailedError: see `on_error`.
             KeyboardInterrupt: Ctrl-C, at the end of the step; this call's prompts are given up.
         """
@@ -147,6 +166,7 @@ class RolloutManager:
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
         self._ensure_running()
+        self.engine.check_weights()
         mine = self.submit(prompts, sampling_params, metadata=metadata)
         try:
             if min_groups is None:
@@ -187,18 +207,28 @@ class RolloutManager:
             checkpoint.check_portable(f"metadata[{index}]", extra)
         first = self._backend.next_group_id
         keys = [lengths.key(prompt) for prompt in prompts]
+        journal_keys = [self._journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
         added: list[int] = []
+        finished: dict[int, FinishedGroup] = {}
         where = "prompts"
         try:
             for position in self._lengths.longest_first(keys):
                 where = f"prompts[{position}]"
                 with interrupt_deferred():
+                    if group := self._journal.submitted(journal_keys[position], first + position):
+                        finished[position] = group
+                        continue
                     added.append(first + position)
                     self._backend.submit(added[-1], prompts[position], params[position], extras[position])
             with interrupt_deferred():
                 for position, key in enumerate(keys):
-                    self._groups.add(first + position, params[position].n, key)
+                    self._groups.add(first + position, params[position].n, key, journal_keys[position])
+                for group in finished.values():
+                    for sample in group.samples:
+                        self._groups.take(sample)
+                self._backend.continue_from([], first + len(prompts))
         except BaseException as exc:
+            self._journal.put_back(finished.values())
             self.abort(added)
             if isinstance(exc, InvalidRequestError):
                 raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
@@ -215,9 +245,11 @@ class RolloutManager:
         Groups that are not asked for, because the loop ended early, stay in flight.
 
         On several ranks every rank runs such a loop (or a `generate`): its end, early or not, is where they wait for each
-        other, computing for those that go on.
+        other, computing for those that go on. Weights that are sharded over the ranks stay gathered until then, so that a
+        checkpoint inside the loop is written in the way of `model.state_dict()`, which gives the shards.
 
         Raises:
+            WeightsChangedError: at the start of the loop, see `generate`.
             KeyError: a group id that was never given out, or was handed out already.
             RolloutFailedError: of the group at hand, see `generate`; the others stay in flight.
         """
@@ -228,16 +260,18 @@ class RolloutManager:
         return self._as_completed(chosen, on_error)
 
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
-        try:
-            while mine := [each for each in self._groups if chosen is None or each in chosen]:
-                self._ensure_running()
-                self._run(mine, 1, alone=True)
-                ended = next(each for each in mine if each not in self._groups.unfinished)
-                yield self._hand_out([ended], on_error)
-        except (GeneratorExit, RolloutFailedError):
+        self.engine.check_weights()
+        with self._gathering.held():
+            try:
+                while mine := [each for each in self._groups if chosen is None or each in chosen]:
+                    self._ensure_running()
+                    self._run(mine, 1, alone=True)
+                    ended = next(each for each in mine if each not in self._groups.unfinished)
+                    yield self._hand_out([ended], on_error)
+            except (GeneratorExit, RolloutFailedError):
+                self._end_together()
+                raise
             self._end_together()
-            raise
-        self._end_together()
 
     def _end_together(self) -> None:
         # At the end of the interpreter the threads that talk to the others have ended already.
@@ -327,6 +361,22 @@ class RolloutManager:
         """
         self._suspension.make_way(mode)
 
+    @contextmanager
+    def adapter_switch(self, what: str | None = None) -> Iterator[None]:
+        """A block that changes which adapters of the model act; `trainer_hooks.peft.adapter` is the way to do so.
+
+        Args:
+            what: its name, equal on all ranks; the block's end waits for theirs. None: it waits for nobody.
+
+        Raises:
+            DeadlineError: some ranks have not done the same; names them.
+            EngineStateError: some have done something else; names them.
+        """
+        with self.engine.adapter_switch():
+            yield
+        if what is not None:
+            self._backend.moved_together(what)
+
     # --- looking at it ------------------------------------------------------------------------------------------
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
@@ -355,7 +405,9 @@ class RolloutManager:
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, with every version and random stream; torch.save (`weights_only`) and msgpack take it."""
         self._take_ended()
-        return checkpoint.save(self._backend, self._groups, self.policy_version, self._pacer.updates_per_round)
+        return checkpoint.save(
+            self._backend, self._groups, self.policy_version, self._pacer.updates_per_round, self._journal
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
@@ -371,7 +423,7 @@ class RolloutManager:
         self._take_ended()
         if self._groups or self._backend.snapshot():
             raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
-        self._groups, updates_per_round = checkpoint.load(state, self.engine, self._backend)
+        self._groups, updates_per_round = checkpoint.load(state, self.engine, self._backend, self._journal)
         self._pacer = StalenessPacer(self.config.max_staleness, updates_per_round)
         self._sync_metrics()
 
@@ -443,7 +495,10 @@ class RolloutManager:
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._metrics.enter_phase("generate")
         try:
-            with ProgressBar(goal, progress) as bar, self.engine.installation:
+            with self._gathering.held(), ExitStack() as phase:
+                self._gathering.ensure()
+                bar = phase.enter_context(ProgressBar(goal, progress))
+                phase.enter_context(self.engine.installation)
                 # The backend may have others to help, and they may have work for this engine even where there is none.
                 while not reached() or not (alone or self._backend.leave()):
                     self._step(self._left(deadline, timeout_s))
@@ -473,14 +528,17 @@ class RolloutManager:
         self._metrics.step(self._backend.samples_here(self._groups.samples_missing))
 
     def _take_ended(self) -> None:
-        self._take(self._backend.take_ended())
+        with interrupt_deferred():
+            self._take(self._backend.take_ended())
 
     def _take(self, results: list[DynamicInferenceRequest]) -> None:
-        for result in filter(self._groups.take, results):
+        taken = list(filter(self._groups.take, results))
+        for result in taken:
             self._metrics.result(result)
             key = self._groups.prompt(result.request_id)
             if result.error is None and key is not None:
                 self._lengths.observe(key, len(result.generated_tokens))
+        self._journal.write(taken, self._groups)
 
     def _too_old(self) -> set[int] | None:
         if self.config.max_staleness is None:
@@ -494,7 +552,7 @@ class RolloutManager:
             policy_version=self.policy_version,
             pad_token_id=_pad_token_id(self.tokenizer, getattr(self.model, "config", None)),
             max_staleness=self.config.max_staleness,
-            device=self.engine.controller.layout.device,
+            device=self.engine.training_device,
         )
         self._groups.drop(group_ids)
         self._metrics.batch(batch)

@@ -34,11 +34,13 @@ def load(
         raise ConfigError(f"model={str(folder)!r}: {what}; pass the folder that save_pretrained() wrote")
     try:
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        kind = dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-    except (RuntimeError, AttributeError) as exc:
-        raise ConfigError(f"dtype={dtype!r}, device={device!r}: must be ones that torch knows ({exc})") from exc
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True, trust_remote_code=False).to(where).eval()
-    return model, _tokenizer(path, tokenizer)
+    except RuntimeError as exc:
+        raise ConfigError(f"device={device!r}: must be one that torch knows ({exc})") from exc
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if kind != "auto" and not isinstance(kind, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r}: must be 'auto' or a type that torch knows, such as 'bfloat16'")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True, trust_remote_code=False)
+    return model.to(where).eval(), _tokenizer(path, tokenizer)
 
 
 def _tokenizer(path: Path, given: Any) -> Any:

@@ -26,14 +26,26 @@ Samples = list[DynamicInferenceRequest]
 class PendingGroup:
     """The n samples of a prompt, once they have ended: `await` it, or `result()` in a thread.
 
+    Args:
+        abort: ends a request by its number.
+        refuse_inside: raises where waiting would keep the samples from coming: on the private loop.
+
     Attributes:
         request_id: what `abort` takes; also in the samples.
+        prompt: as text, where it was given so; also in the samples.
     """
 
-    def __init__(self, request_id: int, prompt: str | None, abort: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        prompt: str | None,
+        abort: Callable[[int], object],
+        refuse_inside: Callable[[str], object],
+    ) -> None:
         self.request_id = request_id
-        self._prompt = prompt
+        self.prompt = prompt
         self._abort = abort
+        self._refuse_inside = refuse_inside
         self._future: Future[Samples] = Future()
 
     def __await__(self) -> Generator[Any, None, Samples]:
@@ -55,7 +67,10 @@ class PendingGroup:
         Raises:
             TimeoutError: it has not ended within `timeout_s`; it goes on.
             RolloutError: why it ended without samples.
+            RuntimeError: it has not ended, and this is the private loop, which would wait for ever.
         """
+        if not self.done:
+            self._refuse_inside("result()")
         return self._future.result(timeout_s)
 
     @property
@@ -85,7 +100,7 @@ class PendingGroup:
             self.fail(exc)
             return
         for sample in samples:
-            sample.request_id, sample.prompt = self.request_id, self._prompt
+            sample.request_id, sample.prompt = self.request_id, self.prompt
         if not self._future.done():
             self._future.set_result(samples)
 

@@ -109,6 +109,7 @@ class Suspension:
 
     def _put_away(self, mode: Mode, keep_prefix_cache: bool) -> MemoryMove:
         chosen = _member(mode)
+        self._engine.release_weights()
         if self._engine.state is EngineState.SUSPENDED:
             return MemoryMove()
         with self._metrics.phase("suspend"), interrupt_deferred():

@@ -108,6 +108,7 @@ class EngineWorker:
         self._link: _Link | None = None
         self._thread: threading.Thread | None = None
         self._ended: list[DynamicInferenceRequestRecord] = []
+        self._withheld = False
         # One session at a time is begun or ended by a caller.
         self._connecting = threading.Lock()
         # Guards what follows, and the inbox. Whoever holds it waits for nothing else, the engine's lock least of all.
@@ -433,7 +434,34 @@ class EngineWorker:
             raise
 
     def _has_work(self) -> bool:
-        return self.engine.state is EngineState.RUNNING and self.engine.has_unfinished
+        return not self._withheld and self.engine.state is EngineState.RUNNING and self.engine.has_unfinished
+
+    def withhold(self) -> None:
+        """No step is made from here to `give_back`, whatever the coordinator wants meanwhile."""
+        with self.engine.locked():
+            self._withheld = True
+
+    def give_back(self, *, suspended: bool) -> bool:
+        """Steps are made again, as soon as the engine is RUNNING.
+
+        Args:
+            suspended: the caller has suspended the engine, which the coordinator respects. Where it wants the engine to
+                stand still itself, the suspension becomes its own, or ends.
+
+        Returns:
+            Whether the engine is left to the coordinator.
+        """
+        with self.engine.locked():
+            self._withheld = False
+            link = self._link
+            left = link is not None and self.held_by_coordinator
+            if link is not None and left and suspended:
+                if link.session.wanted is CoordinatorState.SUSPENDED:
+                    link.session.ordered = EngineState.SUSPENDED
+                else:
+                    self.engine.resume()
+        self.wake()
+        return left
 
     def run(self) -> None:
         """Step whenever there is work, until `stop` is called (by another thread) or the engine stops.

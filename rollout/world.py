@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rollout.errors import ConfigError, DeadlineError
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
 from rollout.keys import is_loopback
 
 _numbers = count()
@@ -35,6 +35,9 @@ class Store(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Leave `desired` where `expected` is (empty: nothing); the value that is there then."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> object:
         """Return when all are there; raise when they are not in time."""
@@ -85,6 +88,26 @@ class World:
             return self.store.check([f"{self.prefix}/{key}"])
         except dist.DistError:
             return False
+
+    def settle(self, key: str, value: bytes) -> None:
+        """Leave a value where there is none: of several ranks that try, one succeeds."""
+        self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
+
+    def wait_until(self, key: str, timeout_s: float) -> bool:
+        """Whether a value is there within that time.
+
+        Raises:
+            ConnectionLostError: the store has gone with the process that held it.
+        """
+        full = f"{self.prefix}/{key}"
+        try:
+            # Nothing, in whole milliseconds, means for ever.
+            self.store.wait([full], timedelta(seconds=max(0.001, timeout_s)))
+        except dist.DistNetworkError as exc:
+            raise ConnectionLostError(f"rank {self.rank}: the store of the process group is gone ({exc})") from exc
+        except RuntimeError:
+            return False
+        return True
 
     def publish_calls_ended(self, count: int) -> None:
         """So many calls of all ranks together have ended. Every rank says so of each, before it makes the next."""

@@ -68,6 +68,9 @@ def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
         "prefix_caching_coordinator_policy": "round_robin",
         "kv_cache_management_mode": "persist",
         "staleness_policy": "mask",
+        "weight_fingerprints": "full",
+        "autocast_dtype": "bfloat16",
+        "inference_dtype": "float16",
         "max_tokens_per_step": 4096,
     }
     if field.name in special:

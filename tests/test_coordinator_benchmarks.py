@@ -58,7 +58,7 @@ def test_a_profile_names_what_every_process_calls(tmp_path: Path, capsys: pytest
     figures, printed = run(tmp_path, capsys, "long_tail", "--profile")
     for roles in figures["profile"].values():
         assert set(roles) == {"client", "coordinator", "rank"}
-        assert all("decode" in text for text in roles.values())
+        assert all("rollout" in text for text in roles.values())
     assert "tottime" in printed
 
 

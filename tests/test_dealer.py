@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import re
 import sys
+import threading
 import time
 
 import pytest
@@ -443,3 +445,24 @@ async def test_keys_of_the_job_open_the_connection_and_their_lack_does_not():
     for socket in (gate.socket, router):
         socket.close()
     context.term()
+
+
+def test_a_connection_that_is_dropped_holds_nobody_up():
+    """Unsent messages of one kept the garbage collector, and with it the whole process, for ever."""
+
+    async def open_and_forget():
+        # Port 9 discards, where anybody listens at all.
+        dealer = Dealer("tcp://127.0.0.1:9", "forgotten", on_message=print, on_lost=print)
+        dealer.open()
+        dealer.send(Heartbeat())
+        await asyncio.sleep(0.05)
+        asyncio.get_running_loop().remove_reader(dealer._socket.FD)
+
+    def live():
+        asyncio.run(open_and_forget())
+        gc.collect()
+
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert not thread.is_alive()

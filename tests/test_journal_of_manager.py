@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.batch import RolloutBatch
-from rollout.errors import InvalidRequestError, JournalError
+from rollout.errors import EngineStateError, InvalidRequestError, JournalError
 from rollout.journal import Journal
 from rollout.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
@@ -124,6 +124,38 @@ def test_a_group_that_a_full_disk_kept_out_is_appended_with_the_next(tmp_path, m
     rollout = start(model, tmp_path, state)
     rollout.engine.step = lambda: pytest.fail("computed again")
     assert completions(rollout.generate([[5], [6]], LONG)) == completions(first)
+    kill(rollout)
+
+
+def test_a_checkpoint_that_cannot_be_made_leaves_the_journal_to_the_last_that_was(tmp_path, model, monkeypatch):
+    rollout = start(model, tmp_path)
+    state = rollout.state_dict()
+    first = rollout.generate([[5], [6]], LONG)
+    with monkeypatch.context() as failing:
+        failing.setattr(rollout.engine, "snapshot", lambda: (_ for _ in ()).throw(EngineStateError("other adapters")))
+        for _ in range(3):
+            with pytest.raises(EngineStateError, match="other adapters"):
+                rollout.state_dict()
+    kill(rollout)
+    rollout = start(model, tmp_path, state)
+    rollout.engine.step = lambda: pytest.fail("computed again")
+    assert completions(rollout.generate([[5], [6]], LONG)) == completions(first)
+    kill(rollout)
+
+
+def test_what_was_finished_after_a_checkpoint_that_does_not_load_is_nobodys(tmp_path, model, monkeypatch):
+    rollout = start(model, tmp_path)
+    state = rollout.state_dict()
+    rollout.generate([[5]], LONG)
+    kill(rollout)
+    rollout = start(model, tmp_path)
+    with monkeypatch.context() as failing:
+        failing.setattr(rollout.engine, "flush_prefix_cache", lambda: (_ for _ in ()).throw(KeyError("no")))
+        with pytest.raises(KeyError):
+            rollout.load_state_dict(state)
+    rollout.engine.step = lambda: (_ for _ in ()).throw(KeyError("computed anew"))
+    with pytest.raises(KeyError, match="computed anew"):
+        rollout.generate([[5]], LONG)
     kill(rollout)
 
 

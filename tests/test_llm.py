@@ -31,6 +31,7 @@ from rollout.errors import (
     RequestTimeoutError,
 )
 from rollout.llm import LLM, AsyncLLM
+from rollout.model_loading import load
 from rollout.pending import PendingGroup
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -152,6 +153,13 @@ def test_a_prompt_that_can_never_be_served_refuses_the_call_and_queues_nothing()
             llm.generate("good", on_error="ignore")  # type: ignore[arg-type]
         assert llm.num_open == 0
         assert llm.stats()["prompt_tokens"] == 0
+
+
+def test_the_longest_sequence_is_one_that_the_pool_holds() -> None:
+    with blocking(kv_cache_blocks=8) as llm:
+        assert llm.max_sequence_length == 32 < llm.engine.max_sequence_length
+        params = SamplingParams(max_tokens=llm.max_sequence_length - 10, ignore_eos=True)
+        assert len(llm.generate(token_ids(10), params)[0].generated_tokens) == 22
 
 
 def test_a_request_that_fails_is_named_and_its_neighbours_are_not_harmed() -> None:
@@ -363,6 +371,10 @@ def test_the_blocking_class_works_inside_a_running_loop_but_not_on_its_own() -> 
                 llm.generate("abc")
             with pytest.raises(RuntimeError, match="would wait for ever"):
                 llm.shutdown()
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.wait_for_shutdown(1)
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.submit("abc", greedily(5)).result(1)
 
         llm.loop.run(on_its_own(), PATIENCE_S)
         assert llm.generate("abc", greedily(5))
@@ -389,6 +401,94 @@ def test_many_threads_and_loops_ask_at_once_and_each_gets_its_own() -> None:
         assert answers == {
             number: llm.generate([3 + number, 4], greedily(10))[0].generated_tokens for number in range(12)
         }
+
+
+def test_a_prompt_counts_as_open_as_soon_as_it_is_submitted() -> None:
+    async def on_its_own(llm: LLM) -> tuple[PendingGroup, int]:
+        return llm.submit("abc", greedily(5)), llm.num_open
+
+    with blocking() as llm:
+        pending, then = llm.loop.run(on_its_own(llm), PATIENCE_S)
+        assert then == 1
+        pending.result(PATIENCE_S)
+        assert llm.num_open == 0
+
+
+def test_whatever_keeps_a_prompt_from_being_asked_for_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OverflowError("too much")
+
+    with blocking() as llm:
+        monkeypatch.setattr(llm._service._client, "open_group", fail)
+        with pytest.raises(OverflowError, match="too much"):
+            llm.submit("abc").result(PATIENCE_S)
+        assert llm.num_open == 0
+
+
+def test_shutting_down_on_the_loop_while_another_thread_shuts_down_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_is_left(), blocking() as llm:
+        leave = llm._service._leave
+
+        async def again() -> None:
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.shutdown()
+
+        def meanwhile(client: Any) -> None:
+            llm.loop.run(again(), 5)
+            leave(client)
+
+        monkeypatch.setattr(llm._service, "_leave", meanwhile)
+
+
+def test_what_a_thread_waits_for_when_another_one_shuts_down_fails_by_name() -> None:
+    began = threading.Event()
+    failures: list[BaseException] = []
+
+    async def for_ever() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    def wait(llm: LLM) -> None:
+        try:
+            llm._run(for_ever())
+        except Exception as exc:  # noqa: BLE001 - it is looked at below
+            failures.append(exc)
+
+    llm = blocking()
+    waiting = threading.Thread(target=wait, args=(llm,))
+    waiting.start()
+    assert began.wait(PATIENCE_S)
+    llm.shutdown()
+    waiting.join(PATIENCE_S)
+    assert [type(each) for each in failures] == [EngineStateError]
+
+
+def test_calls_after_the_end_name_it() -> None:
+    async def ask() -> None:
+        llm = asyncio_llm()
+        await llm.shutdown()
+        with pytest.raises(EngineStateError, match="the LLM was shut down"):
+            await llm.abort()
+        with pytest.raises(EngineStateError):
+            await llm.generate("abc")
+        with pytest.raises(EngineStateError):
+            llm.serve(blocking=False)
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+
+
+def test_a_new_version_does_not_keep_the_loop_waiting_for_a_step() -> None:
+    async def nothing() -> None:
+        pass
+
+    async_llm = asyncio_llm()
+    try:
+        with async_llm.engine.locked():
+            told = async_llm.loop.start(async_llm.set_policy_version())
+            async_llm.loop.run(nothing(), 10)
+        assert told.result(PATIENCE_S) == async_llm.policy_version == 1
+    finally:
+        async_llm._shutdown()
 
 
 CTRL_C = """
@@ -504,6 +604,61 @@ def test_suspended_takes_the_cache_off_the_device_and_requests_go_on_afterwards(
         llm.engine.unpause()
 
 
+def test_what_the_caller_has_suspended_by_himself_stays_so_after_an_update() -> None:
+    with blocking() as llm:
+        llm.engine.pause()
+        llm.engine.suspend()
+        llm.before_optimizer_step("recompute")
+        assert llm.weights_updated() == 1
+        assert (llm.state, llm.stats()["kv_device_bytes"]) == (EngineState.SUSPENDED, 0)
+
+
+def test_no_step_is_made_in_an_update_though_somebody_sets_the_engine_going() -> None:
+    with blocking() as llm:
+        llm.engine.pause()
+        pending = llm.submit("abc", greedily(5))
+        llm.before_optimizer_step()
+        llm.engine.unpause()
+        assert not llm._service.worker.wait_for_work(0.2)
+        llm.weights_updated()
+        assert set(pending.result(PATIENCE_S)[0].policy_versions.tolist()) == {1}
+
+
+@pytest.mark.parametrize("suspend", [False, True])
+def test_a_control_call_in_a_suspended_block_is_undone_by_its_counterpart_after_it(suspend: bool) -> None:
+    with LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True) as llm:
+        with llm.suspended():
+            llm.pause()
+            if suspend:
+                llm.suspend()
+        assert llm.state is (EngineState.SUSPENDED if suspend else EngineState.PAUSED)
+        if suspend:
+            llm.resume()
+        with llm.suspended():
+            llm.unpause()
+        assert llm.generate(token_ids(5), greedily(5))
+        llm.engine.pause()
+        with llm.suspended():
+            pass
+        assert llm.state is EngineState.PAUSED, "what the caller has paused by himself stays so"
+
+
+def test_a_thread_of_steps_that_fails_leaves_its_requests_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = CoordinatorConfig(no_rank_timeout_s=0.2)
+    with LLM(
+        shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True, coordinator_config=coordinator
+    ) as llm:
+
+        def fail() -> None:
+            raise AssertionError("a bug")
+
+        monkeypatch.setattr(llm.engine, "step", fail)
+        with pytest.raises(RequestTimeoutError, match="rank"):
+            llm.submit("abc").result(PATIENCE_S)
+        with pytest.raises(AssertionError, match="a bug"):
+            llm.wait_for_shutdown(PATIENCE_S)
+
+
 # --- the rules of the modes -------------------------------------------------------------------------------------------
 
 
@@ -575,3 +730,6 @@ def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path
     for name, why in (("nowhere", "is no folder"), (".", "has no config.json")):
         with pytest.raises(ConfigError, match=why):
             LLM(tmp_path / name)
+    for bad in ("nn", "float7"):
+        with pytest.raises(ConfigError, match=f"dtype='{bad}'"):
+            load(tmp_path / "model", dtype=bad)

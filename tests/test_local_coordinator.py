@@ -159,3 +159,22 @@ def test_a_second_greeting_under_another_name_is_another_session() -> None:
         assert [len(peer.heard) for peer in (first, second)] == [1, 1]
 
     run(test)
+
+
+def test_a_bug_of_the_deciding_part_ends_every_session_by_name() -> None:
+    """It was only logged, and every request waited for ever."""
+
+    async def test(coordinator: LocalCoordinator) -> None:
+        client, peer = await client_of(coordinator), await greeted(coordinator)
+
+        def fail(*_: object) -> None:
+            raise NameError("a bug of ours")
+
+        coordinator._core._submit = fail  # type: ignore[method-assign]
+        with pytest.raises(ConnectionLostError, match="the coordinator has failed: NameError: a bug of ours"):
+            await client.add_request([1, 2, 3])
+        assert len(peer.lost) == 1
+        with pytest.raises(ConnectionLostError):
+            client.add_request([1])
+
+    run(test)

@@ -18,6 +18,7 @@ from rollout.manager import RolloutManager
 from rollout.state import EngineState
 from tests.models import make_model, make_tokenizer
 from tests.rollouts import assert_nothing_leaked, make_rollout
+from trainer_hooks.optimizer import attach as attach_optimizer
 from trainer_hooks.trl import attach, rollout_func
 from trainer_hooks.trl_config import sampling_params
 
@@ -323,6 +324,19 @@ def test_detaching_gives_the_trainer_back(make_run):
     assert run.trainer.callback_handler.callbacks == callbacks
     run.trainer.train()
     assert run.rollout.policy_version == 0
+
+
+def test_a_trainer_whose_optimizer_is_attached_already_is_left_as_it_was(make_run):
+    run = make_run("default")
+    run.trainer.create_optimizer()
+    before, callbacks = dict(vars(run.trainer)), list(run.trainer.callback_handler.callbacks)
+    with (
+        attach_optimizer(run.trainer.optimizer, run.rollout),
+        pytest.raises(ValueError, match="attached to this rollout already"),
+    ):
+        attach(run.trainer, run.rollout)
+    assert vars(run.trainer) == before
+    assert run.trainer.callback_handler.callbacks == callbacks
 
 
 def test_a_callback_of_ones_own_that_follows_the_optimizer_is_left_to_it(make_run):

@@ -32,10 +32,12 @@ STATE_FILE = "trainer_state.json"
 
 
 class RolloutCallback(TrainerCallback):  # type: ignore[misc]
-    """A rollout that follows a Trainer: `Trainer(..., callbacks=[RolloutCallback(rollout)])`.
+    """A rollout that follows a Trainer: `trainer.add_callback(RolloutCallback(rollout))`, or in its `callbacks`.
 
-    Needs: `rollout` was built of the model given to the Trainer (the very object). The Trainer makes its optimizer when
-    it begins, so nothing is attached before.
+    Needs: `rollout` was built of the model given to the Trainer (the very object), where it trains: the Trainer's
+    constructor moves it to the device. The Trainer makes its optimizer when it begins, so nothing is attached before.
+    A Trainer that shards the model itself when it begins (`fsdp`) is none of those that this works with: `generate`
+    raises an `EngineStateError` then.
 
     Changes: the hooks of `trainer_hooks.optimizer` on the Trainer's torch optimizer, while it trains. The policy
     version counts optimizer steps: once per accumulated batch, and not when a GradScaler skips (`global_step` counts

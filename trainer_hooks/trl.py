@@ -55,7 +55,11 @@ class TrlAttachment:
         self._batch: RolloutBatch | None = None
         self._failed: list[bool] = []
         self._undo = ExitStack()
-        self._follow()
+        try:
+            self._follow()
+        except BaseException:
+            self._undo.close()
+            raise
         if on_error == "mask":
             self._put(_calculate_rewards=self._without_failed(trainer._calculate_rewards))
 

@@ -56,6 +56,10 @@ def rollout_attention(
             f"attention implementation {IMPLEMENTATION!r} ran without a rollout batch: a forward of the trainer started "
             "while the engine had its attention installed (another thread?); run them one after the other"
         )
+    if torch.is_autocast_enabled(query.device.type):
+        # As the trainer's attention does: rotary embeddings have made queries and keys wider than values.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is not None:
         kwargs["attention_mask"] = attention_mask
     return batch.attend(module, query, key, value, scaling, kwargs), None
@@ -118,14 +122,18 @@ class PagedBatch:
 class Installation:
     """Our attention in `model`, training behaviour off, while a `with installation:` block runs; nesting is free.
 
+    Args:
+        autocast: a dtype that forwards in the block are autocast to; None: what the caller has set holds.
+
     On leaving, every flag is exactly as it was, also after an exception. Saved and restored: the attention implementation
     of every configuration object the model holds, and the `training` flag of every module (a trainer may keep some in
     eval). Gradient checkpointing acts only while `training` is set, and `use_cache` is an argument of our forward: neither
     is touched.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
         self._model = model
+        self._autocast = autocast
         self._depth = 0
         self._restore = ExitStack()
         self.handovers = 0
@@ -150,6 +158,7 @@ class Installation:
         with interrupt_deferred():
             self._depth -= 1
             if not self._depth:
+                self.handovers += 1
                 self._restore.close()
 
     def _install(self) -> None:
@@ -160,7 +169,13 @@ class Installation:
             training = [module for module in self._model.modules() if module.training]
             stack.callback(_set_training, training, True)
             _set_training(training, False)
+            # Casts of weights that autocast keeps: ours have no gradient, and the trainer's may be of an earlier update.
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
             stack.enter_context(torch.no_grad())
+            if self._autocast is not None:
+                device = next(self._model.parameters()).device.type
+                stack.enter_context(torch.autocast(device, self._autocast))
             self._restore = stack.pop_all()
 
 

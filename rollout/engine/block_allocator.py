@@ -3,8 +3,8 @@
 Always true here (`check()` proves it):
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced, its content findable);
 - whoever holds a registered block holds its parent too, so the least recently released cached block is a leaf;
-- a lookup returns only blocks registered under the present policy version whose tokens and parents compare equal:
-  a hash alone is never believed.
+- a lookup returns only blocks registered under the present policy version and the present variant of the model (which
+  adapters act) whose tokens and parents compare equal: a hash alone is never believed.
 
 Knows block ids and token ids, no tensors and no requests.
 """
@@ -12,7 +12,7 @@ Knows block ids and token ids, no tensors and no requests.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ IntArray = NDArray[np.int32]
 
 
 class CacheChanges:
-    """Which prefixes have become findable under the present version, and which can no longer be found.
+    """Which prefixes have become findable under the present version and variant, and which can no longer be found.
 
     Always true: what could be found at the last `take` (nothing, if `flushed`), less `removed`, plus `added`, is what can
     be found now. A prefix that came and went in between is in neither.
@@ -82,6 +82,7 @@ class BlockAllocator:
         self.enable_prefix_caching = enable_prefix_caching
         self.eviction_policy = eviction_policy
         self.version = version
+        self.variant: Hashable = ()
         self.refused_for_version = 0
         self.evictions = 0
         self.changes: CacheChanges | None = None
@@ -97,10 +98,17 @@ class BlockAllocator:
         self._parent: IntArray = np.full(num_blocks, NO_BLOCK, np.int32)
         self._tokens: IntArray = np.zeros((num_blocks, self.block_size), np.int32)
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._current: dict[int, int] = {}
+        self._on_shelf: IntArray = np.zeros(num_blocks, np.int32)
+        self._clear_shelves()
         self._outdated: dict[int, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._lru_outdated: OrderedDict[int, None] = OrderedDict()
+
+    def _clear_shelves(self) -> None:
+        """One shelf (hash → block) per variant seen under the present version; `_current` is the present variant's."""
+        self._current: dict[int, int] = {}
+        self._shelves = [self._current]
+        self._shelf_of: dict[Hashable, int] = {self.variant: 0}
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -244,6 +252,7 @@ class BlockAllocator:
         self._block_version[block] = self.version
         self._parent[block] = parent
         self._tokens[block] = tokens
+        self._on_shelf[block] = self._shelf_of[self.variant]
         self._current[block_hash] = block
         if self.changes is not None:
             self.changes.add(block_hash)
@@ -254,12 +263,25 @@ class BlockAllocator:
         if version == self.version:
             return
         self.version = version
-        self._outdated.update(self._current)
-        self._current.clear()
+        for shelf in self._shelves:
+            self._outdated.update(shelf)
+        self._clear_shelves()
         if self.changes is not None:
             self.changes.flush()
         self._lru_outdated.update(self._lru)
         self._lru.clear()
+
+    def switch(self, variant: Hashable) -> None:
+        """Other adapters act: what was registered under these is found, and nothing else, until they change again."""
+        self.variant = variant
+        number = self._shelf_of.setdefault(variant, len(self._shelves))
+        if number == len(self._shelves):
+            self._shelves.append({})
+        self._current = self._shelves[number]
+        if self.changes is not None:
+            self.changes.flush()
+            for block_hash in self._current:
+                self.changes.add(block_hash)
 
     def unregister(self, blocks: IntArray) -> None:
         """Make held `blocks` unfindable: their content must not be shared (it holds NaN, say)."""
@@ -288,9 +310,10 @@ class BlockAllocator:
 
     def _unlist(self, block: int) -> None:
         block_hash = int(self._hash[block])
-        if self._current.get(block_hash) == block:
-            del self._current[block_hash]
-            if self.changes is not None:
+        shelf = self._shelves[self._on_shelf[block]] if self._block_version[block] == self.version else {}
+        if shelf.get(block_hash) == block:
+            del shelf[block_hash]
+            if self.changes is not None and shelf is self._current:
                 self.changes.remove(block_hash)
         if self._outdated.get(block_hash) == block:
             del self._outdated[block_hash]
@@ -318,10 +341,10 @@ class BlockAllocator:
             return None
         mapping = np.full(self.num_blocks, NO_BLOCK, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
-        names = ("ref_count", "registered", "_hash", "_block_version", "_tokens")
+        names = ("ref_count", "registered", "_hash", "_block_version", "_on_shelf", "_tokens")
         kept_rows = {name: getattr(self, name)[live] for name in names}
         parents = self._parent[live]
-        tables = (self._current, self._outdated)
+        shelves, numbers, outdated = self._shelves, self._shelf_of, self._outdated
         queues = (self._lru, self._lru_outdated)
         self._reset(num_blocks)
         kept = len(live)
@@ -329,7 +352,11 @@ class BlockAllocator:
             getattr(self, name)[:kept] = rows
         self._parent[:kept] = np.where(parents == NO_BLOCK, NO_BLOCK, mapping[parents])
         self._free = list(range(num_blocks - 1, kept - 1, -1))
-        self._current, self._outdated = ({key: int(mapping[block]) for key, block in t.items()} for t in tables)
+        self._outdated, *self._shelves = (
+            {key: int(mapping[block]) for key, block in table.items()} for table in (outdated, *shelves)
+        )
+        self._shelf_of = numbers
+        self._current = self._shelves[numbers[self.variant]]
         self._lru, self._lru_outdated = (OrderedDict((int(mapping[block]), None) for block in q) for q in queues)
         return mapping
 
@@ -359,7 +386,12 @@ class BlockAllocator:
         )
         assert not self.registered[self._free].any(), "a free block is registered"
         assert self.registered[cached].all(), "a cached block is not registered"
-        for block_hash, block in self._current.items():
-            assert self.registered[block], f"the cache names block {block}, which is not registered"
-            assert self._block_version[block] == self.version, f"block {block} is findable under another version"
-            assert self._hash[block] == block_hash, f"block {block} is found under a foreign hash"
+        assert self._current is self._shelves[self._shelf_of[self.variant]], (
+            "lookups go to the shelf of another variant"
+        )
+        for number, shelf in enumerate(self._shelves):
+            for block_hash, block in shelf.items():
+                assert self.registered[block], f"the cache names block {block}, which is not registered"
+                assert self._block_version[block] == self.version, f"block {block} is findable under another version"
+                assert self._on_shelf[block] == number, f"block {block} is findable under another variant"
+                assert self._hash[block] == block_hash, f"block {block} is found under a foreign hash"

@@ -4,7 +4,9 @@ Promises:
 - every accepted request ends once, as a complete record: finished, stale, aborted or failed;
 - an exception inside a step fails the requests of that step, cause attached, and the engine goes on; after
   `MAX_FAILED_STEPS` in a row it declares itself dead and ends every request;
-- whenever none of its calls is running, the trainer's model is exactly as the trainer left it.
+- whenever none of its calls is running, the trainer's model is exactly as the trainer left it;
+- weights that the ranks share are whole between `gather_weights` and `release_weights`, and steps run only there;
+- a request that was accepted while some adapters acted runs while these act, and waits while others do.
 """
 
 from __future__ import annotations
@@ -12,28 +14,33 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.adapters import AdapterSwitches, Variant, described
 from rollout.engine.admission import Admission
 from rollout.engine.attention import Installation
 from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_size
 from rollout.engine.controller import Prompt, TextGenerationController
 from rollout.engine.fair_lock import FairLock
+from rollout.engine.fingerprints import Fingerprints
 from rollout.engine.kv_cache import Allocate, KVCache, zeros
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import inspect_model, refuse_growing_rope
 from rollout.engine.sequences import Sequence as Sample
 from rollout.engine.step import ScheduledStep
+from rollout.engine.weights import refuse_sharded_since, weights_of
 from rollout.errors import (
     ConfigError,
     EngineStateError,
     InvalidRequestError,
     RequestError,
+    WeightsChangedError,
 )
 from rollout.interrupts import interrupt_deferred
 from rollout.outcome import Growth
@@ -62,7 +69,9 @@ class DynamicInferenceEngine:
     """Continuous batching over a paged KV cache, by the training module itself.
 
     Args:
-        model: the `PreTrainedModel` the optimizer steps. It is called, never copied or changed.
+        model: the `PreTrainedModel` the optimizer steps, also wrapped in DDP, FSDP1 or torch.compile, or sharded by FSDP2
+            (then every rank builds its engine at the same time). It is called, never changed, and copied only where
+            `inference_dtype` or `inference_device` ask for it.
         tokenizer: its tokenizer, or None where prompts are token ids and no text is asked for.
         config: see `InferenceConfig`.
         clock: seconds; a seam for tests.
@@ -81,11 +90,30 @@ class DynamicInferenceEngine:
         clock: Callable[[], float] = time.time,
         allocate: Allocate = zeros,
     ) -> None:
-        self.model = model
         self.config = config or InferenceConfig()
+        self.weights = weights_of(
+            model,
+            dtype=_dtype(self.config.inference_dtype),
+            device=None if self.config.inference_device is None else torch.device(self.config.inference_device),
+        )
+        self.model = self.weights.trained
+        self._given = model
+        self.training_device = next(self.model.parameters()).device
+        """Where the trainer wants its batches."""
+        self._autocast = _dtype(self.config.autocast_dtype)
         self._clock = clock
         self._lock = FairLock()
         self._lifecycle = Lifecycle(self._lock)
+        fingerprints = self.config.weight_fingerprints
+        self._fingerprints = (
+            None if fingerprints == "off" else Fingerprints(self.weights.tensors, full=fingerprints == "full")
+        )
+        self._weights_are_known = False
+        with self.whole_weights(), self._under_autocast():
+            self._build(tokenizer, allocate)
+
+    def _build(self, tokenizer: Any, allocate: Allocate) -> None:
+        model, clock = self.weights.sampled, self._clock
         layout = inspect_model(model)
         self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or 2048
         refuse_growing_rope(model, self.max_sequence_length)
@@ -104,9 +132,12 @@ class DynamicInferenceEngine:
                 self.cache,
                 self.context.scheduler.table,
                 fused=self.config.fused_forward,
-                graphed_rows=self.config.max_requests if self.config.cuda_graphs else 0,
+                # A graph holds the addresses of weights, and those that are gathered lie elsewhere each time.
+                graphed_rows=self.config.max_requests * (self.config.cuda_graphs and not self.weights.collective),
+                autocast=self._autocast,
             ),
         )
+        self._adapters = AdapterSwitches(model)
         self._order = 0
         self._next_request_id = 0
         self._live: dict[int, set[int]] = {}
@@ -122,6 +153,80 @@ class DynamicInferenceEngine:
         if self.config.verify_model:
             room = min(self.max_sequence_length, blocks * self.config.block_size_tokens)
             self.controller.verify_model(min(VERIFY_TOKENS, room))
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it was built of this model, or of its wrapper."""
+        return model is self.model or model is self._given
+
+    def _under_autocast(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._autocast is None else torch.autocast(self.training_device.type, self._autocast)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def gather_weights(self) -> None:
+        """Have whole, current weights. Where they are spread over the ranks, every rank calls it."""
+        with self._lock, interrupt_deferred():
+            self.weights.gather()
+
+    def release_weights(self) -> None:
+        """Leave the weights as the trainer had them. Speaks to nobody; harmless when repeated."""
+        with self._lock, interrupt_deferred():
+            self.weights.release()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """A block in which steps can run; where the weights are spread over the ranks, every rank enters it."""
+        if self.weights.collective and self.weights.ready:
+            yield
+            return
+        self.gather_weights()
+        try:
+            yield
+        finally:
+            self.release_weights()
+
+    def check_weights(self) -> None:
+        """Refuse weights that nobody has said to have changed. The first ones are as they are when it is first called: a
+        checkpoint may be loaded after the engine was built.
+
+        Raises:
+            WeightsChangedError: some are not what they were at the last update; names them.
+            EngineStateError: they were sharded, or moved to another device, after the engine was built.
+        """
+        refuse_sharded_since(self.weights)
+        self._refuse_moved()
+        if self._fingerprints is None:
+            return
+        with self._lock:
+            if not self._weights_are_known:
+                self._note_weights()
+            changed, stale = self._fingerprints.changed(), self.weights.stale()
+        if changed:
+            raise WeightsChangedError(
+                f"{_some(changed)} changed since policy version {self.policy_version} without a step of an attached "
+                "optimizer: call rollout.weights_updated() where that was meant, or undo it; "
+                "InferenceConfig.weight_fingerprints='off' looks no more",
+                tuple(changed),
+            )
+        if stale:
+            raise WeightsChangedError(
+                f"the copy that samples is not what the trainer has, at policy version {self.policy_version}: "
+                f"{_some(stale)}; call rollout.weights_updated(), which copies anew",
+                tuple(stale),
+            )
+
+    def _refuse_moved(self) -> None:
+        device = next(self.model.parameters()).device
+        if self.weights.sampled is self.model and not self.weights.collective and device != self.training_device:
+            raise EngineStateError(
+                f"{type(self.model).__name__} was on {self.training_device} when the rollout was built, and is on {device}: "
+                "build it after model.to(), accelerator.prepare or Trainer(...), which move the model, or move it back"
+            )
+
+    def _note_weights(self) -> None:
+        if self._fingerprints is not None:
+            self._fingerprints.take()
+            self._weights_are_known = True
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -165,7 +270,7 @@ class DynamicInferenceEngine:
                     metadata=metadata, prompt=prompt if isinstance(prompt, str) else None, indices=wanted,
                     arrival_time=arrival_time,
                 )  # fmt: skip
-                self.context.scheduler.add(leader)
+                self.context.scheduler.add(leader, self._variant())
             except InvalidRequestError as exc:
                 exc.request_id = number
                 raise
@@ -214,7 +319,8 @@ class DynamicInferenceEngine:
             number = record.request_id
             if record.sample_index in self._live.get(number, ()):
                 raise InvalidRequestError(f"request {number} sample {record.sample_index} is here already", number)
-            self.context.scheduler.add(self._admission.continued(record, self._order, self.policy_version))
+            sample = self._admission.continued(record, self._order, self.policy_version)
+            self.context.scheduler.add(sample, self._variant())
             self._order += 1
             self._live.setdefault(number, set()).add(record.sample_index)
             self._next_request_id = max(self._next_request_id, number + 1)
@@ -233,9 +339,8 @@ class DynamicInferenceEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has something left to do or to hand out."""
-        scheduler = self.context.scheduler
-        return bool(self._ended or scheduler.waiting or scheduler.num_active)
+        """Whether a step has something left to do or to hand out, with the adapters that act now."""
+        return bool(self._ended or self.context.scheduler.has_work(self._adapters.variant))
 
     @property
     def policy_version(self) -> int:
@@ -247,6 +352,9 @@ class DynamicInferenceEngine:
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """Schedule, execute, update. Returns the records that have ended since the last step, each exactly once.
 
+        Requests that were accepted while other adapters acted than now wait until these act again; those that were
+        running give up their KV then, what is left of it in the prefix cache excepted.
+
         Raises:
             EngineStateError: the engine is not RUNNING.
             EngineDeadError: too many steps in a row have failed.
@@ -255,13 +363,34 @@ class DynamicInferenceEngine:
             if self._lifecycle.cause_of_death is not None and self._ended:
                 return self.take_ended()
             self._lifecycle.refuse_unless_running()
+            if not self.weights.ready:
+                self._refuse_scattered_weights()
+                self.weights.gather()
             with interrupt_deferred():
+                self._follow_adapters()
                 step = self.last_step = self.context.scheduler.schedule()
                 if step is not None:
                     self._run(step)
                 elif not self._ended and self.has_unfinished:
                     raise EngineStateError(f"no request can run, which must not happen; please report: {self.stats()}")
             return self.take_ended()
+
+    def _refuse_scattered_weights(self) -> None:
+        if self.weights.collective:
+            raise EngineStateError(
+                f"{type(self.model).__name__} has its weights spread over the ranks, where no step can run: generate by "
+                "RolloutManager, which gathers them, or step inside `with engine.whole_weights():` on every rank"
+            )
+
+    def _variant(self) -> Variant:
+        return self._adapters.look(self.installation.handovers)
+
+    def _follow_adapters(self) -> None:
+        variant = self._variant()
+        if variant != self.context.scheduler.variant:
+            # What a forward has bound of the model may be of the other adapters.
+            self.installation.handovers += 1
+            self.context.scheduler.switch(variant)
 
     def take_ended(
         self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
@@ -340,16 +469,19 @@ class DynamicInferenceEngine:
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
             EngineStateError: the engine is not RUNNING; nothing of this call was queued.
+            WeightsChangedError: see `check_weights`; nothing of this call was queued.
             RequestError: a request failed; the others' results are lost (use `RolloutManager` to keep them).
         """
         self._lifecycle.refuse_unless_running()
+        self.check_weights()
         numbers = self._add_all(prompts, sampling_params)
         mine = set(numbers)
         done: dict[tuple[int, int], DynamicInferenceRequestRecord] = {}
         others: list[DynamicInferenceRequestRecord] = []
         try:
-            with self.installation:
+            with self.whole_weights(), self.installation:
                 while not mine.isdisjoint(self._live) or self._ended:
+                    self.refuse_when_nothing_can_run()
                     with interrupt_deferred():
                         for record in self.step():
                             if record.request_id in mine:
@@ -390,6 +522,30 @@ class DynamicInferenceEngine:
     def refuse_when_stopped(self) -> None:
         """Raises: EngineDeadError, EngineStateError: the engine is dead, or stopping or stopped."""
         self._lifecycle.refuse_when_stopped()
+
+    def refuse_when_nothing_can_run(self) -> None:
+        """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now."""
+        if self._live and not self.has_unfinished:
+            waiting = {sample.variant for sample in self.context.scheduler}
+            raise EngineStateError(
+                f"{self.context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
+                f"{'; '.join(map(described, waiting))}) than act now ({described(self._adapters.variant)}): leave the "
+                "`with adapter(...)` block or switch back, and they go on; or abort them"
+            )
+
+    @contextmanager
+    def adapter_switch(self, what: str | None = None) -> Iterator[None]:
+        """A block that changes which adapters of the model act: at a step boundary, with no step meanwhile.
+
+        Args:
+            what: for the signature's sake; there is nobody to tell (see `RolloutManager.adapter_switch`).
+        """
+        with self.locked():
+            try:
+                yield
+            finally:
+                self.installation.handovers += 1
+        self._moved()
 
     def pause(self) -> None:
         """Stop at the step boundary; requests keep their KV and wait."""
@@ -477,7 +633,10 @@ class DynamicInferenceEngine:
                     f"weights_updated({version}): the policy version is {scheduler.version} and only rises; build "
                     "another engine to go back"
                 )
+            self.weights.changed()
+            self._note_weights()
             self.installation.handovers += 1
+            torch.clear_autocast_cache()
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
             if self.config.max_staleness is not None:
                 self._enforce_staleness(self.config.max_staleness)
@@ -508,8 +667,20 @@ class DynamicInferenceEngine:
     # --- looking at it ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of all unfinished samples, in order, independent of the running ones."""
+        """Records of all unfinished samples, in order, independent of the running ones.
+
+        Raises:
+            EngineStateError: some wait for other adapters than act now, which no record says.
+        """
         with self._lock:
+            variant = self._variant()
+            foreign = [sample for sample in self.context.scheduler if sample.variant != variant]
+            if foreign:
+                raise EngineStateError(
+                    f"snapshot() with {len(foreign)} samples accepted with other adapters (acting then: "
+                    f"{described(foreign[0].variant)}) than act now ({described(variant)}): save when all in flight are of "
+                    "one, outside of `with adapter(...)`"
+                )
             records = []
             for sample in self.context.scheduler:
                 if sample.active:
@@ -611,9 +782,18 @@ class DynamicInferenceEngine:
                 continue
             self.counters["requests_requeued"] += 1
             fresh = self._admission.from_prompt(sample.record, sample.order, self.policy_version)
-            self.context.scheduler.add(fresh)
+            self.context.scheduler.add(fresh, sample.variant)
 
     def _mark_active(self, status: Status) -> None:
         for leader in self.context.scheduler.active():
             for sample in (leader, *leader.siblings):
                 sample.request.status = status
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

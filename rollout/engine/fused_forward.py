@@ -1,8 +1,10 @@
 """On a CPU: the whole forward of a Llama-like decoder in C++, from the module's own parameters, where they lie.
 
 Which models: those whose layers are exactly classes of transformers that we know (`_FAMILIES`), with nothing added: no
-hook, no replaced forward, no adapter, no quantised layer, one dtype. Everything is looked at again whenever the trainer
-may have had the model in hands, and what is not as expected goes through the module itself, which is always right.
+hook, no replaced forward, no adapter that acts, no quantised layer, one dtype. LoRA of PEFT that is disabled hands every
+call on to the layer it wraps, so that it is looked through; so is FSDP2 while the weights are whole. Everything is looked
+at again whenever the trainer may have had the model in hands, and what is not as expected goes through the module itself,
+which is always right.
 Parameters are never copied or packed: a weight update is seen by the next step.
 """
 
@@ -147,6 +149,7 @@ class _Bound:
 
     def __init__(self, model: Any, layout: ModelLayout, cache: KVCache) -> None:
         self._epsilons: set[float] = set()
+        model = _without_lora(model)
         family = next((name for name in _FAMILIES if _is(model, f"{name}ForCausalLM")), None)
         if family is None:
             raise Unfusable(
@@ -237,6 +240,10 @@ class _Bound:
         return self._address(module)
 
     def _linear(self, module: Any, *, bias: bool = True) -> tuple[int, int | None]:
+        if _is(module, "Linear", "peft.tuners.lora."):
+            _require(module.disable_adapters and not module.merged, "LoRA acts in a projection")
+            _unhooked(module)
+            module = module.base_layer
         _require(type(module) is nn.Linear, f"a projection is {type(module).__name__}, not nn.Linear")
         _plain(module)
         _require(bias or module.bias is None, "a projection has a bias where none is known")
@@ -265,8 +272,28 @@ def _require_known_attention(config: Any, layout: ModelLayout) -> None:
     _require(call.num_heads <= MAX_GROUP * shape.num_kv_heads, f"more than {MAX_GROUP} query heads share a KV head")
 
 
-def _is(module: Any, name: str) -> bool:
-    return type(module).__name__ == name and type(module).__module__.startswith("transformers.models.")
+def _without_lora(model: Any) -> Any:
+    """The model inside PEFT's wrappers for LoRA, which only hand a forward on."""
+    if not (_is(model, "PeftModel", "peft.") or _is(model, "PeftModelForCausalLM", "peft.")):
+        return model
+    _plain(model, "base_model")
+    _require(_is(model.base_model, "LoraModel", "peft.tuners.lora."), "its adapters are not LoRA")
+    _plain(model.base_model, "model")
+    return model.base_model.model
+
+
+def _is(module: Any, name: str, package: str = "transformers.models.") -> bool:
+    kind = type(module)
+    # FSDP2 puts a class of its own before the one it was given.
+    kind = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
+    return kind.__name__ == name and kind.__module__.startswith(package)
+
+
+def _only_gathers(hook: Any) -> bool:
+    """Whether it is FSDP2's: what it would gather is gathered, or else the parameters are no plain ones."""
+    owner = getattr(hook, "__self__", None)
+    ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
+    return ours and owner._mp_policy.output_dtype is None  # type: ignore[union-attr]
 
 
 def _require(ok: bool, why: str) -> None:
@@ -276,10 +303,16 @@ def _require(ok: bool, why: str) -> None:
 
 def _plain(module: nn.Module, *children: str) -> None:
     """Refuse a module that does more, or has other children, than its class says."""
+    _unhooked(module)
+    name = type(module).__name__
+    _require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")
+
+
+def _unhooked(module: nn.Module) -> None:
     name = type(module).__name__
     _require(
         "forward" not in module.__dict__ and "__call__" not in module.__dict__, f"the forward of {name} was replaced"
     )
-    _require(not module._forward_hooks and not module._forward_pre_hooks, f"{name} has forward hooks")
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        _require(_only_gathers(hook), f"{name} has forward hooks")
     _require(not is_parametrized(module), f"{name} is parametrised")
-    _require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")

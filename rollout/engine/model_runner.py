@@ -38,6 +38,7 @@ class ModelRunner:
     Args:
         fused: on a CPU, try the fused forward.
         graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: none is.
+        autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ModelRunner:
         *,
         fused: bool = True,
         graphed_rows: int = 0,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -63,7 +65,7 @@ class ModelRunner:
             self.graphs = GraphedDecode(
                 model, layout, cache, graphed_rows, CudaDevice(layout.device), TritonDecode(kernels, cache)
             )
-        self.installation = Installation(model)
+        self.installation = Installation(model, autocast)
         self.sampling = SamplingTable(layout.device)
         self.workspace = Workspace()
 

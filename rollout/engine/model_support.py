@@ -58,6 +58,7 @@ class _Watcher:
         self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
         self.asked: list[AttentionCall] = []
         self.dtypes: set[torch.dtype] = set()
+        self.lengths: set[int] = set()
 
     def attend(
         self,
@@ -74,6 +75,7 @@ class _Watcher:
         asked = AttentionCall(query.shape[1], scaling, arguments.get("sliding_window"), arguments.get("softcap"))
         self.asked.append(asked)
         self.dtypes |= {key.dtype, value.dtype}
+        self.lengths |= {query.shape[2], key.shape[2]}
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -204,6 +206,12 @@ def _refuse_unwatched(model: nn.Module, config: Any, watcher: _Watcher, names: d
                 "the engine keeps one KV per layer"
             )
         seen.add(module)
+    if watcher.lengths - {PROBE_TOKENS}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the "
+            "model puts some of its own before them (prompt tuning, prefix tuning); use an adapter that acts inside the "
+            "layers, such as LoRA"
+        )
     expected = getattr(config, "num_hidden_layers", None)
     if not watcher.calls or (expected is not None and len(seen) != expected):
         raise UnsupportedModelError(

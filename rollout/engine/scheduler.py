@@ -6,6 +6,7 @@ Always true between calls:
 - admission is in order of (priority, arrival); an evicted sequence goes back to its place at the front;
 - the oldest active sequence can always advance: it may evict every younger one, and alone it fits (checked by `add`);
 - blocks are registered as a shareable prefix only when all KV before them was computed under the present version;
+- a sequence runs only under the variant (which adapters act) it was accepted under; under another it is parked;
 - a sequence leaves exactly once, as a `Sequence` whose record is complete.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import InferenceConfig
+from rollout.engine.adapters import NO_ADAPTER, Variant
 from rollout.engine.block_allocator import BlockAllocator
 from rollout.engine.block_tables import BlockTables
 from rollout.engine.sequences import IntArray, Sequence, SequenceTable
@@ -37,6 +39,9 @@ class Scheduler:
         self.table = SequenceTable(config.block_size_tokens)
         self.blocks = BlockTables(allocator, self.table)
         self.waiting: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        """Accepted under another variant: they wait for it to come back."""
+        self.variant: Variant = NO_ADAPTER
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.prefill_tokens_computed = 0
@@ -60,7 +65,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot."""
-        return sum(1 + len(sequence.siblings) for sequence in self.waiting)
+        return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
+
+    def has_work(self, variant: Variant) -> bool:
+        """Whether a sequence could run under `variant`."""
+        if variant == self.variant:
+            return bool(self.waiting or self._by_slot)
+        return any(sequence.variant == variant for sequence in self.parked)
 
     def active(self) -> list[Sequence]:
         """Sequences that hold KV, oldest first; samples that have not forked yet are their leader's `siblings`."""
@@ -68,14 +79,14 @@ class Scheduler:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Every sequence, one per sample, in order of (priority, arrival, sample)."""
-        for leader in sorted([*self.waiting, *self.decoding, *self.prefilling], key=_rank):
+        for leader in sorted([*self.waiting, *self.parked, *self.decoding, *self.prefilling], key=_rank):
             yield leader
             yield from leader.siblings
 
     def growths(self, known: Mapping[tuple[int, int], tuple[int, int]]) -> list[Growth]:
         """What the sequences named in `known` have beyond it: see `DynamicInferenceEngine.progress`."""
         grown = []
-        for leader in (*self.waiting, *self.decoding, *self.prefilling):
+        for leader in (*self.waiting, *self.parked, *self.decoding, *self.prefilling):
             for sequence in (leader, *leader.siblings):
                 said = known.get(sequence.key)
                 if said is None:
@@ -94,8 +105,11 @@ class Scheduler:
 
     # --- arrivals and departures --------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, variant: Variant | None = None) -> None:
         """Queue a sequence (with its unforked `siblings`) at its place.
+
+        Args:
+            variant: that it is accepted under; None: the present one.
 
         Raises:
             InvalidRequestError: it could never run, whatever else leaves.
@@ -111,7 +125,25 @@ class Scheduler:
         self.check_room(request_id, len(sequence.tokens), sequence.max_length)
         for each in (sequence, *sequence.siblings):
             each.request.status = Status.WAITING_IN_QUEUE
-        bisect.insort(self.waiting, sequence, key=_rank)
+            each.variant = self.variant if variant is None else variant
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        bisect.insort(self._queue_of(sequence), sequence, key=_rank)
+
+    def _queue_of(self, sequence: Sequence) -> list[Sequence]:
+        return self.waiting if sequence.variant == self.variant else self.parked
+
+    def switch(self, variant: Variant) -> None:
+        """Other adapters act. Active sequences make room: their KV is of no use now, but stays findable for later."""
+        self.variant = variant
+        self.allocator.switch(variant)
+        for sequence in reversed(self.active()):
+            self._evict(sequence)
+        every = sorted([*self.waiting, *self.parked], key=_rank)
+        self.waiting, self.parked = [], []
+        for sequence in every:
+            self._queue_of(sequence).append(sequence)
 
     def check_room(self, request_id: int, prompt: int, length: int) -> None:
         """Refuse a sample of `length` tokens, `prompt` of them its prompt, that does not fit even alone.
@@ -133,7 +165,7 @@ class Scheduler:
         A leader that goes hands its unforked siblings to the first of them.
         """
         removed: list[Sequence] = []
-        for leader in [*self.waiting, *self.active()]:
+        for leader in [*self.waiting, *self.parked, *self.active()]:
             family = [leader, *leader.siblings]
             gone = [each for each in family if keys(each.key)]
             if not gone:
@@ -143,7 +175,7 @@ class Scheduler:
             if leader.active:
                 self._remove_active(leader, gone, stay)
             else:
-                _discard(self.waiting, leader)
+                _discard(self._queue_of(leader), leader)
                 self._requeue(stay)
         return removed
 
@@ -166,7 +198,7 @@ class Scheduler:
             family[0].siblings = family[1:]
             for each in family[1:]:
                 each.siblings = []
-            bisect.insort(self.waiting, family[0], key=_rank)
+            self._queue(family[0])
 
     def advance_version(self, version: int) -> None:
         """The weights moved: close every span at its present length. O(1) per sequence."""
@@ -448,7 +480,7 @@ class Scheduler:
         for each in (sequence, *sequence.siblings):
             self._deactivate(each)
             self._restart(each)
-        bisect.insort(self.waiting, sequence, key=_rank)
+        self._queue(sequence)
 
     def _restart(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -515,10 +547,13 @@ class Scheduler:
             AssertionError: naming what disagrees.
         """
         self.allocator.check([self.table.held(slot).tolist() for slot in self._by_slot])
-        for queue in (self.waiting, self.decoding, self.prefilling):
+        for queue in (self.waiting, self.parked, self.decoding, self.prefilling):
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
-        for sequence in self.waiting:
+        for sequence in (*self.waiting, *self.parked):
             assert not sequence.active, f"{sequence.key} waits and owns a slot"
+            assert sequence in self._queue_of(sequence), f"{sequence.key} waits for another variant"
+        for sequence in (*self.decoding, *self.prefilling):
+            assert sequence.variant == self.variant, f"{sequence.key} runs under another variant"
         holders = [each for leader in (*self.decoding, *self.prefilling) for each in (leader, *leader.siblings)]
         assert {each.slot: each for each in holders} == self._by_slot, "slots and queues disagree"
         for sequence in self.decoding:

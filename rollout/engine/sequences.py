@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.adapters import NO_ADAPTER, Variant
 from rollout.engine.block_allocator import NO_BLOCK
 from rollout.outcome import Growth, first_token_after, first_unknown, joined, versions
 from rollout.record import DynamicInferenceRequestRecord
@@ -49,6 +50,8 @@ class Sequence:
     stop_string: str | None = None
     """The stop string that ended it."""
     slot: int = NO_SLOT
+    variant: Variant = NO_ADAPTER
+    """Of the model when it was accepted: it runs under no other."""
     wants_prompt_logprobs: bool = False
     """Prompt log-probs are asked for and not complete: its prompt must be computed whole."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -166,10 +169,24 @@ class SequenceTable:
 
     def growth(self, sequence: Sequence, known: int, prompt_version: int) -> Growth:
         """What an active sequence has beyond what is known; its record stays as it is. See `outcome.growth`."""
-        slot, record, live = sequence.slot, sequence.record, sequence.request
-        origin, end = int(self.origin[slot]), int(self.length[slot])
+        slot, record = sequence.slot, sequence.record
+        live = record[-1]
+        origin, end = self.origin.item(slot), self.length.item(slot)
         start = first_unknown(live, end - origin, known, prompt_version)
-        low, segment = origin + start, int(self.prompt_length[slot])
+        low, segment = origin + start, self.prompt_length.item(slot)
+        if start and low >= segment and len(live.policy_spans) <= low and not live.sampling_params.logprobs:
+            # So nearly always: tokens of one version, behind what was known, in the live segment.
+            return Growth(
+                record.request_id,
+                record.sample_index,
+                start,
+                end - low,
+                self.tokens[slot, low:end].tobytes(),
+                self.logprobs[slot, low:end].tobytes(),
+                [prompt_version, live.policy_version, end - low] if end > low else [prompt_version],
+                None,
+                None,
+            )
         log_probs = self.logprobs[slot, max(low, segment) : end].tobytes()
         if low < segment:
             log_probs = np.asarray(joined(record, "generated_log_probs", start), np.float32).tobytes() + log_probs

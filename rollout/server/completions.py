@@ -6,6 +6,7 @@ have been.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -36,12 +37,14 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
         serving: the model and its limits.
     """
     texts = TokenTexts(serving.llm.tokenizer)
+    # A trainer may set padding and truncation of its own while a thread of ours is about to tokenise.
+    tokenizer = copy.deepcopy(serving.llm.tokenizer)
 
     @app.post("/v1/completions", response_model=None, responses=calls.ERRORS | described(Completion))
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
         """Continue one prompt or many."""
         calls.admit(serving, body, len(body.prompts))
-        prompts = await calls.off_the_loop(_length(body), partial(_token_ids, serving, body.prompts))
+        prompts = await calls.off_the_loop(_length(body), partial(_token_ids, tokenizer, body.prompts))
         reply = _Reply(serving, body, texts, prompts)
         if not body.stream:
             return calls.json_reply(await reply.whole(request))
@@ -53,8 +56,8 @@ def _length(body: CompletionRequest) -> int:
     return sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str))
 
 
-def _token_ids(serving: Serving, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    return [_encoded(serving.llm.tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+def _token_ids(tokenizer: Any, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    return [_encoded(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _encoded(tokenizer: Any, prompt: str) -> list[int]:

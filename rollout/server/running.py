@@ -84,6 +84,7 @@ class Server:
         with self._changing:
             if self.running:
                 return self
+            self._loop.refuse_inside("start()")
             if self._life is not None:
                 raise RuntimeError("this server has been stopped: build another")
             listener = _listen(self._config.host, self._config.port)
@@ -105,7 +106,6 @@ class Server:
         with self._changing:
             if self._life is None or self._life.done():
                 return
-            self._serving.stopping = True
             try:
                 self._loop.run(
                     self._end(self._life), self._config.shutdown_grace_s + 2 * ABORT_TIMEOUT_S + START_TIMEOUT_S
@@ -129,9 +129,14 @@ class Server:
         await asyncio.wrap_future(life)
 
     def wait(self) -> None:
-        """Wait until it has ended; in the main thread also until Ctrl-C or SIGTERM, which stop it in order."""
+        """Wait until it has ended; in the main thread also until Ctrl-C or SIGTERM, which stop it in order.
+
+        Raises:
+            RuntimeError: called on the LLM's own loop, which would wait for ever.
+        """
         if self._life is None:
             return
+        self._loop.refuse_inside("wait()")
         if threading.current_thread() is threading.main_thread():
             with _signals() as bell:
                 self._life.add_done_callback(lambda _: bell.ring())

@@ -28,7 +28,7 @@ from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, KVCacheManagementMode
 
-SCHEDULES = int(os.environ.get("ROLLOUT_SIM_SCHEDULES", "10000"))
+SCHEDULES = int(os.environ.get("ROLLOUT_SIM_SCHEDULES", "5000"))
 TOKEN, POSITION, VERSION, PURE = range(4)
 GARBAGE = -7
 
@@ -263,7 +263,7 @@ def live(seed: int, events: int = 30) -> World:
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_schedules_keep_every_invariant() -> None:
+def test_thousands_of_random_schedules_keep_every_invariant() -> None:
     chosen = os.environ.get("ROLLOUT_SIM_SEED")
     seeds = range(SCHEDULES) if chosen is None else [int(chosen)]
     preemptions = refused = 0

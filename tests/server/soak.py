@@ -80,6 +80,9 @@ def soak(streams: int, seconds: float) -> Ledger:
 def _update(llm: LLM, model: torch.nn.Module, ledger: Ledger, over: threading.Event) -> None:
     generator = torch.Generator().manual_seed(0)
     while not over.wait(0.3):
+        if ledger.announced not in ledger.seen:
+            # A slow machine has brought nobody a token of it yet.
+            continue
         llm.pause()
         llm.suspend(MODES[ledger.updates % 3])
         with torch.no_grad():
@@ -134,12 +137,12 @@ async def _one(url: str, tokenizer: Any, ledger: Ledger, draw: random.Random) ->
             rollout = choice.get("rollout") or {}
             tokens += rollout.get("token_ids", [])
             versions += rollout.get("policy_versions", [])
+            ledger.seen.update(rollout.get("policy_versions", []))
             # The next version may have been given to the engine and not be written down yet.
             if versions and versions[-1] > ledger.announced + 1:
                 ledger.problems.append(f"a token of version {versions[-1]} while {ledger.announced} was announced")
     ledger.streams += 1
     ledger.tokens += len(tokens)
-    ledger.seen.update(versions)
     if not ended or reason != "length" or len(tokens) != wanted or len(versions) != wanted:
         ledger.problems.append(f"{len(tokens)} tokens of {wanted}, finish_reason {reason}, [DONE] {ended}")
     if text != tokenizer.decode(tokens, skip_special_tokens=True):

@@ -381,6 +381,37 @@ def test_pipelined_requests_are_answered_in_their_order(open_house):
     assert answers.endswith(b'{"status":"running","policy_version":0}')
 
 
+def test_a_client_that_has_sent_more_and_goes_away_aborts_what_was_running():
+    ask = post_bytes("/v1/completions", json.dumps(ASK).encode(), "Content-Type: application/json")
+    with served() as (llm, server):
+        llm.hold()
+        with raw(server) as client:
+            client.sendall(ask)
+            wait_for_requests(llm, 1)
+            client.sendall(ask)
+        assert llm.aborted.get(timeout=DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("cut", [-2, 0, 12])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_offer_of_another_protocol_is_declined_and_the_request_answered(open_house, chunked, cut):
+    # As Java's client does with its first request.
+    body = json.dumps(ASK).encode()
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n" + framing + b"\r\n\r\n"
+    )
+    whole = head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+    with raw(open_house[1]) as client:
+        client.sendall(whole[: len(head) + cut])
+        time.sleep(0.02)
+        client.sendall(whole[len(head) + cut :])
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+    assert b'"Hello"' in answer
+
+
 def test_unknown_paths_and_methods_have_our_shape(url):
     for path in ("/nowhere", "/v1/completions/", "/admin/pause", "/v1/../etc/passwd", "/%00"):
         assert error_of(httpx.get(url + path), 404)["type"] == "not_found_error"
@@ -388,6 +419,18 @@ def test_unknown_paths_and_methods_have_our_shape(url):
     assert "POST" in error_of(wrong, 405)["message"]
     assert wrong.headers["allow"] == "POST"
     error_of(httpx.request("TRACE", f"{url}/v1/models"), 405)
+
+
+def test_stopping_on_the_loop_itself_raises_and_the_server_goes_on():
+    with served() as (llm, server):
+
+        async def stop() -> None:
+            for method in (server.stop, server.wait):
+                with pytest.raises(RuntimeError, match="would wait for ever"):
+                    method()
+
+        llm.loop.run(stop(), DEADLINE_S)
+        assert httpx.post(f"{server.url}/v1/completions", json=ASK).status_code == 200
 
 
 # --- limits and failures ----------------------------------------------------------------------------------------------

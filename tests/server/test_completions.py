@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import queue
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +66,16 @@ def read(client: OpenAI, **fields: Any) -> list[TheirReply]:
 
 def text(chunks: list[TheirReply], index: int = 0) -> str:
     return "".join(c.text for chunk in chunks for c in chunk.choices if c.index == index)
+
+
+def test_a_prompt_is_tokenised_as_when_the_server_was_built_whatever_a_trainer_does_to_its_tokenizer():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    with scripted(tokenizer, served_model_name="m") as (llm, client):
+        llm.script = spoken(TOKENIZER, "x")
+        tokenizer.add_tokens(["weather"])
+        assert tokenizer("the weather")["input_ids"] != ids("the weather")
+        ask(client)
+        assert llm.submitted[0][0] == ids("the weather")
 
 
 # --- whole replies ----------------------------------------------------------------------------------------------------

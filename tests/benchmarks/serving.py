@@ -1,6 +1,6 @@
 """What HTTP costs: tokens per second of many streams over a socket, beside the same streams and calls in the process.
 
-    python -m tests.benchmarks.http --size 10m --streams 64 --tokens 256 --rounds 5
+    python -m tests.benchmarks.serving --size 10m --streams 64 --tokens 256 --rounds 5
 
 Three peers take turns on one LLM: `generate` (whole completions), `stream` (every token as it comes, through `AsyncLLM`),
 and `http` (every token as an event, read by a client in a process of its own). All make the same tokens. The figure is

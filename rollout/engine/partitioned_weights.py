@@ -1,0 +1,81 @@
+"""Weights that DeepSpeed's ZeRO-3 has partitioned: gathered by DeepSpeed's own context, where it is installed.
+
+Always true: nothing of DeepSpeed is imported for a model that is not its.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from rollout.errors import UnsupportedModelError
+
+_CONTEXT = ("deepspeed.runtime.zero", "unwrap_model_for_generation")
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether DeepSpeed holds the model: its engine, or a module whose parameters it has marked."""
+    return type(model).__module__.partition(".")[0] == "deepspeed" or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+class PartitionedWeights:
+    """ZeRO-3, by `unwrap_model_for_generation`; ZeRO-1 and -2 hold whole parameters, pass the module itself there.
+
+    Raises:
+        UnsupportedModelError: the module came without its engine, or this DeepSpeed has no such context.
+    """
+
+    collective = True
+
+    def __init__(self, engine: Any) -> None:
+        if not isinstance(getattr(engine, "module", None), nn.Module):
+            raise UnsupportedModelError(
+                f"{type(engine).__name__} is partitioned by DeepSpeed ZeRO-3, whose engine alone can gather it: pass what "
+                "deepspeed.initialize returned, or train with ZeRO-2 or FSDP2"
+            )
+        try:
+            self._context: Any = getattr(importlib.import_module(_CONTEXT[0]), _CONTEXT[1])
+        except (ImportError, AttributeError) as exc:
+            raise UnsupportedModelError(
+                f"{type(engine).__name__}: {'.'.join(_CONTEXT)} is missing here ({exc}), so that weights of DeepSpeed "
+                "ZeRO-3 cannot be gathered; install a DeepSpeed that has it, or train with ZeRO-2 or FSDP2"
+            ) from exc
+        self._engine = engine
+        self.trained = self.sampled = engine.module
+        self._release: ExitStack | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the parameters are whole."""
+        return self._release is not None
+
+    def gather(self) -> None:
+        """Every rank."""
+        if self._release is None:
+            with ExitStack() as undo:
+                undo.enter_context(self._context(self._engine))
+                self._release = undo.pop_all()
+
+    def release(self) -> None:
+        """Partition again."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release.close()
+
+    def changed(self) -> None:
+        """What was gathered is old."""
+        self.release()
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """This rank's partitions."""
+        parts = ((name, getattr(each, "ds_tensor", None)) for name, each in self.trained.named_parameters())
+        return [(name, part) for name, part in parts if isinstance(part, Tensor)]
+
+    def stale(self) -> list[str]:
+        """There is no second one."""
+        return []
