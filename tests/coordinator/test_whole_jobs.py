@@ -1,4 +1,4 @@
-"""Forty thousand schedules of a whole job (`ROLLOUT_SIMULATED_SCHEDULES`), each from one seed, by `simulation`."""
+"""A hundred thousand schedules of a whole job (`ROLLOUT_SIMULATED_SCHEDULES`), each from one seed, by `simulation`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.coordinator.simulation import World, run
 
 ROOT = Path(__file__).parent.parent.parent
-SCHEDULES = int(os.environ.get("ROLLOUT_SIMULATED_SCHEDULES", "40000"))
+SCHEDULES = int(os.environ.get("ROLLOUT_SIMULATED_SCHEDULES", "100000"))
 
 
 @pytest.mark.slow
