@@ -194,9 +194,11 @@ class _LLM:
         Raises:
             InvalidRequestError: it can never be served; nothing was queued.
             RuntimeError: not the primary rank.
+            WeightsChangedError: they were changed without a word since the last update; looked at when nothing runs.
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
         """
         self._refuse_unless_primary("generate")
+        self._check_weights_when_idle()
         params = sampling_params or SamplingParams()
         return self._submit(prompt, self.engine.check_request(prompt, params), params, priority, timeout_s)
 
@@ -217,6 +219,7 @@ class _LLM:
         Raises: as `submit`; what happens later is raised by the iteration.
         """
         self._refuse_unless_primary("stream")
+        self._check_weights_when_idle()
         params = sampling_params or SamplingParams()
         tokens = self.engine.check_request(prompt, params)
         pending = self._pending(prompt)
@@ -224,6 +227,11 @@ class _LLM:
         options = {"priority": priority, "timeout_s": timeout_s, "interval": interval}
         self._service.open_group(pending.request_id, tokens, params, stream, **options)
         return stream
+
+    def _check_weights_when_idle(self) -> None:
+        # Whoever asks while others are served does not wait for a step boundary.
+        if not self.num_open:
+            self._service.worker.check_weights()
 
     def _submit(
         self, prompt: Prompt, tokens: list[int], params: SamplingParams, priority: int, timeout_s: float | None
@@ -241,8 +249,7 @@ class _LLM:
         self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None
     ) -> tuple[list[tuple[PendingGroup, list[int], SamplingParams]], bool]:
         self._refuse_unless_primary("generate")
-        if not self.num_open:
-            self.engine.check_weights()
+        self._check_weights_when_idle()
         asked, single = normalized(prompts)
         params = _one_each(sampling_params, len(asked))
         tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]

@@ -463,6 +463,13 @@ class EngineWorker:
         self.wake()
         return left
 
+    def check_weights(self) -> None:
+        """`DynamicInferenceEngine.check_weights`, unless somebody is just changing them or the engine is at work."""
+        with self.engine.locked():
+            running = self.engine.state is EngineState.RUNNING
+            if running and not self._withheld and not self.engine.has_unfinished:
+                self.engine.check_weights()
+
     def run(self) -> None:
         """Step whenever there is work, until `stop` is called (by another thread) or the engine stops.
 

@@ -29,6 +29,7 @@ from rollout.errors import (
     RequestAbortedError,
     RequestError,
     RequestTimeoutError,
+    WeightsChangedError,
 )
 from rollout.llm import LLM, AsyncLLM
 from rollout.model_loading import load
@@ -657,6 +658,25 @@ def test_a_thread_of_steps_that_fails_leaves_its_requests_to_other_ranks(monkeyp
             llm.submit("abc").result(PATIENCE_S)
         with pytest.raises(AssertionError, match="a bug"):
             llm.wait_for_shutdown(PATIENCE_S)
+
+
+def test_weights_that_changed_without_a_word_are_refused_at_every_door_but_not_while_they_are_being_changed() -> None:
+    model = make_model("qwen3")
+    with blocking(model) as llm:
+        llm.generate("abc", greedily(2))
+        weight = model.model.layers[0].mlp.up_proj.weight
+        with llm.suspended():
+            weight.data.mul_(1.5)
+            # Nobody has had the chance to say so yet, and a request from elsewhere is no reason to complain.
+            pending = llm.submit("abc", greedily(2))
+            llm.weights_updated()
+        assert pending.result(PATIENCE_S)[0].policy_versions[-1] == 1
+        weight.data.mul_(1.5)
+        for door in (llm.submit, llm.stream, llm.generate):
+            with pytest.raises(WeightsChangedError, match=r"layers\.0\.mlp\.up_proj\.weight"):
+                door("abc", greedily(2))  # type: ignore[operator]
+        llm.weights_updated()
+        assert llm.generate("abc", greedily(2))
 
 
 # --- the rules of the modes -------------------------------------------------------------------------------------------

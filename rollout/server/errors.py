@@ -33,6 +33,7 @@ from rollout.errors import (
     RequestAbortedError,
     RequestTimeoutError,
     StaleRequestError,
+    WeightsChangedError,
 )
 from rollout.server.validation import explain
 
@@ -159,6 +160,7 @@ STATUS_OF: dict[type[BaseException], _Rule] = {
     EngineStateError: _Rule(503, "engine_state", _LATER),
     EngineDeadError: _Rule(503, "engine_dead", _LATER),
     ConnectionLostError: _Rule(503, "coordinator_lost", _LATER),
+    WeightsChangedError: _Rule(503, "weights_changed", _LATER),
     RankLostError: _Rule(503, "rank_lost", _LATER),
     DeadlineError: _Rule(504, "timeout", _FINAL),
 }
