@@ -31,6 +31,7 @@ from rollout.errors import (
     RequestFailedError,
     RequestTimeoutError,
     StaleRequestError,
+    WeightsChangedError,
 )
 from rollout.sampling_params import SamplingParams
 from rollout.server import connection
@@ -113,6 +114,7 @@ def test_health_says_how_the_engine_stands_and_503_when_it_is_gone():
         for gone, status in (
             (EngineDeadError("dead"), "dead"),
             (ConnectionLostError("lost"), "coordinator_lost"),
+            (WeightsChangedError("layers.0 changed"), "weights_changed"),
             (EngineStateError("stopped"), "suspended"),
         ):
             llm.gone = gone
