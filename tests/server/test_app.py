@@ -114,7 +114,6 @@ def test_health_says_how_the_engine_stands_and_503_when_it_is_gone():
         for gone, status in (
             (EngineDeadError("dead"), "dead"),
             (ConnectionLostError("lost"), "coordinator_lost"),
-            (WeightsChangedError("layers.0 changed"), "weights_changed"),
             (EngineStateError("stopped"), "suspended"),
         ):
             llm.gone = gone
@@ -466,6 +465,7 @@ RAISED = [
     (EngineStateError("stopping"), 503),
     (EngineDeadError("dead"), 503),
     (ConnectionLostError("gone"), 503),
+    (WeightsChangedError("changed"), 503),
     (RankLostError("lost"), 503),
     (DeadlineError("late"), 504),
     (RequestFailedError("CUDA error: an illegal address of ours"), 500),
