@@ -114,7 +114,6 @@ class FusedForward:
             ctypes.byref(bound.model),
             ctypes.c_int64(len(ids)),
             ctypes.c_int64(kept),
-            ctypes.c_int64(threads),
             bound.narrow,
         )
         if self._workspace.numel() < need:

@@ -7,12 +7,11 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <type_traits>
 #include <vector>
 
 #include "cpu_matmul.h"
+#include "cpu_team.h"
 
 constexpr int64_t ROWS = 64, KEYS = 64;
 
@@ -277,16 +276,15 @@ static void attend(const Attention& a, const Task& task, int64_t head, int64_t h
     });
 }
 
-// Shares the work of a parallel region; ends with a barrier. `scratch`: this thread's own.
 template <typename T>
-static void attention(const Attention& a, const std::vector<Task>& tasks, float* scratch) {
+static void attention(const Attention& a, const std::vector<Task>& tasks, const team::Crew& crew) {
     const int64_t count = static_cast<int64_t>(tasks.size()), group = a.heads / a.kv_heads;
-    const bool many = count >= 4 * omp_get_num_threads();
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t job = 0; job < count * a.kv_heads; job++) {
+    const bool many = count >= 4 * crew.threads;
+    crew.share(count * a.kv_heads, [&](int64_t job) {
         const Task& task = tasks[job / a.kv_heads];
         const int64_t head = job % a.kv_heads;
+        float* scratch = team::scratch<float>(attention_scratch(a));
         if (!many || (task.end - task.begin) * group > FEW_ROWS) attend<T>(a, task, head, 1, scratch);
         else if (head == 0) attend<T>(a, task, 0, a.kv_heads, scratch);
-    }
+    });
 }

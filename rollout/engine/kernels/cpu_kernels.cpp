@@ -32,29 +32,26 @@ struct Step {
     int64_t count, sequences, width, block_size, kept, threads;
 };
 
+// What to do with the sums of a row: add a bias if there is one, and store them in rows of `stride`.
 template <typename T>
-static inline void store_four(T* p, vec4 v, int64_t real) {
-    for (int64_t i = 0; i < real; i++) store_one(p + i, v[i]);
+static auto into(T* out, int64_t stride, const void* bias) {
+    return [=](int64_t row, int64_t n, vec4 v, int64_t real) {
+        T* to = out + row * stride + n;
+        const T* more = bias ? static_cast<const T*>(bias) + n : nullptr;
+        if (real == 4) return store_four(to, bias ? v + load_four(more) : v);
+        for (int64_t i = 0; i < real; i++) store_one(to + i, bias ? v[i] + load_one(more + i) : v[i]);
+    };
 }
 
+// sum += in * weight + bias
 template <typename T>
-static void linear(const T* in, int64_t rows, int64_t depth, const void* weight, const void* bias, int64_t columns, T* out,
-                   int64_t stride) {
-    matmul(in, rows, static_cast<const T*>(weight), columns, depth, [=](int64_t row, int64_t n, vec4 v, int64_t real) {
-        if (bias)
-            for (int64_t i = 0; i < real; i++) v[i] += load_one(static_cast<const T*>(bias) + n + i);
-        store_four(out + row * stride + n, v, real);
-    });
-}
-
-template <typename T>
-static void linear_into(const T* in, int64_t rows, int64_t depth, const void* weight, const void* bias, int64_t columns, T* sum) {
-    matmul(in, rows, static_cast<const T*>(weight), columns, depth, [=](int64_t row, int64_t n, vec4 v, int64_t real) {
-        T* out = sum + row * columns + n;
-        for (int64_t i = 0; i < real; i++) {
-            if (bias) v[i] += load_one(static_cast<const T*>(bias) + n + i);
-            store_one(out + i, load_one(out + i) + rounded<T>(v[i]));
-        }
+static void linear_into(const T* in, int64_t rows, int64_t depth, const void* weight, const void* bias, int64_t columns, T* sum,
+                        const team::Crew& crew) {
+    matmul(in, rows, static_cast<const T*>(weight), columns, depth, crew, [=](int64_t row, int64_t n, vec4 v, int64_t real) {
+        T* to = sum + row * columns + n;
+        const T* more = bias ? static_cast<const T*>(bias) + n : nullptr;
+        if (real == 4) return store_four(to, load_four(to) + rounded<T>(bias ? v + load_four(more) : v));
+        for (int64_t i = 0; i < real; i++) store_one(to + i, load_one(to + i) + rounded<T>(bias ? v[i] + load_one(more + i) : v[i]));
     });
 }
 
@@ -111,119 +108,155 @@ static void activate(T* gate, const T* up, int64_t width) {
     if (i < width) store_first(gate + i, silu(load_first(gate + i, width - i)) * load_first(up + i, width - i), width - i);
 }
 
+// One step's activations, in the workspace.
+template <typename T>
 struct Buffers {
-    int64_t x, h, projected, attended, gate, up, scratch, end;  // offsets, in bytes
+    T *x, *h, *projected, *attended, *gate, *up;
+    int64_t bytes = 0;
 
-    Buffers(const Model& m, int64_t count, int64_t kept, int64_t threads, int64_t size) {
-        int64_t at = 0;
-        const auto take = [&](int64_t elements, int64_t bytes) {
-            const int64_t start = at;
-            at += (elements * bytes + 63) / 64 * 64 + 64;
+    Buffers(const Model& m, int64_t count, int64_t kept, void* workspace) {
+        const auto take = [&](int64_t elements) {
+            T* start = reinterpret_cast<T*>(static_cast<char*>(workspace) + bytes);
+            bytes += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64 + 64;
             return start;
         };
-        x = take(count * m.hidden, size);
-        h = take(std::max(count, kept) * m.hidden, size);
-        projected = take(count * (m.heads + 2 * m.kv_heads) * m.head_dim, size);
-        attended = take(count * m.heads * m.head_dim, size);
-        gate = take(count * m.inner, size);
-        up = take(count * m.inner, size);
-        Attention a{};
-        a.kv_heads = m.kv_heads;
-        a.head_dim = a.value_dim = m.head_dim;
-        scratch = take(threads * attention_scratch(a), sizeof(float));
-        end = at;
+        x = take(count * m.hidden);
+        h = take(std::max(count, kept) * m.hidden);
+        projected = take(count * (m.heads + 2 * m.kv_heads) * m.head_dim);
+        attended = take(count * m.heads * m.head_dim);
+        gate = take(count * m.inner);
+        up = take(count * m.inner);
     }
 };
 
+constexpr int64_t GRAIN = 1 << 15;  // elements of a row-wise operation that are not worth a second thread
+
+// A forward, part by part: each shares its work among the crew, and all of it is done when it returns.
 template <typename T>
-static void forward(const Model& m, const Step& s) {
-    const int64_t size = sizeof(T), P = s.count, D = m.head_dim, H = m.heads, K = m.kv_heads, width = (H + 2 * K) * D;
-    const Buffers at(m, P, s.kept, s.threads, size);
-    char* base = static_cast<char*>(s.workspace);
-    T *x = reinterpret_cast<T*>(base + at.x), *h = reinterpret_cast<T*>(base + at.h);
-    T *projected = reinterpret_cast<T*>(base + at.projected), *attended = reinterpret_cast<T*>(base + at.attended);
-    T *gate = reinterpret_cast<T*>(base + at.gate), *up = reinterpret_cast<T*>(base + at.up);
-    Attention a{projected, nullptr, nullptr, attended, s.offsets, s.positions, s.tables, s.sequences, s.width, s.block_size,
-                H, K, D, D, width, H * D, 0, m.scaling, 0.0f};
-    const std::vector<Task> tasks = plan(a);
-    // In a window nothing is shared.
-    for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;
-    const std::vector<Task> windowed = a.window ? plan(a) : std::vector<Task>();
-    const int64_t each = attention_scratch(a);
-#pragma omp parallel num_threads(s.threads)
-    {
-        float* scratch = reinterpret_cast<float*>(base + at.scratch) + omp_get_thread_num() * each;
-#pragma omp for
-        for (int64_t p = 0; p < P; p++)
-            std::memcpy(x + p * m.hidden, static_cast<const T*>(m.embedding) + s.ids[p] * m.hidden, m.hidden * size);
+struct Forward {
+    const Model& m;
+    const Step& s;
+    const team::Crew& crew;
+    const int64_t P = s.count, D = m.head_dim, H = m.heads, K = m.kv_heads, width = (H + 2 * K) * D;
+    const Buffers<T> at{m, P, s.kept, s.workspace};
+
+    // use(row) for rows [0, count), of m.hidden elements each.
+    template <typename Use>
+    void each_row(int64_t count, Use&& use) const {
+        const int64_t some = std::max<int64_t>(1, GRAIN / m.hidden);
+        crew.share((count + some - 1) / some, [&](int64_t job) {
+            for (int64_t row = job * some; row < std::min(count, (job + 1) * some); row++) use(row);
+        });
+    }
+
+    void embed() const {
+        each_row(P, [&](int64_t p) {
+            std::memcpy(at.x + p * m.hidden, static_cast<const T*>(m.embedding) + s.ids[p] * m.hidden, m.hidden * sizeof(T));
+        });
+    }
+
+    void norm(const void* weight) const {
+        each_row(P, [&](int64_t p) { rms_norm(at.x + p * m.hidden, weight, at.h + p * m.hidden, m.hidden, m.epsilon); });
+    }
+
+    // Queries, keys and values; who computes the last piece of a head normalises and rotates it and puts it into the cache.
+    void project(const Layer& layer) const {
+        const Parts parts(P, m.hidden, sizeof(T));
+        const int64_t pieces = (D + CHUNK - 1) / CHUNK;
+        std::vector<std::atomic<int32_t>> missing(pieces > 1 ? parts.count * (H + 2 * K) : 0);
+        for (auto& each : missing) each.store(static_cast<int32_t>(pieces), std::memory_order_relaxed);
+        crew.share(parts.count * (H + 2 * K) * pieces, [&](int64_t job) {
+            const int64_t part = job / pieces / (H + 2 * K), head = job / pieces % (H + 2 * K), piece = job % pieces;
+            const int64_t first = parts.first(part), count = parts.length(part);
+            const int64_t kind = head < H ? 0 : head < H + K ? 1 : 2, start = (kind == 0 ? 0 : kind == 1 ? H : H + K) * D;
+            const void* weight[] = {layer.query, layer.key, layer.value};
+            const void* bias[] = {layer.query_bias, layer.key_bias, layer.value_bias};
+            const int64_t begin = head * D - start + piece * CHUNK, end = head * D - start + std::min(D, (piece + 1) * CHUNK);
+            product(at.h, first, count, static_cast<const T*>(weight[kind]), begin, end, (kind == 0 ? H : K) * D, m.hidden,
+                    into(at.projected + start, width, bias[kind]));
+            if (pieces == 1 || missing[part * (H + 2 * K) + head].fetch_sub(1) == 1)
+                for (int64_t p = first; p < first + count; p++) place(layer, p, head);
+        });
+    }
+
+    void place(const Layer& layer, int64_t p, int64_t head) const {
+        T* one = at.projected + p * width + head * D;
+        if (head < H + K) {
+            const void* weight = head < H ? layer.query_norm : layer.key_norm;
+            if (weight) rms_norm(one, weight, one, D, m.epsilon);
+            rotate(one, static_cast<const T*>(m.cosines) + s.positions[p] * D, static_cast<const T*>(m.sines) + s.positions[p] * D, D);
+        }
+        if (head < H) return;
+        void* cache = head < H + K ? layer.keys : layer.values;
+        std::memcpy(static_cast<T*>(cache) + (s.slots[p] * K + (head - H) % K) * D, one, D * sizeof(T));
+    }
+
+    // gate = silu(gate) * up
+    void widen(const Layer& layer) const {
+        const Parts parts(P, m.hidden, sizeof(T));
+        const int64_t chunks = (m.inner + CHUNK - 1) / CHUNK;
+        crew.share(parts.count * chunks, [&](int64_t job) {
+            const int64_t first = parts.first(job / chunks), count = parts.length(job / chunks);
+            const int64_t begin = job % chunks * CHUNK, end = std::min(begin + CHUNK, m.inner);
+            for (auto [weight, out] : {std::pair{layer.gate, at.gate}, std::pair{layer.up, at.up}})
+                product(at.h, first, count, static_cast<const T*>(weight), begin, end, m.inner, m.hidden,
+                        into(out, m.inner, nullptr));
+            for (int64_t p = first; p < first + count; p++)
+                activate(at.gate + p * m.inner + begin, at.up + p * m.inner + begin, end - begin);
+        });
+    }
+
+    void logits() const {
+        each_row(s.kept, [&](int64_t p) {
+            rms_norm(at.x + s.keep[p] * m.hidden, m.norm, at.h + p * m.hidden, m.hidden, m.epsilon);
+        });
+        matmul(at.h, s.kept, static_cast<const T*>(m.head), m.vocabulary, m.hidden, crew,
+               into(static_cast<T*>(s.logits), m.vocabulary, nullptr));
+    }
+
+    void run() const {
+        Attention a{at.projected, nullptr, nullptr, at.attended, s.offsets, s.positions, s.tables, s.sequences, s.width,
+                    s.block_size, H, K, D, D, width, H * D, 0, m.scaling, 0.0f};
+        const std::vector<Task> tasks = plan(a);
+        // In a window nothing is shared.
+        for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;
+        const std::vector<Task> windowed = a.window ? plan(a) : std::vector<Task>();
+        embed();
         for (int64_t i = 0; i < m.count; i++) {
             const Layer& layer = m.layers[i];
-#pragma omp for
-            for (int64_t p = 0; p < P; p++) rms_norm(x + p * m.hidden, layer.input_norm, h + p * m.hidden, m.hidden, m.epsilon);
-            linear(h, P, m.hidden, layer.query, layer.query_bias, H * D, projected, width);
-            linear(h, P, m.hidden, layer.key, layer.key_bias, K * D, projected + H * D, width);
-            linear(h, P, m.hidden, layer.value, layer.value_bias, K * D, projected + (H + K) * D, width);
-#pragma omp barrier
-#pragma omp for
-            for (int64_t p = 0; p < P; p++) {
-                T* heads = projected + p * width;
-                const T *cosine = static_cast<const T*>(m.cosines) + s.positions[p] * D;
-                const T *sine = static_cast<const T*>(m.sines) + s.positions[p] * D;
-                for (int64_t head = 0; head < H + K; head++) {
-                    T* one = heads + head * D;
-                    const void* weight = head < H ? layer.query_norm : layer.key_norm;
-                    if (weight) rms_norm(one, weight, one, D, m.epsilon);
-                    rotate(one, cosine, sine, D);
-                }
-                std::memcpy(static_cast<T*>(layer.keys) + s.slots[p] * K * D, heads + H * D, K * D * size);
-                std::memcpy(static_cast<T*>(layer.values) + s.slots[p] * K * D, heads + (H + K) * D, K * D * size);
-            }
-            Attention mine = a;
-            mine.keys = layer.keys;
-            mine.values = layer.values;
-            mine.window = layer.window;
-            attention<T>(mine, layer.window ? windowed : tasks, scratch);
-            linear_into(attended, P, H * D, layer.output, layer.output_bias, m.hidden, x);
-#pragma omp barrier
-#pragma omp for
-            for (int64_t p = 0; p < P; p++) rms_norm(x + p * m.hidden, layer.post_norm, h + p * m.hidden, m.hidden, m.epsilon);
-            linear(h, P, m.hidden, layer.gate, nullptr, m.inner, gate, m.inner);
-            linear(h, P, m.hidden, layer.up, nullptr, m.inner, up, m.inner);
-#pragma omp barrier
-#pragma omp for
-            for (int64_t p = 0; p < P; p++) activate(gate + p * m.inner, up + p * m.inner, m.inner);
-            linear_into(gate, P, m.inner, layer.down, nullptr, m.hidden, x);
-#pragma omp barrier
+            norm(layer.input_norm);
+            project(layer);
+            a.keys = layer.keys;
+            a.values = layer.values;
+            a.window = layer.window;
+            attention<T>(a, layer.window ? windowed : tasks, crew);
+            linear_into(at.attended, P, H * D, layer.output, layer.output_bias, m.hidden, at.x, crew);
+            norm(layer.post_norm);
+            widen(layer);
+            linear_into(at.gate, P, m.inner, layer.down, nullptr, m.hidden, at.x, crew);
         }
-#pragma omp for
-        for (int64_t p = 0; p < s.kept; p++)
-            rms_norm(x + s.keep[p] * m.hidden, m.norm, h + p * m.hidden, m.hidden, m.epsilon);
-        linear(h, s.kept, m.hidden, m.head, nullptr, m.vocabulary, static_cast<T*>(s.logits), m.vocabulary);
+        logits();
     }
-}
+};
 
 extern "C" {
 
-int64_t rollout_workspace_bytes(const Model* m, int64_t count, int64_t kept, int64_t threads, int is_bfloat16) {
-    return Buffers(*m, count, kept, threads, is_bfloat16 ? 2 : 4).end;
+int64_t rollout_workspace_bytes(const Model* m, int64_t count, int64_t kept, int is_bfloat16) {
+    return is_bfloat16 ? Buffers<bf16>(*m, count, kept, nullptr).bytes : Buffers<float>(*m, count, kept, nullptr).bytes;
 }
 
 void rollout_forward(const Model* m, const Step* s, int is_bfloat16) {
-    if (is_bfloat16) forward<bf16>(*m, *s);
-    else forward<float>(*m, *s);
+    const team::Crew crew(s->threads);
+    if (is_bfloat16) Forward<bf16>{*m, *s, crew}.run();
+    else Forward<float>{*m, *s, crew}.run();
 }
 
 // Returns how many tasks there were.
 int64_t rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
     const std::vector<Task> tasks = plan(*a);
-    const int64_t each = attention_scratch(*a);
-    std::vector<float> scratch(threads * each);
-#pragma omp parallel num_threads(threads)
-    {
-        float* mine = scratch.data() + omp_get_thread_num() * each;
-        if (is_bfloat16) attention<bf16>(*a, tasks, mine);
-        else attention<float>(*a, tasks, mine);
-    }
+    const team::Crew crew(threads);
+    if (is_bfloat16) attention<bf16>(*a, tasks, crew);
+    else attention<float>(*a, tasks, crew);
     return static_cast<int64_t>(tasks.size());
 }
 

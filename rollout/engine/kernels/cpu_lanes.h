@@ -23,6 +23,8 @@ typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_ali
 typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t uvec4 __attribute__((vector_size(16)));
+typedef uint16_t hvec4 __attribute__((vector_size(8)));
 
 typedef uint16_t bf16;  // the upper half of a float32
 
@@ -54,18 +56,21 @@ static inline vec load_first(const T* p, int64_t count) {
 }
 
 static inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
-static inline void store(bf16* p, vec v) {  // to nearest, ties to even; NaN stays NaN
-    uvec bits;
+// The bits of bfloat16s in the upper halves: to nearest, ties to even; NaN stays NaN.
+template <typename Bits, typename Floats>
+static inline Bits nearest(Floats v) {
+    Bits bits, is_nan;
     std::memcpy(&bits, &v, sizeof(bits));
-    uvec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    ivec nan = v != v;
-    uvec is_nan;
+    const auto nan = v != v;
     std::memcpy(&is_nan, &nan, sizeof(nan));
-    rounded = (rounded & ~is_nan) | (0x7fc0u & is_nan);
+    return ((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~is_nan) | (0x7fc00000u & is_nan);
+}
+static inline void store(bf16* p, vec v) {
+    const uvec narrow = nearest<uvec>(v) >> 16;
 #if WIDE
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)rounded));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)narrow));
 #else
-    *reinterpret_cast<hvec*>(p) = __builtin_convertvector(rounded, hvec);
+    *reinterpret_cast<hvec*>(p) = __builtin_convertvector(narrow, hvec);
 #endif
 }
 static inline void store_one(float* p, float v) { *p = v; }
@@ -85,15 +90,40 @@ static inline void store_first(T* p, vec v, int64_t count) {
 template <typename T>
 static inline vec rounded(vec v) {
     if constexpr (sizeof(T) == 4) return v;
-    T held[LANES];
-    store(held, v);
-    return load(held);
+    const uvec held = nearest<uvec>(v) & 0xffff0000u;
+    vec out;
+    std::memcpy(&out, &held, sizeof(out));
+    return out;
 }
 template <typename T>
 static inline float rounded(float v) {
     T held;
     store_one(&held, v);
     return load_one(&held);
+}
+
+// Four at a time.
+static inline vec4 load_four(const float* p) { return *reinterpret_cast<const vec4*>(p); }
+static inline vec4 load_four(const bf16* p) {
+    hvec4 narrow;
+    std::memcpy(&narrow, p, sizeof(narrow));
+    const uvec4 wide = __builtin_convertvector(narrow, uvec4) << 16;
+    vec4 out;
+    std::memcpy(&out, &wide, sizeof(out));
+    return out;
+}
+static inline void store_four(float* p, vec4 v) { *reinterpret_cast<vec4*>(p) = v; }
+static inline void store_four(bf16* p, vec4 v) {
+    const hvec4 narrow = __builtin_convertvector(nearest<uvec4>(v) >> 16, hvec4);
+    std::memcpy(p, &narrow, sizeof(narrow));
+}
+template <typename T>
+static inline vec4 rounded(vec4 v) {
+    if constexpr (sizeof(T) == 4) return v;
+    const uvec4 held = nearest<uvec4>(v) & 0xffff0000u;
+    vec4 out;
+    std::memcpy(&out, &held, sizeof(out));
+    return out;
 }
 
 #if defined(__clang__)

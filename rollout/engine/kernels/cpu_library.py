@@ -12,18 +12,15 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401 - whose OpenMP runtime the library is linked to
-
-_SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_matmul.h", "cpu_sampling.h", "cpu_lanes.h")
+_SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_matmul.h", "cpu_sampling.h", "cpu_lanes.h", "cpu_team.h")
 COMPILE_TIMEOUT_S = 120
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 _log = logging.getLogger(__name__)
 
 
@@ -42,14 +39,12 @@ def _built() -> Path:
     if compiler is None:
         raise RuntimeError("there is no C++ compiler")
     sources = [Path(__file__).with_name(name) for name in _SOURCES]
-    openmp = _openmp_runtime()
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=10, check=True).stdout
     key = hashlib.sha256(
         b"\0".join(
             [
                 *(source.read_bytes() for source in sources),
                 version,
-                str(openmp).encode(),
                 _processor().encode(),
                 repr(_FLAGS).encode(),
             ]
@@ -61,32 +56,17 @@ def _built() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / "kernel.so"
-            _compile(compiler, sources[0], built, openmp)
+            _compile(compiler, sources[0], built)
             # Several ranks may build at once: each makes its own, the last rename wins, and all are the same.
             built.replace(target)
     return target
 
 
-def _compile(compiler: str, source: Path, target: Path, openmp: Path) -> None:
-    unlinked = target.with_suffix(".o")
-    for command in (
-        [compiler, *_FLAGS, "-c", str(source), "-o", str(unlinked)],
-        # Not -fopenmp here: it would bring a second OpenMP runtime beside torch's, and their threads fight.
-        [compiler, "-shared", str(unlinked), str(openmp), "-o", str(target)],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
-
-
-def _openmp_runtime() -> Path:
-    """The OpenMP library that torch has loaded."""
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        for line in maps.read_text().splitlines():
-            if re.search(r"/lib(gomp|iomp5|omp)[^/]*\.so", line):
-                return Path(line.split(maxsplit=5)[-1])
-    raise RuntimeError("torch's OpenMP runtime was not found")
+def _compile(compiler: str, source: Path, target: Path) -> None:
+    command = [compiler, *_FLAGS, str(source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
 
 
 def _processor() -> str:

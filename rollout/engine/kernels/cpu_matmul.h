@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cpu_lanes.h"
+#include "cpu_team.h"
 
 #if WIDE
 constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 of b and 1 of a: 29 of 32 registers
@@ -15,7 +16,7 @@ constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 of b and 1 of a: 13 of 16 registe
 
 // M rows of a against 4 rows of b; use(m, four sums). AHEAD: elements ahead of b to fetch meanwhile, 0 for none.
 template <int M, typename T, typename Use>
-static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t ahead, Use&& use) {
+__attribute__((always_inline)) static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t ahead, Use&& use) {
     typedef Dot<T> D;
     vec sum[M][4];
     for (int m = 0; m < M; m++)
@@ -45,7 +46,7 @@ static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], in
 // All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a serves all quads while it
 // is near.
 template <typename T, typename Use>
-static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
+__attribute__((always_inline)) static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
                          int64_t ahead, Use&& use) {
     int64_t row = 0;
     for (; row + TILE_ROWS <= rows; row += TILE_ROWS, ahead = 0)
@@ -65,26 +66,41 @@ static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* co
 }
 
 constexpr int64_t CACHED_BYTES = 1 << 19;  // of a second-level cache, for the rows of a that are used again and again
-constexpr int64_t CHUNK = 32;              // rows of b that one thread takes at a time
+constexpr int64_t CHUNK = 32;              // rows of b that one job takes
 constexpr int64_t QUADS = 2;               // times 4 rows of b that stay in the first-level cache with a tile of a
 
-// use(row, n, four sums of n to n + 3, how many of them are real). Shares the work of a parallel region; no
-// barrier at its end.
+// use(row, n, four sums of n to n + 3, how many of them are real) for rows [first, first + count) of a and [begin, end) of b,
+// which has `columns`.
 template <typename T, typename Use>
-static void matmul(const T* a, int64_t rows, const T* b, int64_t columns, int64_t depth, Use&& use) {
-    const int64_t fit = CACHED_BYTES / (depth * static_cast<int64_t>(sizeof(T)));
-    const int64_t part = std::max<int64_t>(4, fit / TILE_ROWS) * TILE_ROWS;
-    const int64_t parts = (rows + part - 1) / part, chunks = (columns + CHUNK - 1) / CHUNK;
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t job = 0; job < parts * chunks; job++) {
-        const int64_t first = job / chunks * part, count = std::min(part, rows - first);
-        const int64_t begin = job % chunks * CHUNK, end = std::min(begin + CHUNK, columns);
-        for (int64_t n = begin; n < end; n += 4 * QUADS) {
-            const int64_t real = std::min(4 * QUADS, end - n), quads = (real + 3) / 4;
-            const T* rows_of_b[QUADS][4];
-            for (int64_t i = 0; i < 4 * quads; i++) rows_of_b[i / 4][i % 4] = b + (n + std::min(i, real - 1)) * depth;
-            tiles(a + first * depth, depth, count, rows_of_b, quads, depth, n + 8 * QUADS <= columns ? 4 * QUADS * depth : 0,
-                  [&](int64_t row, int64_t q, vec4 v) { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); });
-        }
+static inline void product(const T* a, int64_t first, int64_t count, const T* b, int64_t begin, int64_t end, int64_t columns,
+                           int64_t depth, Use&& use) {
+    for (int64_t n = begin; n < end; n += 4 * QUADS) {
+        const int64_t real = std::min(4 * QUADS, end - n), quads = (real + 3) / 4;
+        const T* rows_of_b[QUADS][4];
+        for (int64_t i = 0; i < 4 * quads; i++) rows_of_b[i / 4][i % 4] = b + (n + std::min(i, real - 1)) * depth;
+        tiles(a + first * depth, depth, count, rows_of_b, quads, depth, n + 8 * QUADS <= columns ? 4 * QUADS * depth : 0,
+              [&](int64_t row, int64_t q, vec4 v) { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); });
     }
+}
+
+// Rows of a in parts that stay in the cache: what one job takes.
+struct Parts {
+    int64_t rows, size, count;
+
+    Parts(int64_t rows, int64_t depth, int64_t bytes)
+        : rows(rows), size(std::max<int64_t>(4, CACHED_BYTES / (depth * bytes) / TILE_ROWS) * TILE_ROWS),
+          count((rows + size - 1) / size) {}
+    int64_t first(int64_t part) const { return part * size; }
+    int64_t length(int64_t part) const { return std::min(size, rows - part * size); }
+};
+
+// use(row, n, four sums of n to n + 3, how many of them are real)
+template <typename T, typename Use>
+static void matmul(const T* a, int64_t rows, const T* b, int64_t columns, int64_t depth, const team::Crew& crew, Use&& use) {
+    const Parts parts(rows, depth, sizeof(T));
+    const int64_t chunks = (columns + CHUNK - 1) / CHUNK;
+    crew.share(parts.count * chunks, [&](int64_t job) {
+        const int64_t part = job / chunks, begin = job % chunks * CHUNK;
+        product(a, parts.first(part), parts.length(part), b, begin, std::min(begin + CHUNK, columns), columns, depth, use);
+    });
 }

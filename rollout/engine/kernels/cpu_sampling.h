@@ -4,9 +4,8 @@
 
 #pragma once
 
-#include <vector>
-
 #include "cpu_lanes.h"
+#include "cpu_team.h"
 
 struct Draw {
     const void* scores;         // [R, V], `stride` elements from row to row
@@ -119,10 +118,8 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
 
 template <typename T>
 static void draw(const Draw& d, int64_t threads) {
-#pragma omp parallel num_threads(std::min(threads, d.rows))
-    {
-        std::vector<int64_t> sums((d.vocabulary + SUMMED - 1) / SUMMED);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t row = 0; row < d.rows; row++) draw_row<T>(d, row, sums.data());
-    }
+    const team::Crew crew(threads);
+    crew.share(d.rows, [&](int64_t row) {
+        draw_row<T>(d, row, team::scratch<int64_t>((d.vocabulary + SUMMED - 1) / SUMMED));
+    });
 }
