@@ -125,6 +125,12 @@ def test_one_position_is_its_own_value_and_large_scores_do_not_overflow() -> Non
     torch.testing.assert_close(large.run(scaling=1.0).double(), large.exactly(scaling=1.0), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 50.0, 1000.0])
+def test_a_cap_far_above_the_scores_costs_no_precision(softcap: float) -> None:
+    made = case([1, 20], [100, 70])
+    torch.testing.assert_close(made.run(softcap=softcap).double(), made.exactly(softcap=softcap), atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_scores_are_capped_also_where_they_are_huge(softcap: float) -> None:
     made = case([1, 20], [100, 70])

@@ -141,10 +141,7 @@ static inline float soften(float* row, int64_t low, int64_t high, float scaling,
     vec top = vec{} - INFINITY;
     for (int64_t i = 0; i < KEYS; i += LANES) {
         vec x = load(row + i) * scaling;
-        if (softcap != 0.0f) {  // softcap * tanh(x / softcap)
-            const vec e = exponential(x * (2.0f / softcap));
-            x = softcap - 2.0f * softcap / (e + 1.0f);
-        }
+        if (softcap != 0.0f) x = softcap * hyperbolic_tangent(x / softcap);
         if (i < low || i + LANES > high)
             for (int64_t lane = 0; lane < LANES; lane++)
                 if (i + lane < low || i + lane >= high) x[lane] = -INFINITY;

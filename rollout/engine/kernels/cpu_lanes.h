@@ -199,6 +199,18 @@ static inline vec exponential(vec x) {
     return overflows ? vec{} + INFINITY : p;
 }
 
+// tanh(x), as exact near 0 as far from it: a polynomial below 0.625, 1 - 2 / (exp(2|x|) + 1) above (Cephes tanhf, S. Moshier).
+static inline vec hyperbolic_tangent(vec x) {
+    const vec size = x < 0.0f ? -x : x, z = x * x;
+    const vec far = 1.0f - 2.0f / (exponential(size * 2.0f) + 1.0f);
+    vec p = vec{} - 5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return size < 0.625f ? p * z * x + x : (x < 0.0f ? -far : far);
+}
+
 // x · y accumulated over the lanes: STEP elements of each at a time.
 template <typename T>
 struct Dot {

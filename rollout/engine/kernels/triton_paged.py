@@ -489,8 +489,13 @@ def _attend(
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if cap > 0.0:
-            # cap * tanh(x), where exp2(scores) is exp(2x).
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            # cap * tanh(x), where exp2(scores) is exp(2x). Near 0 that form cancels: there a polynomial (Cephes tanhf).
+            x = scores * 0.34657359028
+            z = x * x
+            near = -5.70498872745e-3 * z + 2.06390887954e-2
+            near = ((near * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z - 3.33332819422e-1
+            far = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)
+            scores = cap * tl.where(tl.abs(x) < 0.625, near * z * x + x, far)
         seen = inside[None, :] & (key[None, :] <= position[:, None])
         if window > 0:
             seen = seen & (key[None, :] > position[:, None] - window)
