@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -14,6 +13,12 @@ from rollout.errors import ConfigError, SerializationError
 
 MIN_TEMPERATURE = 1e-6
 """The lowest temperature that samples: below it, tempered fp32 logits overflow. 0 is greedy."""
+
+LARGEST, LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+"""What float32, in which logits are processed, holds: beyond the one lies inf, below the other 0."""
+
+ORDINARY_LOGIT = 1e6
+"""No model that works has larger ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,18 @@ class SamplingParams:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
+    def extremes(self) -> str:
+        """The parameters that can take ordinary logits beyond float32, with their values; empty if none can."""
+        bias = max((self.logit_bias or {}).values(), key=abs, default=0.0)
+        penalty = max(self.repetition_penalty, 1 / self.repetition_penalty)
+        if (ORDINARY_LOGIT + abs(bias)) * penalty / (self.temperature or 1.0) <= LARGEST:
+            return ""
+        named = {"repetition_penalty": self.repetition_penalty, "temperature": self.temperature or 1.0}
+        return ", ".join(
+            [f"logit_bias {bias:g}"] * (bias != 0)
+            + [f"{name} {value:g}" for name, value in named.items() if value != 1]
+        )
+
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again."""
         return replace(self, **changes)
@@ -149,10 +166,10 @@ def _integer(value: Any, low: int = 0, high: int = 2**31 - 1) -> int:
     return number
 
 
-def _number(value: Any, within: Callable[[float], bool] = math.isfinite) -> float:
+def _number(value: Any, within: Callable[[float], bool] = lambda number: True) -> float:
     _demand(isinstance(value, Real) and not isinstance(value, bool))
     number = float(value)
-    _demand(math.isfinite(number) and within(number))
+    _demand(abs(number) <= LARGEST and within(number))
     return number
 
 
@@ -191,18 +208,21 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "n": (lambda value: _integer(value, low=1), "an integer in [1, 2**31)"),
     "temperature": (
         lambda value: _number(value, lambda number: number == 0 or number >= MIN_TEMPERATURE),
-        f"0 (greedy) or a finite number of at least {MIN_TEMPERATURE}",
+        f"0 (greedy) or a number in [{MIN_TEMPERATURE}, {LARGEST:.2g}]",
     ),
     "top_k": (_integer, "an integer in [0, 2**31); 0 switches it off"),
     "top_p": (lambda value: _number(value, lambda number: 0 < number <= 1), "a number in (0, 1]; 1 switches it off"),
     "min_p": (lambda value: _number(value, lambda number: 0 <= number <= 1), "a number in [0, 1]; 0 switches it off"),
     "repetition_penalty": (
-        lambda value: _number(value, lambda number: number > 0),
-        "a finite number above 0; 1 switches it off",
+        lambda value: _number(value, lambda number: number >= LEAST),
+        f"a number in [{LEAST:.2g}, {LARGEST:.2g}]; 1 switches it off",
     ),
     "presence_penalty": (lambda value: _number(value, lambda number: abs(number) <= 2), "a number in [-2, 2]"),
     "frequency_penalty": (lambda value: _number(value, lambda number: abs(number) <= 2), "a number in [-2, 2]"),
-    "logit_bias": (_biases, "a dict of token id to finite bias; a large negative one, such as -1e9, bans the token"),
+    "logit_bias": (
+        _biases,
+        f"a dict of token id to a bias within {LARGEST:.2g} of 0; a large negative one, such as -1e9, bans the token",
+    ),
     "max_tokens": (_integer, "an integer in [0, 2**31)"),
     "min_tokens": (_integer, "an integer in [0, 2**31)"),
     "stop": (_stop_strings, "a string or a list of strings, none of them empty"),

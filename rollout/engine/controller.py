@@ -75,11 +75,18 @@ class TextGenerationController:
         """Refuse what this model cannot sample.
 
         Raises:
-            InvalidRequestError: a biased token id is outside the vocabulary.
+            InvalidRequestError: a biased token id is outside the vocabulary, or no token may be drawn first.
         """
         bad = next((token for token in params.logit_bias or () if token >= self.layout.vocab_size), None)
         if bad is not None:
             raise InvalidRequestError(f"logit_bias of token {bad}: must lie in [0, {self.layout.vocab_size})")
+        if params.min_tokens and len(stops := self.stop_ids(params)) >= self.layout.vocab_size:
+            left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
+            if not left:
+                raise InvalidRequestError(
+                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so "
+                    "that none is left before it; leave min_tokens or some stop_token_ids out"
+                )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
         """A stop-string detector, when the parameters ask for stop strings.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,8 +90,8 @@ def sample(
     """
     kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
     if kernel is not None and not (rows.edited or rows.any_raw or rows.top_n or banned):
-        token_ids, log_sum, score = kernel(logits, rows.temperature, rows.greedy, rows.key, positions)
-        return Sampled(token_ids, _log_probs(score, log_sum), None, None)
+        token_ids, *total, score = kernel(logits, rows.temperature, rows.greedy, rows.key, positions)
+        return Sampled(token_ids, _log_probs(score, _Total(*total)), None, None)
     parts, start, done = rows.parts(_rows_at_once(logits)), 0, []
     for part in parts:
         cut = slice(start, start + len(part))
@@ -114,9 +114,9 @@ def token_logprobs(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Ten
     done, scratch, size = [], Scratch(), _rows_at_once(logits)
     for part, target in zip(torch.split(logits, size), torch.split(targets, size), strict=True):
         scores = _single(part, scratch)
-        log_sum = _raw_log_sum(scores, scratch)
-        top = _top(scores, log_sum, k, scratch)
-        done.append((_log_probs(scores.gather(1, target[:, None]), log_sum)[:, 0], *top))
+        total = _raw_total(scores, scratch)
+        top = _top(scores, total, k, scratch)
+        done.append((_log_probs(scores.gather(1, target[:, None]), total)[:, 0], *top))
     log_probs, top_ids, top_log_probs = _joined(done)
     return log_probs, top_ids, top_log_probs
 
@@ -143,18 +143,19 @@ def _sample(
     """The fields of `Sampled`, from edited float32 scores [R, V] and the model's own logits `raw`."""
     scratch = rows.scratch
     if kernel is None:
-        token_ids, log_sum, score, listed = _drawn(scores, rows, positions, list_scores=top_n > 0)
+        token_ids, total, score, listed = _drawn(scores, rows, positions, list_scores=top_n > 0)
     else:
         scores, listed = _filtered(scores, rows, list_scores=top_n > 0)
         drawn = kernel(scores, rows.temperature, rows.greedy, rows.key, positions)
-        token_ids, log_sum, score = (column[:, None] for column in drawn)
+        token_ids, peak, log_sum, score = (column[:, None] for column in drawn)
+        total = _Total(peak, log_sum)
     if rows.any_raw:
-        mine, raw_log_sum = rows.raw[:, None], _raw_log_sum(raw, scratch)
+        mine, own = rows.raw[:, None], _raw_total(raw, scratch)
         score = torch.where(mine, raw.gather(1, token_ids), score)
-        log_sum = torch.where(mine, raw_log_sum, log_sum)
+        total = _Total(torch.where(mine, own.peak, total.peak), torch.where(mine, own.log_sum, total.log_sum))
         if listed is not None:
             listed = raw if rows.all_raw else torch.where(mine, raw, listed)
-    return token_ids[:, 0], _log_probs(score, log_sum)[:, 0], *_top(listed, log_sum, top_n, scratch)
+    return token_ids[:, 0], _log_probs(score, total)[:, 0], *_top(listed, total, top_n, scratch)
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, *, list_scores: bool) -> tuple[Tensor, Tensor | None]:
@@ -179,13 +180,13 @@ def _filtered(scores: Tensor, rows: SamplingRows, *, list_scores: bool) -> tuple
 
 def _drawn(
     scores: Tensor, rows: SamplingRows, positions: Tensor, *, list_scores: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Token ids [R, 1], logarithm of the sum of exponentials, score of the token; scores of the final distribution."""
+) -> tuple[Tensor, _Total, Tensor, Tensor | None]:
+    """Token ids [R, 1], sum of exponentials, score of the token; scores of the final distribution."""
     relative, peak, greedy_ids, listed = _relative(scores, rows, list_scores=list_scores)
     weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
     ends = weights.sum(-1).cumsum(-1)
     token_ids = _chosen(weights, ends, greedy_ids, rows, positions)[:, None].clamp_(0, scores.shape[1] - 1)
-    return token_ids, _log_sum(peak, ends[:, -1:]), scores.gather(1, token_ids) / rows.temperature[:, None], listed
+    return token_ids, _total(peak, ends[:, -1:]), scores.gather(1, token_ids) / rows.temperature[:, None], listed
 
 
 def _relative(
@@ -375,23 +376,32 @@ def _exponentials(shifted: Tensor) -> Tensor:
     return shifted.clamp_(min=LOWEST).exp_()
 
 
-def _raw_log_sum(scores: Tensor, scratch: Scratch) -> Tensor:
+class _Total(NamedTuple):
+    """Summed exponentials of scores, as peak + log_sum: in one number a large peak would absorb the rest."""
+
+    peak: Tensor
+    """[R, 1] float32, the largest score."""
+    log_sum: Tensor
+    """[R, 1] float64, logarithm of the summed exponentials of score - peak; NaN where the peak is not finite."""
+
+
+def _raw_total(scores: Tensor, scratch: Scratch) -> _Total:
     peak = scores.amax(-1, keepdim=True)
     relative = _exponentials(torch.sub(scores, peak, out=scratch.take("relative", scores))).mul_(UNIT)
-    return _log_sum(peak, scratch.take("weights", scores, torch.int64).copy_(relative).sum(-1, keepdim=True))
+    return _total(peak, scratch.take("weights", scores, torch.int64).copy_(relative).sum(-1, keepdim=True))
 
 
-def _log_sum(peak: Tensor, total: Tensor) -> Tensor:
-    """[R, 1] float64: log of the summed exponentials; NaN where there is no finite peak."""
-    log_sum = peak + (total.to(torch.float64) / UNIT).log_()
-    return torch.where(peak.isfinite(), log_sum, torch.nan)
+def _total(peak: Tensor, weight: Tensor) -> _Total:
+    """Of [R, 1] integer weights, `UNIT` for the peak."""
+    log_sum = (weight.to(torch.float64) / UNIT).log_()
+    return _Total(peak, torch.where(peak.isfinite(), log_sum, torch.nan))
 
 
-def _log_probs(scores: Tensor, log_sum: Tensor) -> Tensor:
-    return (scores - log_sum).to(torch.float32)
+def _log_probs(scores: Tensor, total: _Total) -> Tensor:
+    return ((scores.to(torch.float64) - total.peak) - total.log_sum).to(torch.float32)
 
 
-def _top(scores: Tensor | None, log_sum: Tensor, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Ids and log-probs of the k largest scores. Sorted by score and id in one integer, so that ties have an order."""
     if scores is None or k == 0:
         return None, None
@@ -401,4 +411,4 @@ def _top(scores: Tensor | None, log_sum: Tensor, k: int, scratch: Scratch) -> tu
     keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))
     ids = _smallest(keys, min(k, scores.shape[1])).bitwise_and(0xFFFFFFFF)
-    return ids, _log_probs(scores.gather(1, ids), log_sum)
+    return ids, _log_probs(scores.gather(1, ids), total)

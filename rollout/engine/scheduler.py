@@ -336,9 +336,11 @@ class Scheduler:
         if np.isnan(sampled.logprobs[row]):
             # The token is no sample of anything: it must not reach the record.
             self.table.length[sequence.slot] -= 1
+            extreme = sequence.params.extremes()
             sequence.request.error = (
                 f"RequestFailedError: request {sequence.record.request_id} sample {sequence.record.sample_index}: "
-                "its logits have no finite value; look for NaN or inf in the weights"
+                "its logits have no finite value; "
+                + (f"beyond float32 after {extreme}" if extreme else "look for NaN or inf in the weights")
             )
             return FinishReason.ERROR
         if sampled.top is not None and sequence.params.logprobs:

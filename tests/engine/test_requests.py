@@ -773,6 +773,29 @@ def test_nan_of_one_request_harms_neither_its_neighbours_nor_who_gets_its_blocks
         assert request.generated_tokens == expected(model, prompt, 3)
 
 
+@pytest.mark.parametrize("extreme", [
+    {"logit_bias": {9: 3e38}, "temperature": 0.5}, {"repetition_penalty": 2e-38, "temperature": 0.01},
+    {"logit_bias": {9: 1e34}, "temperature": 1e-6},
+])  # fmt: skip
+def test_parameters_that_lead_beyond_float32_fail_alone_and_are_named(extreme: dict[str, Any]) -> None:
+    engine = make_engine("qwen3")
+    engine.add_request(token_ids(5, 1), at_random(3, **extreme))
+    engine.add_request(token_ids(5, 1), greedily(3))
+    done = finish(engine)
+    assert done[0, 0].finish_reason is FinishReason.ERROR
+    assert all(name in str(done[0, 0].error) for name in extreme)
+    assert "weights" not in str(done[0, 0].error)
+    assert_greedy("qwen3", done[1, 0])
+
+
+def test_a_request_that_may_draw_no_token_before_min_tokens_is_refused() -> None:
+    engine = make_engine("qwen3")
+    with pytest.raises(InvalidRequestError, match="min_tokens=2: every one of"):
+        engine.add_request(token_ids(5, 1), greedily(3, min_tokens=2, stop_token_ids=range(VOCAB)))
+    (request,) = engine.generate([token_ids(5, 1)], greedily(3, min_tokens=2, stop_token_ids=range(1, VOCAB)))
+    assert request.generated_tokens[:2] == [0, 0]
+
+
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the decode kernel, which never looks behind the end of a sequence."""

@@ -658,6 +658,23 @@ def test_no_rows_give_no_tokens() -> None:
     assert token_logprobs(logits_of(0), torch.zeros(0, dtype=torch.int64), 0)[0].shape == (0,)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_the_log_prob_of_one_of_two_is_a_half_however_large_their_scores_are(
+    compiled: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("rollout.engine.sampler.cpu_draw.load", lambda: None)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 8]] = 1e20
+    drawn = sample(logits, rows_of([SamplingParams(logprobs=2, logprobs_mode=mode)]), torch.zeros(1, dtype=torch.int64))
+    half = torch.tensor(0.5).log()
+    torch.testing.assert_close(drawn.logprobs, half[None])
+    assert drawn.top_logprobs is not None
+    torch.testing.assert_close(drawn.top_logprobs, half.expand(1, 2))
+    torch.testing.assert_close(token_logprobs(logits, torch.tensor([3]), 0)[0], half[None])
+
+
 @pytest.mark.skipif(cpu_draw.load() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"temperature": 0}, {"top_k": 5}, {"min_p": 0.05}])
 def test_the_cpp_draw_and_plain_torch_draw_the_same_tokens(

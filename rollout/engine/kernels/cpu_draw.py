@@ -16,7 +16,7 @@ class _Draw(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "scores", "temperature", "key", "position", "greedy", "token", "log_sum", "score",
+            "scores", "temperature", "key", "position", "greedy", "token", "peak", "log_sum", "score",
         )),
         *((name, ctypes.c_int64) for name in ("rows", "vocabulary", "stride")),
     )  # fmt: skip
@@ -31,7 +31,7 @@ class CpuDraw:
 
     def __call__(
         self, scores: Tensor, temperature: Tensor, greedy: Tensor, keys: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One token per row from softmax(scores / temperature).
 
         Args:
@@ -41,25 +41,28 @@ class CpuDraw:
             keys, positions: [R] int64, each row's random stream and place in it (`random_stream.uniforms`).
 
         Returns:
-            Token ids [R] int64; the logarithm of the sum of exponentials [R] float64, NaN where a row has no finite largest
-            score; score / temperature of each token [R] float32.
+            Token ids [R] int64; the peak [R] float32, the largest score / temperature; the logarithm of the summed
+            exponentials of score / temperature - peak [R] float64, NaN where the peak is not finite; score / temperature of
+            each token [R] float32.
         """
         count, vocabulary = scores.shape
-        token = torch.empty(count, dtype=torch.int64)
-        log_sum = torch.empty(count, dtype=torch.float64)
-        score = torch.empty(count, dtype=torch.float32)
+        token = torch.empty(count, dtype=torch.int64, device="cpu")
+        peak = torch.empty(count, dtype=torch.float32, device="cpu")
+        log_sum = torch.empty(count, dtype=torch.float64, device="cpu")
+        score = torch.empty(count, dtype=torch.float32, device="cpu")
         temperature, greedy = temperature.contiguous(), greedy.contiguous()
         keys, positions = keys.contiguous(), positions.contiguous()
         if count:
             self._draw(
                 _Draw(
                     scores.data_ptr(), temperature.data_ptr(), keys.data_ptr(), positions.data_ptr(), greedy.data_ptr(),
-                    token.data_ptr(), log_sum.data_ptr(), score.data_ptr(), count, vocabulary, scores.stride(0),
+                    token.data_ptr(), peak.data_ptr(), log_sum.data_ptr(), score.data_ptr(), count, vocabulary,
+                    scores.stride(0),
                 ),
                 torch.get_num_threads(),
                 int(scores.dtype == torch.bfloat16),
             )  # fmt: skip
-        return token, log_sum, score
+        return token, peak, log_sum, score
 
 
 @cache

@@ -14,7 +14,8 @@ struct Draw {
     const int64_t* position;    // [R], its place in the stream
     const uint8_t* greedy;      // [R], 1: the largest score, lowest id on ties
     int64_t* token;             // [R]
-    double* log_sum;            // [R], log of the summed exp(scores / temperature); NaN where there is no finite largest score
+    float* peak;                // [R], the largest score / temperature
+    double* log_sum;            // [R], log of the summed exp(scores / temperature - peak); NaN where the peak is not finite
     float* score;               // [R], the token's score / temperature
     int64_t rows, vocabulary, stride;
 };
@@ -84,6 +85,7 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
     const float peak = peak_of(scores, V, token) / temperature;
     if (!std::isfinite(peak)) {
         d.token[row] = token;
+        d.peak[row] = peak;
         d.log_sum[row] = NAN;
         d.score[row] = peak;
         return;
@@ -112,7 +114,8 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
         }
     }
     d.token[row] = token;
-    d.log_sum[row] = peak + std::log(static_cast<double>(total) / UNIT);
+    d.peak[row] = peak;
+    d.log_sum[row] = std::log(static_cast<double>(total) / UNIT);
     d.score[row] = load_one(scores + token) / temperature;
 }
 
