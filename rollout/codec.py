@@ -211,7 +211,7 @@ def deserialize_tensor(plain: list[Any]) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         refuse("tensor", name, "the name of a torch dtype, such as bfloat16")
     _check_size("tensor", shape, dtype.itemsize, data)
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if data:
         tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return tensor

@@ -85,8 +85,8 @@ class FusedForward:
         self._bound: _Bound | None = None
         self._handover = -1
         self._why = ""
-        self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._logits = torch.empty(0)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._logits = torch.empty(0, device="cpu")
 
     def ready(self, handover: int) -> bool:
         """Whether the model can go through `run` as it is now.
@@ -117,9 +117,9 @@ class FusedForward:
             bound.narrow,
         )
         if self._workspace.numel() < need:
-            self._workspace = torch.empty(need, dtype=torch.uint8)
+            self._workspace = torch.empty(need, dtype=torch.uint8, device="cpu")
         if self._logits.numel() < kept * bound.model.vocabulary or self._logits.dtype != bound.dtype:
-            self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype)
+            self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype, device="cpu")
         slots = rows.slots
         step = _Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
@@ -131,7 +131,8 @@ class FusedForward:
 
     def release(self) -> None:
         """Give back buffers that the next step would allocate anyway."""
-        self._workspace, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._logits = torch.empty(0, device="cpu")
 
     def _bind(self) -> None:
         try:
@@ -177,7 +178,7 @@ class _Bound:
             for out, layer in zip(self._layers, decoder.layers, strict=True)
         }
         _require(len(widths) == 1, "its layers differ in shape")
-        self._tables = torch.empty(0, 0), torch.empty(0, 0)
+        self._tables = torch.empty(0, 0, device="cpu"), torch.empty(0, 0, device="cpu")
         norm, (head, _) = self._norm(decoder.norm, family), self._linear(model.lm_head, bias=False)
         self.model = _Model(
             ctypes.addressof(self._layers), embedding, norm, head,
@@ -193,9 +194,9 @@ class _Bound:
     def reach(self, length: int) -> None:
         """Have cosines and sines for positions below `length`, as the module's own rotary embedding gives them."""
         if self._tables[0].shape[0] < length:
-            positions = torch.arange(max(length, min(4096, 2 * length)))
+            positions = torch.arange(max(length, min(4096, 2 * length)), device="cpu")
             with torch.no_grad():
-                cosines, sines = self._rotary(torch.empty(1, 1, 1, dtype=self.dtype), positions[None])
+                cosines, sines = self._rotary(torch.empty(1, 1, 1, dtype=self.dtype, device="cpu"), positions[None])
             self._tables = cosines[0].contiguous(), sines[0].contiguous()
             self.model.cosines, self.model.sines = (table.data_ptr() for table in self._tables)
 

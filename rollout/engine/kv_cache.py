@@ -188,7 +188,7 @@ class KVCache:
             size = 0 if self._host is None else self._host.numel()
             self._host = None
             grown = max(need, min(2 * size, self.num_blocks * sum(self._widths)))
-            self._host = torch.empty(grown, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+            self._host = torch.empty(grown, dtype=self.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return self._host
 
     def _on_streams(self, copies: CudaLane) -> KVTransfer:

@@ -97,7 +97,7 @@ class ModelRunner:
         """[V] logits after `tokens`, computed in the chunks [:cut] and [cut:] in the pool's first blocks (all free)."""
         size = self.table.block_size
         blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
-        logits = torch.empty(0)
+        logits = torch.empty(0, device="cpu")
         for start, end in ((0, cut), (cut, len(tokens))):
             rows = PagedRows(np.array([0, end - start]), np.arange(start, end), blocks[None], size)
             logits = self._forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]

@@ -44,7 +44,7 @@ class Scratch:
         if flat is None or flat.numel() < size:
             # A tensor born in inference mode could not be written to outside it.
             with torch.inference_mode(False):
-                flat = self._flat[name] = torch.empty(size, dtype=dtype)
+                flat = self._flat[name] = torch.empty(size, dtype=dtype, device="cpu")
         return flat[:size].view(shape)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.kernels import cpu_library
-from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, token_ids
+from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, token_ids
 from tests.models import CONFIGS, make_model
 
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
@@ -280,3 +280,22 @@ def test_every_thread_count_gives_the_same_bits() -> None:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
     assert np.isfinite(results[0].numpy()).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_default_device_set_by_the_trainer_moves_no_buffer(name: str) -> None:
+    model, tokens = make_model(name), token_ids(9, 1)
+    params = [greedily(5), at_random(5, top_p=0.9, logprobs=2, prompt_logprobs=1), at_random(5, repetition_penalty=1.2)]
+
+    def run() -> list[tuple[list[int], list[float]]]:
+        engine = make_engine(model, verify_model=True)
+        for each in params:
+            engine.add_request(tokens, each)
+        engine.step()
+        pass_suspended(engine, "offload")
+        done = finish(engine)
+        return [(done[number, 0].generated_tokens, done[number, 0].generated_log_probs) for number in range(3)]
+
+    plain = run()
+    with torch.device("meta"):
+        assert run() == plain
