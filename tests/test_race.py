@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import race, remote, report, suspend
+from tests.benchmarks import busy, race, remote, report, suspend
 from tests.benchmarks.child import Child, Late, PeerFailed, clean_environment
 from tests.benchmarks.field import Rules, hopeless
 from tests.benchmarks.floors import Floor, Machine
@@ -255,3 +255,16 @@ def test_the_suspend_benchmark_measures_both_ways_to_come_back(
     assert min(offload["back_s"], recompute["back_s"], offload["suspend_s"], offload["resume_s"]) > 0
     assert found["prefill_over_resume"] == pytest.approx(recompute["back_s"] / offload["back_s"])
     assert "prefilling over resuming" in capsys.readouterr().out
+
+
+def test_speed_beside_busy_processes_is_measured_and_they_are_gone_afterwards(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert busy.main(["--size", "tiny", "--rounds", "1", "--scale", "0.02", "--sequences", "2", "--several", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "vllm: not installed" in printed
+    for load in ("quiet", "1 pinned", "1 anywhere"):
+        assert f"{load:12} ours" in printed
+    with busy.busy(1) as started:
+        assert all(process.poll() is None for process in started)
+    assert all(process.poll() is not None for process in started)

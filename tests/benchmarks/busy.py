@@ -1,0 +1,124 @@
+"""What is left of the speed beside busy processes: ours, and vLLM if it is installed, quiet and under load, turn by turn.
+
+    nice -n -15 python -m tests.benchmarks.busy --vllm-python V/bin/python
+
+Loads: nobody, one process pinned to the last core, several unpinned ones. A busy process counts in a loop at the priority
+that this command has. A fair share beside k others on c cores is c / (c + k) of the machine, at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.child import NotRun, PeerFailed
+from tests.benchmarks.peers import Ours, Peer
+from tests.benchmarks.race import quiet_transformers
+from tests.benchmarks.remote import Interpreters, open_remote
+from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+from tests.benchmarks.workloads import Room, Scale, Workload, steady
+
+DEADLINE_S = 600.0
+SETTLE_S = 0.2
+COUNT = "import os, sys\nif len(sys.argv) > 1: os.sched_setaffinity(0, [int(sys.argv[1])])\nwhile True: pass"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=list(SIZES), default="10m", help="parameters")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--sequences", type=int, default=16)
+    add("--several", type=int, nargs="+", default=[3, 6], help="busy processes of the loads without a pin")
+    add("--rounds", type=int, default=5)
+    add("--scale", type=float, default=0.25, help="multiplies the 256 + 256 tokens of a sequence")
+    add("--vllm-python", default=os.environ.get("RACE_VLLM_PYTHON"), metavar="PATH",
+        help="interpreter of an environment with vLLM (default: RACE_VLLM_PYTHON)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if min(options.sequences, options.rounds, options.scale, *options.several) <= 0:
+        parser.error("--sequences, --several, --rounds and --scale must be above 0")
+    return options
+
+
+@contextmanager
+def busy(count: int, core: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many processes that do nothing but count, on one core or on any."""
+    pinned = [] if core is None else [str(core)]
+    processes = [subprocess.Popen([sys.executable, "-c", COUNT, *pinned]) for _ in range(count)]
+    try:
+        time.sleep(SETTLE_S)
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def loads(several: Sequence[int]) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """By name, what surrounds a measurement."""
+    last = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return {"quiet": partial(busy, 0), "1 pinned": partial(busy, 1, last)} | {
+        f"{count} anywhere": partial(busy, count) for count in several
+    }
+
+
+def opened(subject: Subject, room: Room, options: argparse.Namespace, stack: ExitStack) -> dict[str, Peer]:
+    """The peers that there are; why another is not is printed."""
+    peers: dict[str, Peer] = {"ours": Ours(subject, room)}
+    stack.callback(peers["ours"].close)
+    try:
+        peers["vllm"] = open_remote("vllm", subject, room, Interpreters(options.vllm_python, None))
+        stack.callback(peers["vllm"].close)
+    except (NotRun, PeerFailed) as exc:
+        print(f"vllm: {exc}")
+    return peers
+
+
+def rate(peer: Peer, workload: Workload) -> float:
+    """Tokens per second."""
+    (turn,) = workload.turns
+    peer.forget()
+    return workload.new_tokens / peer.generate([list(p) for p in turn.prompts], turn.lengths, DEADLINE_S).seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print. Returns the exit status."""
+    options = parse(arguments)
+    (workload,) = steady(SIZES[options.size]["vocab_size"], Scale(options.scale), [options.sequences])
+    room = Room.of([workload])
+    surroundings = loads(options.several)
+    with quiet_transformers(), tempfile.TemporaryDirectory(prefix="busy-") as folder, ExitStack() as stack:
+        subject = make_subject(options.size, options.dtype, room.longest, Path(folder))
+        peers = opened(subject, room, options, stack)
+        rates: dict[tuple[str, str], list[float]] = {(load, name): [] for load in surroundings for name in peers}
+        for name in peers:
+            rate(peers[name], workload)
+        for _ in range(options.rounds):
+            for load, surround in surroundings.items():
+                for name, peer in peers.items():
+                    with surround():
+                        rates[load, name].append(rate(peer, workload))
+    print(f"{options.size} {options.dtype}, {workload.case}, {torch.get_num_threads()} threads; median tokens/s of "
+          f"{options.rounds} rounds, and of the quiet speed")  # fmt: skip
+    for (load, name), values in rates.items():
+        median = statistics.median(values)
+        share = median / statistics.median(rates["quiet", name])
+        print(f"{load:12} {name:6} {median:10,.0f} {share:6.2f}   " + " ".join(f"{value:,.0f}" for value in values))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
