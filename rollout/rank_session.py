@@ -280,7 +280,9 @@ class RankSession:
         # What has happened since registration is said below, when the engine is where it must be.
         self._said = (self._engine.state, self._engine.policy_version)
         self.wanted = CoordinatorState(message.state)
-        foreign = self._control(SET_VERSION, message.policy_version)
+        foreign: list[DynamicInferenceRequestRecord] = []
+        if message.policy_version > self._engine.policy_version:
+            foreign = self._control(SET_VERSION, message.policy_version)
         for signal in self._signals_to(self.wanted):
             foreign += self._control(signal, None)
         self._said = (self._engine.state, self._engine.policy_version)

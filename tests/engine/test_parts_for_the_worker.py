@@ -56,7 +56,9 @@ def test_samples_that_cannot_be_of_the_group_are_refused(samples: list[int]) -> 
 
 def test_a_request_can_be_checked_without_being_queued() -> None:
     engine = make_engine("qwen3")
-    assert engine.check_request(token_ids(5), greedily(4, n=100)) == token_ids(5)
+    assert engine.check_request(token_ids(5), greedily(4, n=8)) == token_ids(5)
+    with pytest.raises(InvalidRequestError, match="n=100 samples exceed max_requests=8"):
+        engine.check_request(token_ids(5), greedily(4, n=100))
     with pytest.raises(InvalidRequestError, match="prompt token 5000"):
         engine.check_request([5000])
     with pytest.raises(InvalidRequestError, match="KV blocks"):
@@ -310,7 +312,7 @@ def test_the_changes_of_the_cache_tell_what_can_be_found_after_any_operations(da
             block = held.pop(data.draw(st.integers(0, len(held) - 1)))
             allocator.release(np.array([block], np.int32))
         elif action == "move":
-            allocator.advance_version(allocator.version + 1)
+            allocator.outdate()
         elif action == "drop":
             allocator.drop_cached()
         elif action == "unlist" and held:
