@@ -6,6 +6,7 @@ One buffer, and not a tree of lists, because `torch.load(weights_only=True)` ref
 from __future__ import annotations
 
 import zlib
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -137,30 +138,29 @@ def _ledger(
     unfinished: list[DynamicInferenceRequestRecord],
 ) -> GroupLedger:
     groups = GroupLedger()
-    missing: dict[int, set[int]] = {}
-    # Before anything as large as a group says it is.
-    if (said := sum(size for _, size in sizes)) != len(finished) + len(unfinished):
-        raise SerializationError(
-            f"state.data.groups: groups of {said} samples together, and {len(finished)} finished and {len(unfinished)} "
-            "unfinished ones are there: some are missing, or there twice"
-        )
+    # Counted by what is there, never by what a group says that it has: that may be any number.
+    there: dict[int, set[int]] = {}
     for group_id, size in sizes:
-        if group_id in missing:
+        if group_id in there:
             raise SerializationError(f"state.data.groups: group {group_id} is there twice")
         groups.add(group_id, size)
-        missing[group_id] = set(range(size))
+        there[group_id] = set()
+    wanted = dict(sizes)
     for name, samples in (("finished", finished), ("unfinished", unfinished)):
         for sample in samples:
-            left = missing.get(sample.request_id, set())
-            if sample.sample_index not in left:
+            group_id, index = sample.request_id, sample.sample_index
+            if not 0 <= index < wanted.get(group_id, 0) or index in there[group_id]:
                 raise SerializationError(
-                    f"state.data.{name}: sample {sample.sample_index} of group {sample.request_id} is there twice, "
-                    "or data.groups knows no such sample"
+                    f"state.data.{name}: sample {index} of group {group_id} is there twice, or data.groups knows no such "
+                    "sample"
                 )
-            left.remove(sample.sample_index)
-    for group_id, left in missing.items():
-        if left:
-            raise SerializationError(f"state.data.unfinished: samples {sorted(left)} of group {group_id} are missing")
+            there[group_id].add(index)
+    for group_id, size in sizes:
+        if len(there[group_id]) < size:
+            first = islice((index for index in range(size) if index not in there[group_id]), 4)
+            raise SerializationError(
+                f"state.data.unfinished: samples {list(first)} of group {group_id} are missing, which has {size}"
+            )
     for result in finished:
         groups.take(result)
     return groups

@@ -338,6 +338,16 @@ def test_the_changes_of_the_cache_hold_through_random_schedules() -> None:
         mirror.hear()
 
 
+def test_a_held_block_is_registered_under_one_hash() -> None:
+    allocator = BlockAllocator(2, 2)
+    (block,) = allocator.allocate(1)
+    tokens = np.array([1, 2], np.int32)
+    assert allocator.register(block, 7, NO_BLOCK, tokens) == allocator.register(block, 7, NO_BLOCK, tokens) == block
+    with pytest.raises(RuntimeError, match=r"register\(block 0, hash 8\): it is registered under 7"):
+        allocator.register(block, 8, NO_BLOCK, tokens)
+    assert allocator.findable_hashes() == [7]
+
+
 def test_a_prefix_that_came_and_went_is_no_change() -> None:
     changes = CacheChanges()
     changes.add(7)
