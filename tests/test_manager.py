@@ -28,8 +28,10 @@ from rollout.errors import (
     EngineDeadError,
     EngineStateError,
     InvalidRequestError,
+    JournalError,
     RolloutFailedError,
 )
+from rollout.group_journal import GroupJournal
 from rollout.groups import GroupLedger
 from rollout.interrupts import interrupt_deferred
 from rollout.manager import RolloutManager
@@ -1124,6 +1126,34 @@ def test_a_batch_made_in_inference_mode_can_be_trained_on(fused):
     update(model, rollout)
     again = rollout.generate([[5, 6, 7]], GREEDY)
     assert completions(again) == [greedy(model, [5, 6, 7], 6)]
+
+
+class FullDisk:
+    """A journal that has no room for its first group."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.full = True
+
+    def append(self, samples: list[DynamicInferenceRequest], key: bytes) -> None:
+        if self.full:
+            raise JournalError("the disk is full")
+        self.written.append(samples[0].request_id)
+
+
+def test_a_journal_that_cannot_be_written_does_not_stop_an_update(model):
+    rollout = make_rollout(model, max_staleness=0)
+    disk = FullDisk()
+    rollout._journal = GroupJournal(disk)  # type: ignore[arg-type]
+    rollout.submit([[5, 6]], tokens(9))
+    for _ in range(3):
+        rollout.engine.step()
+    assert rollout.weights_updated() == 1
+    disk.full = False
+    batch = rollout.generate([], min_groups=1)
+    assert batch.finish_reasons == ["stale"]
+    rollout.generate([[7]], GREEDY)
+    assert disk.written == [0, 1]
 
 
 def test_a_group_larger_than_the_engine_is_refused_with_its_place(rollout):

@@ -873,7 +873,7 @@ def test_a_group_that_can_never_run_is_refused_before_its_samples_are_made(monke
 
 
 def test_every_sample_that_gives_up_its_kv_or_is_paused_says_so() -> None:
-    engine = make_engine("qwen3", max_tokens_per_step=BLOCK)
+    engine = make_engine("qwen3", max_requests=2, max_tokens_per_step=BLOCK)
     engine.add_request(token_ids(6, 1), greedily(3, n=2))
     ended = steps(engine, 1)
     engine.pause()
