@@ -212,8 +212,15 @@ class RolloutManager:
         prompts = list(prompts)
         params = _one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
-        with self.engine.locked():
-            return self._submit(prompts, params, extras)
+        added: list[int] = []
+        try:
+            with self.engine.locked():
+                added = self._submit(prompts, params, extras)
+        except (KeyboardInterrupt, SystemExit):
+            # It came meanwhile, and takes effect only now.
+            self.abort(added)
+            raise
+        return added
 
     def _submit(self, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
         if len(extras) != len(prompts):

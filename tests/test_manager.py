@@ -1128,6 +1128,21 @@ def test_a_batch_made_in_inference_mode_can_be_trained_on(fused):
     assert completions(again) == [greedy(model, [5, 6, 7], 6)]
 
 
+def test_ctrl_c_while_prompts_are_queued_gives_them_up(rollout, monkeypatch):
+    submit = rollout._backend.submit
+
+    def pressed(*args: Any) -> None:
+        submit(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(rollout._backend, "submit", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        rollout.generate([[5]], GREEDY)
+    monkeypatch.undo()
+    assert_nothing_leaked(rollout)
+    assert len(rollout.generate([[5]], GREEDY)) == 1
+
+
 class FullDisk:
     """A journal that has no room for its first group."""
 
