@@ -5,6 +5,8 @@ One buffer, and not a tree of lists, because `torch.load(weights_only=True)` ref
 
 from __future__ import annotations
 
+import zlib
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -12,21 +14,27 @@ import msgpack
 from rollout.backend import Backend
 from rollout.codec import INT, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import SerializationError
+from rollout.errors import ConfigError, SerializationError
 from rollout.group_journal import GroupJournal
 from rollout.groups import GroupLedger
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
+from rollout.spans import MAX_VERSION
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save(
-    backend: Backend, groups: GroupLedger, policy_version: int, updates_per_round: int, journal: GroupJournal
+    engine: DynamicInferenceEngine,
+    backend: Backend,
+    groups: GroupLedger,
+    updates_per_round: int,
+    journal: GroupJournal,
 ) -> dict[str, Any]:
     """The state of a rollout: versions, the groups, their samples that have come back, and records of the others."""
     fields = {
-        "policy_version": policy_version,
+        "model": engine.controller.layout.described,
+        "policy_version": engine.policy_version,
         "next_request_id": backend.next_group_id,
         "updates_per_round": updates_per_round,
         "groups": [list(group) for group in groups.sizes()],
@@ -34,8 +42,9 @@ def save(
         "unfinished": [record.serialize() for record in backend.snapshot()],
     }
     # Last: a checkpoint that failed must not count among those for which the journal keeps its files.
-    fields["journal"] = journal.checkpoint(policy_version)
-    return {"format": FORMAT, "data": msgpack.packb(fields, use_bin_type=True)}
+    fields["journal"] = journal.checkpoint(engine.policy_version)
+    data = msgpack.packb(fields, use_bin_type=True)
+    return {"format": FORMAT, "checksum": zlib.crc32(data), "data": data}
 
 
 def load(
@@ -51,17 +60,21 @@ def load(
 
     Raises:
         SerializationError: not such a state, or of another format; the message names the field.
-        ConfigError: the engine's policy version is beyond the state's, or the journal does not know the state.
+        ConfigError: the state is of another model, the engine's policy version is beyond the state's, or the journal does
+            not know the state.
         InvalidRequestError: a request does not fit this engine (its pool is smaller than the saved one's, say).
     """
     loaded = _decode(state)
+    if loaded["model"] != (here := engine.controller.layout.described):
+        raise ConfigError(
+            f"the state is of a {loaded['model']}, and this rollout of a {here}: load it with its own model"
+        )
     journal.restore(loaded["journal"], loaded["policy_version"])
     try:
         finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
         groups = _ledger(loaded["groups"], finished, records)
+        # Also where it is the present one: what is cached here may have been computed by other weights.
         engine.weights_updated(loaded["policy_version"])
-        # Blocks cached here under the same version number may have been computed by other weights.
-        engine.flush_prefix_cache()
         backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     except BaseException:
         # What was finished after a checkpoint that is not gone on from is nobody's.
@@ -103,12 +116,19 @@ def check_portable(name: str, value: Any) -> None:
 def _decode(state: Any) -> dict[str, Any]:
     if isinstance(state, dict) and state.get("format") != FORMAT:
         refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
-    data = decode_fields("state", state, {"format": INT, "data": _BUFFER})["data"]
+    envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": _BUFFER})
+    data = envelope["data"]
+    if zlib.crc32(data) != envelope["checksum"]:
+        refuse(
+            "state.checksum", envelope["checksum"], f"{zlib.crc32(data)}, that of its data: a byte of it was damaged;"
+        )
     plain = unpack_msgpack("state.data", data, strict_map_key=False)
     fields = decode_fields("state.data", plain, _FIELDS)
     for name, least in (("policy_version", 0), ("next_request_id", 0), ("updates_per_round", 1)):
         if fields[name] < least:
             refuse(f"state.data.{name}", fields[name], f"an integer of at least {least}")
+    if fields["policy_version"] > MAX_VERSION:
+        refuse("state.data.policy_version", fields["policy_version"], f"an integer of at most {MAX_VERSION}")
     return fields
 
 
@@ -118,24 +138,29 @@ def _ledger(
     unfinished: list[DynamicInferenceRequestRecord],
 ) -> GroupLedger:
     groups = GroupLedger()
-    missing: dict[int, set[int]] = {}
+    # Counted by what is there, never by what a group says that it has: that may be any number.
+    there: dict[int, set[int]] = {}
     for group_id, size in sizes:
-        if group_id in missing:
+        if group_id in there:
             raise SerializationError(f"state.data.groups: group {group_id} is there twice")
         groups.add(group_id, size)
-        missing[group_id] = set(range(size))
+        there[group_id] = set()
+    wanted = dict(sizes)
     for name, samples in (("finished", finished), ("unfinished", unfinished)):
         for sample in samples:
-            left = missing.get(sample.request_id, set())
-            if sample.sample_index not in left:
+            group_id, index = sample.request_id, sample.sample_index
+            if not 0 <= index < wanted.get(group_id, 0) or index in there[group_id]:
                 raise SerializationError(
-                    f"state.data.{name}: sample {sample.sample_index} of group {sample.request_id} is there twice, "
-                    "or data.groups knows no such sample"
+                    f"state.data.{name}: sample {index} of group {group_id} is there twice, or data.groups knows no such "
+                    "sample"
                 )
-            left.remove(sample.sample_index)
-    for group_id, left in missing.items():
-        if left:
-            raise SerializationError(f"state.data.unfinished: samples {sorted(left)} of group {group_id} are missing")
+            there[group_id].add(index)
+    for group_id, size in sizes:
+        if len(there[group_id]) < size:
+            first = islice((index for index in range(size) if index not in there[group_id]), 4)
+            raise SerializationError(
+                f"state.data.unfinished: samples {list(first)} of group {group_id} are missing, which has {size}"
+            )
     for result in finished:
         groups.take(result)
     return groups
@@ -158,6 +183,7 @@ def _decode_buffer(plain: Any) -> bytes:
 
 _BUFFER = Codec(bytes, _decode_buffer)
 _FIELDS = {
+    "model": STR,
     "policy_version": INT,
     "next_request_id": INT,
     "updates_per_round": INT,

@@ -99,7 +99,8 @@ class SeamOfEngine:
         elif signal == ControlSignal.STOP:
             return self.engine.stop()
         elif signal == SET_VERSION and type(argument) is int:
-            if argument > self.engine.policy_version:
+            # The version that it has: other weights under the same number, or it has said so itself.
+            if argument >= self.engine.policy_version:
                 self.engine.weights_updated(argument)
         else:
             raise EngineStateError(f"{signal}({argument!r}): no engine can do that; use the signals of rollout.state")

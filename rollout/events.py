@@ -152,7 +152,8 @@ class EventLog:
         blocks_ref_count: int | None = None,
         timestamp: float | None = None,
     ) -> None:
-        """A token was sampled, while the request held so many KV blocks."""
+        """A token was sampled. Of the whole KV pool: its blocks, those that a prefix hit may find, of these those that
+        requests hold, and all references to blocks."""
         counts = (token_id, blocks_total, blocks_hashed_total, blocks_hashed_active, blocks_ref_count)
         payload = {name: int(count) for name, count in zip(_TOKEN_FIELDS, counts, strict=True) if count is not None}
         self._add(DynamicInferenceEventType.GENERATED_TOKEN, payload, timestamp)

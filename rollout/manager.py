@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Literal
 
@@ -30,7 +30,14 @@ from rollout.data_parallel import DataParallelBackend
 from rollout.engine.context import MemoryMove
 from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
+from rollout.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineStateError,
+    InvalidRequestError,
+    JournalError,
+    RolloutFailedError,
+)
 from rollout.gathering import Gathering
 from rollout.group_journal import GroupJournal
 from rollout.groups import GroupLedger
@@ -133,6 +140,8 @@ class RolloutManager:
         Weights that are sharded over the ranks are gathered when all have called it, and sharded again when it ends or
         raises; after a raise before the common end every rank has to call it again.
 
+        Several threads may call it: one generates, the others wait until it has ended, in order of their calls.
+
         Args:
             prompts: texts, token id sequences, or lists of chat messages; `[]` is allowed.
             sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
@@ -145,7 +154,8 @@ class RolloutManager:
             on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its
                 row is masked out and named in `batch.errors`.
             progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
-            timeout_s: give up after this many seconds; what is in flight stays in flight.
+            timeout_s: give up after this many seconds; what is in flight stays in flight. Another thread's turn is waited
+                for as long, before nothing is queued.
 
         Returns:
             Samples of a prompt side by side, prompts in order of submission.
@@ -165,20 +175,21 @@ class RolloutManager:
         _check_on_error(on_error)
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
-        self._ensure_running()
-        self.engine.check_weights()
-        mine = self.submit(prompts, sampling_params, metadata=metadata)
-        try:
-            if min_groups is None:
-                self._run(mine, len(mine), progress=progress, timeout_s=timeout_s)
-                return self._hand_out(mine, on_error)
-            goal = min(min_groups, len(self._groups))
-            self._pacer.begin_round(self.policy_version)
-            self._run(self._groups, goal, self._too_old, progress=progress, timeout_s=timeout_s)
-            return self._hand_out(self._groups.complete(), on_error)
-        except (KeyboardInterrupt, SystemExit):
-            self.abort(mine)
-            raise
+        with self.engine.turns.taken(timeout_s):
+            self._ensure_running()
+            self.engine.check_weights()
+            mine = self.submit(prompts, sampling_params, metadata=metadata)
+            try:
+                if min_groups is None:
+                    self._run(mine, len(mine), progress=progress, timeout_s=timeout_s)
+                    return self._hand_out(mine, on_error)
+                goal = min(min_groups, len(self._groups))
+                self._pacer.begin_round(self.policy_version)
+                self._run(self._groups, goal, self._too_old, progress=progress, timeout_s=timeout_s)
+                return self._hand_out(self._groups.complete(), on_error)
+            except (KeyboardInterrupt, SystemExit):
+                self.abort(mine)
+                raise
 
     def submit(
         self,
@@ -201,6 +212,17 @@ class RolloutManager:
         prompts = list(prompts)
         params = _one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
+        added: list[int] = []
+        try:
+            with self.engine.locked():
+                added = self._submit(prompts, params, extras)
+        except (KeyboardInterrupt, SystemExit):
+            # It came meanwhile, and takes effect only now.
+            self.abort(added)
+            raise
+        return added
+
+    def _submit(self, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
         if len(extras) != len(prompts):
             raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
         for index, extra in enumerate(extras):
@@ -263,28 +285,36 @@ class RolloutManager:
         self.engine.check_weights()
         with self._gathering.held():
             try:
-                while mine := [each for each in self._groups if chosen is None or each in chosen]:
-                    self._ensure_running()
-                    self._run(mine, 1, alone=True)
-                    ended = next(each for each in mine if each not in self._groups.unfinished)
-                    yield self._hand_out([ended], on_error)
+                while (batch := self._next_completed(chosen, on_error)) is not None:
+                    yield batch
             except (GeneratorExit, RolloutFailedError):
                 self._end_together()
                 raise
             self._end_together()
 
+    def _next_completed(self, chosen: set[int] | None, on_error: OnError) -> RolloutBatch | None:
+        with self.engine.turns.taken():
+            mine = [each for each in self._groups if chosen is None or each in chosen]
+            if not mine:
+                return None
+            self._ensure_running()
+            self._run(mine, 1, alone=True)
+            ended = next(each for each in mine if each not in self._groups.unfinished)
+            return self._hand_out([ended], on_error)
+
     def _end_together(self) -> None:
         # At the end of the interpreter the threads that talk to the others have ended already.
         if not self._closed and not sys.is_finalizing() and not self._backend.leave():
-            self._ensure_running()
-            self._run((), 0)
+            with self.engine.turns.taken():
+                self._ensure_running()
+                self._run((), 0)
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """End groups now, handing nothing out. Unknown ids are ignored.
 
         Their KV blocks are free when this returns; those on other ranks, as soon as they have heard of it.
         """
-        with interrupt_deferred():
+        with self.engine.locked():
             for each in list(group_ids):
                 self._groups.drop([each])
                 self._backend.abort(each)
@@ -309,9 +339,11 @@ class RolloutManager:
             The policy version. A manager that is closed, or whose engine is dead, counts no more.
         """
         if self.engine.state is not EngineState.STOPPED:
-            with interrupt_deferred():
+            with self.engine.locked():
                 self.engine.weights_updated()
-                self._take_ended()
+                # The weights have moved, whatever becomes of a group: what cannot be written is tried again later.
+                with suppress(JournalError):
+                    self._take_ended()
             self._sync_metrics()
         return self.policy_version
 
@@ -357,9 +389,10 @@ class RolloutManager:
     def before_optimizer_step(self, mode: Mode = None) -> None:
         """The weights are about to change: like entering `suspended()`, and nothing more inside it.
 
-        Called by the optimizer hook.
+        Called by the optimizer hook. Where another thread generates, it waits until that has ended.
         """
-        self._suspension.make_way(mode)
+        with self.engine.turns.taken():
+            self._suspension.make_way(mode)
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
@@ -404,10 +437,11 @@ class RolloutManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, with every version and random stream; torch.save (`weights_only`) and msgpack take it."""
-        self._take_ended()
-        return checkpoint.save(
-            self._backend, self._groups, self.policy_version, self._pacer.updates_per_round, self._journal
-        )
+        with self.engine.locked():
+            self._take_ended()
+            return checkpoint.save(
+                self.engine, self._backend, self._groups, self._pacer.updates_per_round, self._journal
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
@@ -416,10 +450,14 @@ class RolloutManager:
 
         Raises:
             EngineStateError: requests are in flight here already.
-            ConfigError: this manager has a later policy version already.
-            SerializationError: not a state of this package, or of another format; the message names the field.
+            ConfigError: this manager has a later policy version already, or the state is of another model.
+            SerializationError: not a state of this package, of another format, or damaged; the message names the field.
             InvalidRequestError: a request does not fit this engine (a smaller pool than the one that saved it, say).
         """
+        with self.engine.turns.taken():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         self._take_ended()
         if self._groups or self._backend.snapshot():
             raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
@@ -523,12 +561,12 @@ class RolloutManager:
         if self.engine.state is EngineState.SUSPENDED:
             # Somebody else held the engine when this call began, and may hold it no longer.
             self._ensure_running()
-        with interrupt_deferred():
+        with self.engine.locked():
             self._take(self._backend.advance())
         self._metrics.step(self._backend.samples_here(self._groups.samples_missing))
 
     def _take_ended(self) -> None:
-        with interrupt_deferred():
+        with self.engine.locked():
             self._take(self._backend.take_ended())
 
     def _take(self, results: list[DynamicInferenceRequest]) -> None:
@@ -547,14 +585,15 @@ class RolloutManager:
         return None if ages is None else self._pacer.too_old(self._groups, ages, self.policy_version)
 
     def _hand_out(self, group_ids: Sequence[int], on_error: OnError) -> RolloutBatch:
-        batch = RolloutBatch.from_requests(
-            self._groups.results(group_ids),
-            policy_version=self.policy_version,
-            pad_token_id=_pad_token_id(self.tokenizer, getattr(self.model, "config", None)),
-            max_staleness=self.config.max_staleness,
-            device=self.engine.training_device,
-        )
-        self._groups.drop(group_ids)
+        with self.engine.locked():
+            batch = RolloutBatch.from_requests(
+                self._groups.results(group_ids),
+                policy_version=self.policy_version,
+                pad_token_id=_pad_token_id(self.tokenizer, getattr(self.model, "config", None)),
+                max_staleness=self.config.max_staleness,
+                device=self.engine.training_device,
+            )
+            self._groups.drop(group_ids)
         self._metrics.batch(batch)
         failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
         if failed and on_error == "raise":

@@ -280,7 +280,11 @@ class RankSession:
         # What has happened since registration is said below, when the engine is where it must be.
         self._said = (self._engine.state, self._engine.policy_version)
         self.wanted = CoordinatorState(message.state)
-        foreign = self._control(SET_VERSION, message.policy_version)
+        if message.policy_version > self._engine.policy_version:
+            foreign = self._control(SET_VERSION, message.policy_version)
+        else:
+            # Said again, the version that it has would tell it of other weights.
+            foreign = self._report(self._engine.take_ended(self._numbers), self._everything())
         for signal in self._signals_to(self.wanted):
             foreign += self._control(signal, None)
         self._said = (self._engine.state, self._engine.policy_version)

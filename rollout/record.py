@@ -101,9 +101,11 @@ class DynamicInferenceRequestRecord:
 
         The budget shrinks by what was generated. Policy spans are carried, closed at the present length; KV spans are
         empty until the segment is prefilled. A sample that has no token yet starts afresh: its prompt counts from the
-        version under which it is admitted next.
+        version under which it is admitted next. Where no event says that it came to an engine, it did on arrival.
         """
         live = self.segments[-1]
+        if live.event_add_engine is None:
+            live.add_event_add_engine(timestamp=live.arrival_time)
         spans = VersionSpans()
         if live.completion_tokens:
             spans = live.policy_spans.copy()

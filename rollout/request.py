@@ -303,7 +303,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
         Args:
             version: the new policy version.
-            policy_only: the request holds no KV (it waits). One that has no token either does not age.
+            policy_only: its KV does not age: it holds none (it waits). Without a token it does not age at all.
 
         Raises:
             ValueError: `version` is below `policy_version`.
@@ -315,7 +315,10 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
             )
         if not policy_only or self.policy_spans or self.generated_tokens:
             self.policy_spans.extend_to(self.total_length, self.policy_version)
-        if not policy_only:
+        if policy_only:
+            # Whatever KV it may have keeps its age.
+            self.kv_spans.shift(version - self.policy_version)
+        else:
             self.kv_spans.extend_to(self.kv_length, self.policy_version)
         self.policy_version = int(version)
 

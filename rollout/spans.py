@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from rollout.errors import SerializationError
 
+MAX_VERSION = 2**31 - 1
+"""The highest policy version: how many updates old a token is, is counted in int32."""
+
 
 class VersionSpans:
     """Consecutive runs of (version, count) from position 0 on.
@@ -83,6 +86,10 @@ class VersionSpans:
         partial = [(self._versions[kept], int(length))] if length > whole else []
         self._versions[kept:] = [version for version, _ in partial]
         self._ends[kept:] = [end for _, end in partial]
+
+    def shift(self, count: int) -> None:
+        """Every position belongs to a version later by `count`."""
+        self._versions = [version + count for version in self._versions]
 
     def clear(self) -> None:
         """Forget every position."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,22 +229,33 @@ def without(field: str) -> Callable[[State], Any]:
 
 
 def altered(change: Callable[[dict[str, Any]], Any]) -> Callable[[State], Any]:
-    return lambda state: {**state, "data": msgpack.packb(change(inside(state)))}
+    return lambda state: sealed(state, msgpack.packb(change(inside(state))))
+
+
+def sealed(state: State, data: bytes) -> State:
+    return {**state, "data": data, "checksum": zlib.crc32(data)}
 
 
 MALFORMED: list[tuple[Callable[[State], Any], str]] = [
     (lambda state: None, "state: None arrived where a dict"),
     (lambda state: [state], "state: .* where a dict"),
-    (lambda state: {}, r"state\.format: None arrived where 2"),
-    (lambda state: {**state, "format": 1}, r"state\.format: 1 arrived where 2, the format that this version reads"),
-    (lambda state: {"format": 2}, r"state\.data: missing"),
+    (lambda state: {}, r"state\.format: None arrived where 3"),
+    (lambda state: {**state, "format": 1}, r"state\.format: 1 arrived where 3, the format that this version reads"),
+    (lambda state: {"format": 3, "checksum": 1}, r"state\.data: missing"),
+    (
+        lambda state: {**state, "data": state["data"][:-9]},
+        r"state\.checksum: \d+ arrived where .* a byte of it was damaged",
+    ),
+    (lambda state: {**state, "data": b"\xff" + state["data"][1:]}, r"state\.checksum: \d+ arrived where"),
     (lambda state: {**state, "data": "text"}, r"state\.data: .*'text' arrived where bytes"),
     (lambda state: {**state, "more": 1}, r"state\.more: unknown"),
-    (lambda state: {**state, "data": state["data"][:-9]}, r"state\.data: \d+ bytes that are no msgpack .*cut off"),
-    (lambda state: {**state, "data": state["data"] + b"x"}, r"state\.data: \d+ bytes that are no msgpack"),
+    (lambda state: sealed(state, state["data"][:-9]), r"state\.data: \d+ bytes that are no msgpack .*cut off"),
+    (lambda state: sealed(state, state["data"] + b"x"), r"state\.data: \d+ bytes that are no msgpack"),
     (altered(lambda plain: [plain]), r"state\.data: .* where a dict"),
     (changed(policy_version="2"), r"state\.data\.policy_version: .*'2' arrived where an integer"),
     (changed(policy_version=-1), r"state\.data\.policy_version: -1 .* at least 0"),
+    (changed(policy_version=2**64 - 1), r"state\.data\.policy_version: 18446744073709551615 .* at most 2147483647"),
+    (changed(groups=[[1, 2**62]], finished=[], unfinished=[]), r"samples \[0, 1, 2, 3\] of group 1 are missing"),
     (changed(next_request_id=-1), r"state\.data\.next_request_id: -1"),
     (changed(updates_per_round=0), r"state\.data\.updates_per_round: 0 .* at least 1"),
     (changed(extra=1), r"state\.data\.extra: unknown"),
@@ -290,6 +302,15 @@ def test_a_pool_too_small_for_a_request_loads_nothing(uninterrupted):
         rollout.load_state_dict(state)
     assert_nothing_leaked(rollout)
     assert len(rollout.generate(["a"], SamplingParams(max_tokens=2))) == 1
+
+
+def test_a_state_of_another_model_is_refused_and_both_are_named(uninterrupted):
+    _, state, *_ = uninterrupted
+    rollout = make_rollout(make_model("llama", num_hidden_layers=1), make_tokenizer())
+    named = r"a qwen3 of 2 layers, a width of 48 and 97 tokens, and this rollout of a llama of 1 layers"
+    with pytest.raises(ConfigError, match=named):
+        rollout.load_state_dict(state)
+    assert_nothing_leaked(rollout)
 
 
 def test_a_rollout_that_is_further_on_does_not_go_back(uninterrupted):

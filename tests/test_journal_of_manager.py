@@ -150,7 +150,7 @@ def test_what_was_finished_after_a_checkpoint_that_does_not_load_is_nobodys(tmp_
     kill(rollout)
     rollout = start(model, tmp_path)
     with monkeypatch.context() as failing:
-        failing.setattr(rollout.engine, "flush_prefix_cache", lambda: (_ for _ in ()).throw(KeyError("no")))
+        failing.setattr(rollout.engine, "weights_updated", lambda version: (_ for _ in ()).throw(KeyError("no")))
         with pytest.raises(KeyError):
             rollout.load_state_dict(state)
     rollout.engine.step = lambda: (_ for _ in ()).throw(KeyError("computed anew"))

@@ -21,14 +21,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import MAX_FAILED_STEPS, DynamicInferenceEngine
+from rollout.engine.turns import Turns
 from rollout.errors import (
     ConfigError,
     DeadlineError,
     EngineDeadError,
     EngineStateError,
     InvalidRequestError,
+    JournalError,
     RolloutFailedError,
 )
+from rollout.group_journal import GroupJournal
 from rollout.groups import GroupLedger
 from rollout.interrupts import interrupt_deferred
 from rollout.manager import RolloutManager
@@ -47,6 +50,7 @@ from tests.rollouts import (
     group_ids,
     logprob_error,
     make_rollout,
+    trainer_logprobs_of,
     update,
 )
 
@@ -1026,3 +1030,148 @@ def test_a_bad_prompt_is_named_by_its_place_in_whatever_order_they_start(model):
         rollout.generate([[5], [6], [VOCAB + 7], [7]], tokens(2))
     assert rollout.groups_in_flight == 0
     assert len(rollout.generate([[5], [6]], tokens(2))) == 2
+
+
+# --- several threads, and inference mode --------------------------------------------------------------------------------
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What each call gave, or raised."""
+    found: list[Any] = [None] * len(calls)
+
+    def work(place: int, call: Callable[[], Any]) -> None:
+        try:
+            found[place] = call()
+        except Exception as exc:  # noqa: BLE001 - whoever asks looks at it
+            found[place] = exc
+
+    threads = [threading.Thread(target=work, args=each) for each in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_threads_that_generate_with_one_manager_each_get_their_own(model):
+    rollout = make_rollout(model)
+    prompts = [[5 + number, 6, 7] for number in range(6)]
+
+    def ask(number: int) -> Callable[[], Any]:
+        if number == 4:
+            return lambda: next(iter(rollout.as_completed(rollout.submit([prompts[4]], GREEDY))))
+        return lambda: rollout.generate([prompts[number]], GREEDY)
+
+    for number, batch in enumerate(in_threads([ask(number) for number in range(6)])):
+        assert not isinstance(batch, Exception), batch
+        assert completions(batch) == [greedy(model, prompts[number], 6)]
+    assert_nothing_leaked(rollout)
+
+
+def test_threads_that_generate_with_one_engine_each_get_their_own(model):
+    engine = make_rollout(model).engine
+    found = in_threads([lambda number=number: engine.generate([[5 + number]], GREEDY) for number in range(4)])
+    for number, requests in enumerate(found):
+        assert [request.prompt_tokens for request in requests] == [[5 + number]]
+
+
+def test_a_thread_waits_for_anothers_turn_no_longer_than_it_wants_and_queues_nothing(rollout):
+    with rollout.engine.turns.taken():
+        (error,) = in_threads([lambda: rollout.generate([[5]], GREEDY, timeout_s=0.01)])
+        rollout.generate([[6]], GREEDY)
+    assert isinstance(error, DeadlineError)
+    assert "waited 0.01 s for thread 'MainThread', which generates with the same engine" in str(error)
+    assert_nothing_leaked(rollout)
+    assert len(rollout.generate([[5]], GREEDY)) == 1
+
+
+def test_turns_are_taken_in_order_of_arrival_and_given_back_whatever_happens():
+    turns, seen = Turns(), []
+    arrived = threading.Semaphore(0)
+
+    def take(number: int) -> None:
+        with turns.taken():
+            seen.append(number)
+            if number % 2:
+                raise ValueError(number)
+
+    threads = []
+    with turns.taken():
+        for number in range(4):
+            threads.append(threading.Thread(target=lambda number=number: in_threads([lambda: take(number)])))
+            threads[-1].start()
+            while len(turns._queue) < number + 2:
+                arrived.acquire(timeout=0.001)
+    for thread in threads:
+        thread.join(10)
+    assert seen == [0, 1, 2, 3]
+    with turns.taken(0.0):
+        pass
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_batch_made_in_inference_mode_can_be_trained_on(fused):
+    model = make_model("qwen3", num_hidden_layers=1)
+    with torch.inference_mode():
+        rollout = make_rollout(model, fused_forward=fused)
+        batch = rollout.generate([[5, 6]], tokens(6, n=2, logprobs=1))
+        with rollout.suspended("offload"):
+            pass
+        rollout.generate([[5, 6]], tokens(6))
+        assert torch.is_inference_mode_enabled()
+    loss = (trainer_logprobs_of(model, batch) - batch.logprobs)[batch.response_mask].exp().mean()
+    loss.backward()
+    assert model.lm_head.weight.grad is not None
+    batch.logprobs.mul_(1.0)
+    update(model, rollout)
+    again = rollout.generate([[5, 6, 7]], GREEDY)
+    assert completions(again) == [greedy(model, [5, 6, 7], 6)]
+
+
+def test_ctrl_c_while_prompts_are_queued_gives_them_up(rollout, monkeypatch):
+    submit = rollout._backend.submit
+
+    def pressed(*args: Any) -> None:
+        submit(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(rollout._backend, "submit", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        rollout.generate([[5]], GREEDY)
+    monkeypatch.undo()
+    assert_nothing_leaked(rollout)
+    assert len(rollout.generate([[5]], GREEDY)) == 1
+
+
+class FullDisk:
+    """A journal that has no room for its first group."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.full = True
+
+    def append(self, samples: list[DynamicInferenceRequest], key: bytes) -> None:
+        if self.full:
+            raise JournalError("the disk is full")
+        self.written.append(samples[0].request_id)
+
+
+def test_a_journal_that_cannot_be_written_does_not_stop_an_update(model):
+    rollout = make_rollout(model, max_staleness=0)
+    disk = FullDisk()
+    rollout._journal = GroupJournal(disk)  # type: ignore[arg-type]
+    rollout.submit([[5, 6]], tokens(9))
+    for _ in range(3):
+        rollout.engine.step()
+    assert rollout.weights_updated() == 1
+    disk.full = False
+    batch = rollout.generate([], min_groups=1)
+    assert batch.finish_reasons == ["stale"]
+    rollout.generate([[7]], GREEDY)
+    assert disk.written == [0, 1]
+
+
+def test_a_group_larger_than_the_engine_is_refused_with_its_place(rollout):
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: request \d+: n=17 samples exceed max_requests=16"):
+        rollout.generate([[5], [6]], [GREEDY, tokens(2, n=17)])
+    assert_nothing_leaked(rollout)

@@ -649,6 +649,18 @@ def test_an_engine_of_a_later_version_keeps_it() -> None:
     assert rank.said == [EngineMoved("running", 9)]
 
 
+def test_the_present_version_in_a_command_outdates_the_cache_and_in_a_welcome_it_does_not() -> None:
+    engine = make_engine("qwen3")
+    engine.generate([token_ids(9)], greedily(3))
+    rank = Rank(engine, enter=False)
+    rank.hears(welcome("running", 0))
+    assert rank.cached == set(engine.context.allocator.findable_hashes())
+    assert rank.cached
+    rank.hears(Command(1, "set_version", 0))
+    assert rank.cached == set(engine.context.allocator.findable_hashes()) == set()
+    assert engine.policy_version == 0
+
+
 def test_nothing_is_said_before_the_engine_has_entered() -> None:
     rank = Rank(make_engine("qwen3"), enter=False)
     mine = rank.engine.add_request(token_ids(9), greedily(3))

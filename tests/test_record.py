@@ -253,6 +253,7 @@ def test_what_belongs_to_the_whole_request_survives_a_checkpoint():
 
 def test_what_belongs_to_one_segment_starts_afresh():
     record = record_of(2)
+    record[0].add_event_add_engine(timestamp=3.0)
     generate(record, 10)
     live = record[-1]
     live.status, live.error, live.ttft, live.latency = Status.FAILED, "OSError: x", 1.0, 2.0
@@ -268,8 +269,17 @@ def test_what_belongs_to_one_segment_starts_afresh():
         rng_offset=1,
         original_prompt_length=2,
         policy_spans=segment.policy_spans,
+        event_add_engine=live.event_add_engine,
     )
     assert segment.serialize() == fresh.serialize()
+
+
+def test_a_checkpoint_gives_an_add_engine_event_to_who_has_none():
+    record = record_of(2, arrival_time=7.0)
+    segment = record.checkpoint()
+    assert segment.event_add_engine is record[0].event_add_engine is not None
+    assert segment.event_add_engine.timestamp == 7.0
+    assert [event.type.name for event in record.merge().events] == ["ADD_ENGINE"]
 
 
 def test_fields_of_images_survive_a_checkpoint_a_merge_and_the_wire():

@@ -396,6 +396,14 @@ def test_a_waiting_request_without_a_token_does_not_age():
     assert request.policy_staleness.tolist() == request.kv_cache_staleness.tolist() == [0, 0, 0]
 
 
+def test_kv_that_is_there_keeps_its_age_in_policy_only():
+    request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1, 2, 3], finished_chunk_token_count=3)
+    request.increment_staleness()
+    request.increment_staleness(policy_only=True)
+    assert request.policy_staleness.tolist() == [2, 2, 2]
+    assert request.kv_cache_staleness.tolist() == [1, 1, 1]
+
+
 def test_a_waiting_request_that_has_tokens_ages_in_policy_only():
     request = request_of(2, 1)
     request.increment_staleness(policy_only=True)

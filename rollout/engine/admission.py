@@ -110,6 +110,12 @@ class Admission:
                 f"weights_updated({record[-1].policy_version}) first",
                 number,
             )
+        if (record[-1].policy_spans.newest() or 0) > record[-1].policy_version:
+            raise InvalidRequestError(
+                f"request {number} is of policy version {record[-1].policy_version} and has a token of version "
+                f"{record[-1].policy_spans.newest()}",
+                number,
+            )
         if record[-1].generated_tokens:
             record.checkpoint()
         request = record[-1]
@@ -118,6 +124,7 @@ class Admission:
             request.policy_spans.clear()
         request.finished_chunk_token_count = 0
         request.block_size_tokens = self._config.block_size_tokens
+        request.enable_prefix_caching = self._config.enable_prefix_caching
         request.precomputed_block_hashes = compute_block_hashes_batched(
             request.prompt_tokens, self._config.block_size_tokens
         )
@@ -128,24 +135,32 @@ class Admission:
         return self.sample(record, order)
 
     def from_prompt(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sequence:
-        """The same sample as if it had just arrived: its tokens are given up."""
+        """The same sample as if it had just arrived, by the rules that hold here: its tokens are given up, its events kept.
+
+        Raises:
+            InvalidRequestError: it can never be served here.
+        """
         first = record[0]
+        prompt, params = _as_given(first)
         fresh = DynamicInferenceRequest(
             request_id=first.request_id,
             sample_index=first.sample_index,
             prompt=first.prompt,
-            prompt_tokens=first.prompt_tokens,
-            sampling_params=first.sampling_params,
+            prompt_tokens=prompt,
+            sampling_params=self.check(first.request_id, prompt, params),
             arrival_time=first.arrival_time,
             priority=first.priority,
             metadata=first.metadata,
             seed=first.seed,
             policy_version=version,
-            block_size_tokens=first.block_size_tokens,
-            enable_prefix_caching=first.enable_prefix_caching,
-            precomputed_block_hashes=first.precomputed_block_hashes,
+            block_size_tokens=self._config.block_size_tokens,
+            enable_prefix_caching=self._config.enable_prefix_caching,
+            events=[event for segment in record for event in segment.events],
+            event_add_engine=first.event_add_engine,
         )
-        fresh.add_event_add_engine(timestamp=first.arrival_time)
+        if fresh.event_add_engine is None:
+            fresh.add_event_add_engine(timestamp=first.arrival_time)
+        fresh.add_event_evict(timestamp=self._clock())
         return self.sample(DynamicInferenceRequestRecord.from_request(fresh), order)
 
     def sample(self, record: DynamicInferenceRequestRecord, order: int) -> Sequence:
@@ -189,3 +204,10 @@ class Admission:
                 stacklevel=5,
             )
         return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+
+def _as_given(first: DynamicInferenceRequest) -> tuple[list[int], SamplingParams]:
+    """The prompt and the parameters that the user gave; a record may begin behind a checkpoint."""
+    prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
+    made = len(first.prompt_tokens) - len(prompt)
+    return prompt, params.replace(max_tokens=params.max_tokens + made) if made else params

@@ -3,8 +3,8 @@
 Always true here (`check()` proves it):
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced, its content findable);
 - whoever holds a registered block holds its parent too, so the least recently released cached block is a leaf;
-- a lookup returns only blocks registered under the present policy version and the present variant of the model (which
-  adapters act) whose tokens and parents compare equal: a hash alone is never believed.
+- a lookup returns only blocks registered since the weights last moved and under the present variant (whatever else
+  decides what a forward computes) whose tokens and parents compare equal: a hash alone is never believed.
 
 Knows block ids and token ids, no tensors and no requests.
 """
@@ -25,7 +25,7 @@ IntArray = NDArray[np.int32]
 
 
 class CacheChanges:
-    """Which prefixes have become findable under the present version and variant, and which can no longer be found.
+    """Which prefixes have become findable with the present weights and variant, and which can no longer be found.
 
     Always true: what could be found at the last `take` (nothing, if `flushed`), less `removed`, plus `added`, is what can
     be found now. A prefix that came and went in between is in neither.
@@ -76,17 +76,16 @@ class BlockAllocator:
         *,
         enable_prefix_caching: bool = True,
         eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
-        version: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.eviction_policy = eviction_policy
-        self.version = version
         self.variant: Hashable = ()
         self.refused_for_version = 0
         self.evictions = 0
         self.changes: CacheChanges | None = None
         """Keeps account of what can be found, for whoever sets it."""
+        self._shelf_number = 0
         self._reset(num_blocks)
 
     def _reset(self, num_blocks: int) -> None:
@@ -94,21 +93,29 @@ class BlockAllocator:
         self.ref_count: IntArray = np.zeros(num_blocks, np.int32)
         self.registered: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._hash: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self._block_version: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._parent: IntArray = np.full(num_blocks, NO_BLOCK, np.int32)
         self._tokens: IntArray = np.zeros((num_blocks, self.block_size), np.int32)
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._on_shelf: IntArray = np.zeros(num_blocks, np.int32)
+        self._on_shelf: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._clear_shelves()
         self._outdated: dict[int, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._lru_outdated: OrderedDict[int, None] = OrderedDict()
 
     def _clear_shelves(self) -> None:
-        """One shelf (hash → block) per variant seen under the present version; `_current` is the present variant's."""
-        self._current: dict[int, int] = {}
-        self._shelves = [self._current]
-        self._shelf_of: dict[Hashable, int] = {self.variant: 0}
+        """One shelf (hash → block) per variant with a block since the weights moved; `_current` is the present one's."""
+        self._shelves: dict[int, dict[int, int]] = {}
+        self._shelf_of: dict[Hashable, int] = {}
+        self._open_shelf()
+
+    def _open_shelf(self) -> None:
+        """Lookups go to the shelf of the present variant. Numbers are never used again: an outdated block keeps its."""
+        if self.variant not in self._shelf_of:
+            for variant in [each for each, number in self._shelf_of.items() if not self._shelves[number]]:
+                del self._shelves[self._shelf_of.pop(variant)]
+            self._shelf_of[self.variant] = self._shelf_number = self._shelf_number + 1
+            self._shelves[self._shelf_number] = {}
+        self._current = self._shelves[self._shelf_of[self.variant]]
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -119,7 +126,7 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced blocks whose content can still be found, or could until the version moved."""
+        """Unreferenced blocks whose content can still be found, or could until the weights moved."""
         return len(self._lru) + len(self._lru_outdated)
 
     @property
@@ -137,11 +144,11 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Whether a block is registered under this hash and the present version (its tokens may differ)."""
+        """Whether a lookup finds a block registered under this hash (its tokens may differ)."""
         return block_hash in self._current
 
     def findable_hashes(self) -> list[int]:
-        """Hashes of all blocks registered under the present version."""
+        """Hashes of all blocks that a lookup finds."""
         return list(self._current)
 
     def match(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
@@ -168,11 +175,21 @@ class BlockAllocator:
         return found
 
     def count_refused(self, hashes: Sequence[int]) -> None:
-        """Count the leading blocks of a chain that are here, but under an older policy version."""
+        """Count the leading blocks of a chain that are here, but computed by older weights."""
         for block_hash in hashes:
             if block_hash not in self._outdated:
                 return
             self.refused_for_version += 1
+
+    def counts(self) -> dict[str, int]:
+        """Of the whole pool, by the names of the GENERATED_TOKEN event."""
+        held = self.ref_count > 0
+        return {
+            "blocks_total": self.num_blocks,
+            "blocks_hashed_total": int(self.registered.sum()),
+            "blocks_hashed_active": int((self.registered & held).sum()),
+            "blocks_ref_count": int(self.ref_count.sum()),
+        }
 
     # --- holding ------------------------------------------------------------------------------------------------
 
@@ -218,7 +235,7 @@ class BlockAllocator:
             self._free.append(block)
         elif self.eviction_policy is PrefixCachingEvictionPolicy.REF_ZERO:
             self._forget(block)
-        elif self._block_version[block] == self.version:
+        elif self._on_shelf.item(block) in self._shelves:
             self._lru[block] = None
         else:
             self._lru_outdated[block] = None
@@ -226,7 +243,7 @@ class BlockAllocator:
     # --- the prefix cache ---------------------------------------------------------------------------------------
 
     def register(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Make a held, complete block findable under the present version.
+        """Make a held, complete block findable, as computed by the present weights and variant.
 
         Args:
             block: the block, held by the caller.
@@ -237,8 +254,18 @@ class BlockAllocator:
         Returns:
             The block to use from now on. It differs from `block` when an equal block is registered already: then the
             caller's reference has moved there and `block` is released.
+
+        Raises:
+            RuntimeError: it is registered already, under another hash.
         """
-        if not self.enable_prefix_caching or self.registered[block]:
+        if not self.enable_prefix_caching:
+            return block
+        if self.registered[block]:
+            if self._hash.item(block) != block_hash:
+                raise RuntimeError(
+                    f"register(block {block}, hash {block_hash}): it is registered under {self._hash.item(block)}; "
+                    "unregister() it first"
+                )
             return block
         known = self._current.get(block_hash)
         if known is not None:
@@ -249,7 +276,6 @@ class BlockAllocator:
             return known
         self.registered[block] = True
         self._hash[block] = block_hash
-        self._block_version[block] = self.version
         self._parent[block] = parent
         self._tokens[block] = tokens
         self._on_shelf[block] = self._shelf_of[self.variant]
@@ -258,12 +284,9 @@ class BlockAllocator:
             self.changes.add(block_hash)
         return block
 
-    def advance_version(self, version: int) -> None:
+    def outdate(self) -> None:
         """The weights moved: nothing registered so far is found any more. Held blocks stay with their holders."""
-        if version == self.version:
-            return
-        self.version = version
-        for shelf in self._shelves:
+        for shelf in self._shelves.values():
             self._outdated.update(shelf)
         self._clear_shelves()
         if self.changes is not None:
@@ -272,12 +295,9 @@ class BlockAllocator:
         self._lru.clear()
 
     def switch(self, variant: Hashable) -> None:
-        """Other adapters act: what was registered under these is found, and nothing else, until they change again."""
+        """A forward computes otherwise: what was registered so is found, and nothing else, until that changes again."""
         self.variant = variant
-        number = self._shelf_of.setdefault(variant, len(self._shelves))
-        if number == len(self._shelves):
-            self._shelves.append({})
-        self._current = self._shelves[number]
+        self._open_shelf()
         if self.changes is not None:
             self.changes.flush()
             for block_hash in self._current:
@@ -297,6 +317,12 @@ class BlockAllocator:
             self.changes.flush()
         return count
 
+    def start_over(self) -> None:
+        """Every block is free, whoever held it."""
+        self._reset(self.num_blocks)
+        if self.changes is not None:
+            self.changes.flush()
+
     def _evict_one(self) -> None:
         queue = self._lru_outdated or self._lru
         self._forget(next(iter(queue)))
@@ -310,7 +336,7 @@ class BlockAllocator:
 
     def _unlist(self, block: int) -> None:
         block_hash = int(self._hash[block])
-        shelf = self._shelves[self._on_shelf[block]] if self._block_version[block] == self.version else {}
+        shelf = self._shelves.get(self._on_shelf.item(block), {})
         if shelf.get(block_hash) == block:
             del shelf[block_hash]
             if self.changes is not None and shelf is self._current:
@@ -341,7 +367,7 @@ class BlockAllocator:
             return None
         mapping = np.full(self.num_blocks, NO_BLOCK, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
-        names = ("ref_count", "registered", "_hash", "_block_version", "_on_shelf", "_tokens")
+        names = ("ref_count", "registered", "_hash", "_on_shelf", "_tokens")
         kept_rows = {name: getattr(self, name)[live] for name in names}
         parents = self._parent[live]
         shelves, numbers, outdated = self._shelves, self._shelf_of, self._outdated
@@ -352,9 +378,10 @@ class BlockAllocator:
             getattr(self, name)[:kept] = rows
         self._parent[:kept] = np.where(parents == NO_BLOCK, NO_BLOCK, mapping[parents])
         self._free = list(range(num_blocks - 1, kept - 1, -1))
-        self._outdated, *self._shelves = (
-            {key: int(mapping[block]) for key, block in table.items()} for table in (outdated, *shelves)
-        )
+        self._outdated = {key: int(mapping[block]) for key, block in outdated.items()}
+        self._shelves = {
+            number: {key: int(mapping[block]) for key, block in shelf.items()} for number, shelf in shelves.items()
+        }
         self._shelf_of = numbers
         self._current = self._shelves[numbers[self.variant]]
         self._lru, self._lru_outdated = (OrderedDict((int(mapping[block]), None) for block in q) for q in queues)
@@ -389,9 +416,8 @@ class BlockAllocator:
         assert self._current is self._shelves[self._shelf_of[self.variant]], (
             "lookups go to the shelf of another variant"
         )
-        for number, shelf in enumerate(self._shelves):
+        for number, shelf in self._shelves.items():
             for block_hash, block in shelf.items():
                 assert self.registered[block], f"the cache names block {block}, which is not registered"
-                assert self._block_version[block] == self.version, f"block {block} is findable under another version"
                 assert self._on_shelf[block] == number, f"block {block} is findable under another variant"
                 assert self._hash[block] == block_hash, f"block {block} is found under a foreign hash"

@@ -2,7 +2,7 @@
 
 Joins the sequence table (rows, block tables) with the allocator (reference counts, prefix cache): blocks are reserved before
 they are written, a block somebody else reads is copied first, and complete blocks are registered only when all KV before
-them was computed under the present policy version. Decides nothing about who runs.
+them is what a new request would compute now. Decides nothing about who runs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class BlockTables:
     def unregistered(self, sequence: Sequence) -> list[int]:
         """Hashes of the prompt blocks that an active sequence is going to register."""
         slot = sequence.slot
-        if not self.allocator.enable_prefix_caching or self.table.kv_since[slot] != self.allocator.version:
+        if not self.allocator.enable_prefix_caching or not self.table.current[slot]:
             return []
         return sequence.hashes[int(self.table.chained[slot]) :]
 
@@ -128,7 +128,7 @@ class BlockTables:
     def register_prompt(self, sequence: Sequence) -> None:
         """Make the prompt blocks computed so far findable."""
         table, slot, size = self.table, sequence.slot, self.table.block_size
-        if table.kv_since[slot] != self.allocator.version:
+        if not table.current[slot]:
             return
         for index in range(int(table.chained[slot]), min(int(table.computed[slot]) // size, len(sequence.hashes))):
             tokens = sequence.tokens[index * size : (index + 1) * size]
@@ -140,9 +140,7 @@ class BlockTables:
         table, size = self.table, self.table.block_size
         computed = table.computed[slots]
         index = computed // size - 1
-        ready = (
-            (computed % size == 0) & (table.chained[slots] == index) & (table.kv_since[slots] == self.allocator.version)
-        )
+        ready = (computed % size == 0) & (table.chained[slots] == index) & table.current[slots]
         if not ready.any() or not self.allocator.enable_prefix_caching:
             return
         slots, index = slots[ready], index[ready]

@@ -106,9 +106,9 @@ class DynamicInferenceContext:
         if self._mode is KVCacheManagementMode.OFFLOAD:
             try:
                 copied = self.cache.restore(self.allocator.live_blocks() if mapping is None else None, mapping)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as exc:
                 # Some of it is back and some is not: none of it can be used.
-                given_up += self.scheduler.checkpoint_all()
+                given_up += self.scheduler.checkpoint_all(exc)
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None

@@ -2,8 +2,8 @@
 
 Promises:
 - every accepted request ends once, as a complete record: finished, stale, aborted or failed;
-- an exception inside a step fails the requests of that step, cause attached, and the engine goes on; after
-  `MAX_FAILED_STEPS` in a row it declares itself dead and ends every request;
+- an exception inside a step fails the requests of that step, cause attached, or the one request that was just being
+  admitted, and the engine goes on; after `MAX_FAILED_STEPS` in a row it declares itself dead and ends every request;
 - whenever none of its calls is running, the trainer's model is exactly as the trainer left it;
 - weights that the ranks share are whole between `gather_weights` and `release_weights`, and steps run only there;
 - a request that was accepted while some adapters acted runs while these act, and waits while others do.
@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_siz
 from rollout.engine.controller import Prompt, TextGenerationController
 from rollout.engine.fair_lock import FairLock
 from rollout.engine.fingerprints import Fingerprints
+from rollout.engine.forward_key import ForwardKey
 from rollout.engine.kv_cache import Allocate, KVCache, zeros
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import inspect_model, refuse_growing_rope
+from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.sequences import Sequence as Sample
 from rollout.engine.step import ScheduledStep
+from rollout.engine.turns import Turns
 from rollout.engine.weights import refuse_sharded_since, weights_of
 from rollout.errors import (
     ConfigError,
@@ -47,6 +51,7 @@ from rollout.outcome import Growth
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.spans import MAX_VERSION
 from rollout.state import (
     ControlSignal,
     EngineState,
@@ -91,6 +96,10 @@ class DynamicInferenceEngine:
         allocate: Allocate = zeros,
     ) -> None:
         self.config = config or InferenceConfig()
+        with plain_tensors():
+            self._begin(model, tokenizer, clock, allocate)
+
+    def _begin(self, model: nn.Module, tokenizer: Any, clock: Callable[[], float], allocate: Allocate) -> None:
         self.weights = weights_of(
             model,
             dtype=_dtype(self.config.inference_dtype),
@@ -100,10 +109,13 @@ class DynamicInferenceEngine:
         self._given = model
         self.training_device = next(self.model.parameters()).device
         """Where the trainer wants its batches."""
+        self._dtype = next(self.model.parameters()).dtype
         self._autocast = _dtype(self.config.autocast_dtype)
         self._clock = clock
         self._lock = FairLock()
         self._lifecycle = Lifecycle(self._lock)
+        self.turns = Turns()
+        """Whoever steps until requests have ended takes one."""
         fingerprints = self.config.weight_fingerprints
         self._fingerprints = (
             None if fingerprints == "off" else Fingerprints(self.weights.tensors, full=fingerprints == "full")
@@ -138,9 +150,11 @@ class DynamicInferenceEngine:
             ),
         )
         self._adapters = AdapterSwitches(model)
+        self._forward = ForwardKey(model, layout.device, self._autocast)
         self._order = 0
         self._next_request_id = 0
-        self._live: dict[int, set[int]] = {}
+        self._live: dict[int, dict[int, Sample]] = {}
+        """Unfinished samples, by request and index."""
         self._ended: list[DynamicInferenceRequestRecord] = []
         self._failed_steps = 0
         self.last_step: ScheduledStep | None = None
@@ -165,12 +179,12 @@ class DynamicInferenceEngine:
 
     def gather_weights(self) -> None:
         """Have whole, current weights. Where they are spread over the ranks, every rank calls it."""
-        with self._lock, interrupt_deferred():
+        with self.locked():
             self.weights.gather()
 
     def release_weights(self) -> None:
         """Leave the weights as the trainer had them. Speaks to nobody; harmless when repeated."""
-        with self._lock, interrupt_deferred():
+        with self.locked():
             self.weights.release()
 
     @contextmanager
@@ -191,7 +205,7 @@ class DynamicInferenceEngine:
 
         Raises:
             WeightsChangedError: some are not what they were at the last update; names them.
-            EngineStateError: they were sharded, or moved to another device, after the engine was built.
+            EngineStateError: they were sharded, or moved to another device or dtype, after the engine was built.
         """
         refuse_sharded_since(self.weights)
         self._refuse_moved()
@@ -216,8 +230,16 @@ class DynamicInferenceEngine:
             )
 
     def _refuse_moved(self) -> None:
-        device = next(self.model.parameters()).device
-        if self.weights.sampled is self.model and not self.weights.collective and device != self.training_device:
+        if self.weights.sampled is not self.model or self.weights.collective:
+            return
+        first = next(self.model.parameters())
+        if first.dtype != self._dtype:
+            raise EngineStateError(
+                f"{type(self.model).__name__} was {self._dtype} when the rollout was built, and so is its KV cache, and is "
+                f"{first.dtype}: build it after model.to(), or undo that (InferenceConfig.inference_dtype samples with a "
+                "copy of another dtype)"
+            )
+        if (device := first.device) != self.training_device:
             raise EngineStateError(
                 f"{type(self.model).__name__} was on {self.training_device} when the rollout was built, and is on {device}: "
                 "build it after model.to(), accelerator.prepare or Trainer(...), which move the model, or move it back"
@@ -265,6 +287,7 @@ class DynamicInferenceEngine:
             tokens = self.controller.tokenize(prompt)
             try:
                 wanted = self._wanted(number, params.n, samples)
+                self.context.scheduler.check_samples(number, len(wanted))
                 leader = self._admission.family(
                     number, tokens, params, order=self._order, version=self.policy_version, priority=priority,
                     metadata=metadata, prompt=prompt if isinstance(prompt, str) else None, indices=wanted,
@@ -276,12 +299,17 @@ class DynamicInferenceEngine:
                 raise
             self._next_request_id = max(self._next_request_id, number + 1)
             self._order += 1
-            self._live.setdefault(number, set()).update(wanted)
+            self._accepted(leader, *leader.siblings)
             self.counters["prompt_tokens"] += len(wanted) * len(tokens)
             return number
 
+    def _accepted(self, *samples: Sample) -> None:
+        for sample in samples:
+            number, index = sample.key
+            self._live.setdefault(number, {})[index] = sample
+
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """The tokens of a prompt that `add_request` would accept; nothing is queued, and n may be of any size.
+        """The tokens of a prompt that `add_request` would accept; nothing is queued.
 
         Raises:
             InvalidRequestError, ConfigError, TypeError: it would refuse it.
@@ -291,11 +319,12 @@ class DynamicInferenceEngine:
         tokens = self.controller.tokenize(prompt)
         clamped = self._admission.check(number, tokens, params)
         self.controller.completion_text(clamped)
+        self.context.scheduler.check_samples(number, params.n)
         self.context.scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
         return tokens
 
     def _wanted(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
-        live = self._live.get(number, set())
+        live = self._live.get(number, {}).keys()
         if samples is None:
             if live:
                 raise InvalidRequestError(f"request_id={number} is in use by an unfinished request; choose another")
@@ -304,7 +333,7 @@ class DynamicInferenceEngine:
             raise InvalidRequestError(f"samples={list(samples)!r}: must be different ones of the n={n}, at least one")
         if not live.isdisjoint(samples):
             raise InvalidRequestError(
-                f"request {number} samples {sorted(live.intersection(samples))} are here already; abort them first"
+                f"request {number} samples {sorted(live & set(samples))} are here already; abort them first"
             )
         return samples
 
@@ -322,7 +351,7 @@ class DynamicInferenceEngine:
             sample = self._admission.continued(record, self._order, self.policy_version)
             self.context.scheduler.add(sample, self._variant())
             self._order += 1
-            self._live.setdefault(number, set()).add(record.sample_index)
+            self._accepted(sample)
             self._next_request_id = max(self._next_request_id, number + 1)
 
     def abort_request(self, request_id: int, sample_index: int | None = None) -> int:
@@ -366,14 +395,23 @@ class DynamicInferenceEngine:
             if not self.weights.ready:
                 self._refuse_scattered_weights()
                 self.weights.gather()
-            with interrupt_deferred():
-                self._follow_adapters()
-                step = self.last_step = self.context.scheduler.schedule()
-                if step is not None:
-                    self._run(step)
-                elif not self._ended and self.has_unfinished:
-                    raise EngineStateError(f"no request can run, which must not happen; please report: {self.stats()}")
+            with interrupt_deferred(), plain_tensors():
+                self._step()
             return self.take_ended()
+
+    def _step(self) -> None:
+        try:
+            self._follow_forward()
+            step = self.last_step = self.context.scheduler.schedule()
+            if step is None and not self._ended and self.has_unfinished:
+                raise EngineStateError(f"no request can run, which must not happen; please report: {self.stats()}")
+        except BaseException as exc:
+            self._start_over(exc, half_taken=False)
+            if not isinstance(exc, Exception):
+                raise
+        else:
+            if step is not None:
+                self._run(step)
 
     def _refuse_scattered_weights(self) -> None:
         if self.weights.collective:
@@ -385,12 +423,14 @@ class DynamicInferenceEngine:
     def _variant(self) -> Variant:
         return self._adapters.look(self.installation.handovers)
 
-    def _follow_adapters(self) -> None:
-        variant = self._variant()
-        if variant != self.context.scheduler.variant:
+    def _follow_forward(self) -> None:
+        scheduler, variant = self.context.scheduler, self._variant()
+        forward = self._forward.look(self.installation.handovers)
+        if variant != scheduler.variant:
             # What a forward has bound of the model may be of the other adapters.
             self.installation.handovers += 1
-            self.context.scheduler.switch(variant)
+        if (variant, forward) != (scheduler.variant, scheduler.forward):
+            scheduler.switch(variant, forward)
 
     def take_ended(
         self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
@@ -411,7 +451,7 @@ class DynamicInferenceEngine:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Several calls at one step boundary: no step of another thread comes between them."""
-        with self._lock, interrupt_deferred():
+        with self._lock, interrupt_deferred(), plain_tensors():
             yield
 
     @property
@@ -427,12 +467,19 @@ class DynamicInferenceEngine:
         except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
             self._fail_step(step, exc)
             return
-        except BaseException:
-            scheduler.requeue_step(step)
+        except BaseException as exc:
+            scheduler.requeue_step(step, exc)
             raise
+        try:
+            ended = scheduler.update(step, sampled)
+        except BaseException as exc:
+            self._start_over(exc, half_taken=True)
+            if not isinstance(exc, Exception):
+                raise
+            return
         self._failed_steps = 0
         self.counters["steps"] += 1
-        for sample in scheduler.update(step, sampled):
+        for sample in ended:
             self._collect(sample)
 
     def _admit(self, step: ScheduledStep) -> None:
@@ -444,18 +491,63 @@ class DynamicInferenceEngine:
                 self.controller.admit(sample)
 
     def _fail_step(self, step: ScheduledStep, exc: Exception) -> None:
-        self._failed_steps += 1
+        keys = {sample.key for sample in self.context.scheduler.sequences_of(step)}
+        self._fail(self.context.scheduler.remove(lambda key: key in keys), exc)
+        self._count_failed_step(exc)
+
+    def _start_over(self, exc: BaseException, *, half_taken: bool) -> None:
+        """An exception in `schedule` or `update` has left queues, slots and blocks in disagreement: make them anew.
+
+        Whoever was just being admitted fails alone, and the others compute their KV again; otherwise all that held a slot
+        fail. Nobody fails where it was no error (Ctrl-C).
+        """
         scheduler = self.context.scheduler
+        family = [] if scheduler.admitting is None else [scheduler.admitting, *scheduler.admitting.siblings]
+        everybody = [sample for samples in self._live.values() for sample in samples.values()]
+        guilty = 0
+        for sample in scheduler.start_over(everybody, half_taken=half_taken):
+            if sample.request.finish_reason is not None:
+                self._collect(sample)
+            elif isinstance(exc, Exception) and (not family or sample in family):
+                self._fail([sample], exc)
+                guilty += 1
+            else:
+                self._compute_again(sample, exc)
+        # Where one request is to blame, the next step has one less, and so there is an end of it.
+        if isinstance(exc, Exception) and not (family and guilty):
+            self._count_failed_step(exc)
+
+    def _compute_again(self, sample: Sample, why: BaseException) -> None:
+        now = self._clock()
+        sample.request.add_event_error_transient(why, timestamp=now)
+        sample.request.add_event_evict(timestamp=now)
+        continued = partial(self._admission.continued, sample.record, sample.order, self.policy_version)
+        self._replace(sample, "cannot go on", continued)
+
+    def _replace(self, sample: Sample, what: str, build: Callable[[], Sample]) -> bool:
+        """Queue another sample in place of one that is in no queue; where that raises, this one fails with it."""
+        try:
+            fresh = build()
+            self.context.scheduler.add(fresh, sample.variant)
+        except Exception as exc:  # noqa: BLE001 - whatever it raises harms this request alone
+            number, index = sample.key
+            error = f"RequestFailedError: request {number} sample {index} {what}: {type(exc).__name__}: {exc}"
+            self._end(sample, FinishReason.ERROR, error)
+            return False
+        self._accepted(fresh)
+        return True
+
+    def _count_failed_step(self, exc: Exception) -> None:
+        self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             self._lifecycle.die(exc)
-            victims = scheduler.remove(lambda key: True)
+            self._fail(self.context.scheduler.remove(lambda key: True), exc)
             self.cache.drop()
             self._moved()
-        else:
-            keys = {sample.key for sample in scheduler.sequences_of(step)}
-            victims = scheduler.remove(lambda key: key in keys)
+
+    def _fail(self, samples: Sequence[Sample], exc: Exception) -> None:
         now = self._clock()
-        for sample in victims:
+        for sample in samples:
             sample.request.add_event_error_nontransient(exc, timestamp=now)
             self._end(sample, FinishReason.ERROR, f"{type(exc).__name__}: {exc}")
 
@@ -463,6 +555,8 @@ class DynamicInferenceEngine:
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[DynamicInferenceRequest]:
         """Run prompts to their end: one merged request per sample, in the order of the prompts, samples side by side.
+
+        A second thread's call waits for the first one's end.
 
         What other requests end meanwhile, the next `step` hands out; whatever interrupts this call, everything it has.
 
@@ -472,6 +566,12 @@ class DynamicInferenceEngine:
             WeightsChangedError: see `check_weights`; nothing of this call was queued.
             RequestError: a request failed; the others' results are lost (use `RolloutManager` to keep them).
         """
+        with self.turns.taken(), plain_tensors():
+            return self._generate(prompts, sampling_params)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None
+    ) -> list[DynamicInferenceRequest]:
         self._lifecycle.refuse_unless_running()
         self.check_weights()
         numbers = self._add_all(prompts, sampling_params)
@@ -524,9 +624,13 @@ class DynamicInferenceEngine:
         self._lifecycle.refuse_when_stopped()
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now."""
+        """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now, or for nothing."""
         if self._live and not self.has_unfinished:
             waiting = {sample.variant for sample in self.context.scheduler}
+            if not waiting:
+                raise EngineStateError(
+                    f"requests {sorted(self._live)[:4]} are unfinished and in no queue, which must not happen; please report"
+                )
             raise EngineStateError(
                 f"{self.context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
                 f"{'; '.join(map(described, waiting))}) than act now ({described(self._adapters.variant)}): leave the "
@@ -549,7 +653,7 @@ class DynamicInferenceEngine:
 
     def pause(self) -> None:
         """Stop at the step boundary; requests keep their KV and wait."""
-        self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
+        self._signal(ControlSignal.PAUSE, self._pause_active)
 
     def unpause(self) -> None:
         """Go on."""
@@ -597,7 +701,8 @@ class DynamicInferenceEngine:
 
     def _signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
         try:
-            self._lifecycle.signal(signal, act)
+            with plain_tensors():
+                self._lifecycle.signal(signal, act)
         finally:
             self._moved()
 
@@ -617,17 +722,20 @@ class DynamicInferenceEngine:
     def weights_updated(self, version: int | None = None) -> int:
         """The weights have changed: the policy version moves (by 1, or to `version`), in any state.
 
-        Requests that would exceed `max_staleness` are dealt with as `staleness_policy` says.
+        KV of the weights before is not shared any more, also where `version` is the present one. Requests that would
+        exceed `max_staleness` are dealt with as `staleness_policy` says; none of them makes this raise.
 
         Returns:
             The new policy version.
 
         Raises:
-            ConfigError: `version` is below the present one.
+            ConfigError: `version` is below the present one, or no version.
         """
-        with self._lock, interrupt_deferred():
+        with self.locked():
             self._lifecycle.refuse_when_stopped()
             scheduler = self.context.scheduler
+            if version is not None and (type(version) is not int or version > MAX_VERSION):
+                raise ConfigError(f"weights_updated({version!r}): must be an integer of at most {MAX_VERSION}")
             if version is not None and version < scheduler.version:
                 raise ConfigError(
                     f"weights_updated({version}): the policy version is {scheduler.version} and only rises; build "
@@ -747,7 +855,7 @@ class DynamicInferenceEngine:
         record.completion_text = self._text(sample)
         record.latency = self._clock() - record[0].arrival_time
         self._ended.append(record)
-        self._live[record.request_id].discard(record.sample_index)
+        self._live[record.request_id].pop(record.sample_index, None)
         if not self._live[record.request_id]:
             del self._live[record.request_id]
 
@@ -780,9 +888,17 @@ class DynamicInferenceEngine:
             if policy is StalenessPolicy.PARTIAL:
                 self._end(sample, FinishReason.STALE)
                 continue
-            self.counters["requests_requeued"] += 1
-            fresh = self._admission.from_prompt(sample.record, sample.order, self.policy_version)
-            self.context.scheduler.add(fresh, sample.variant)
+            fresh = partial(self._admission.from_prompt, sample.record, sample.order, self.policy_version)
+            self.counters["requests_requeued"] += self._replace(
+                sample, "is too stale and cannot start again from its prompt", fresh
+            )
+
+    def _pause_active(self) -> None:
+        self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS)
+        now = self._clock()
+        for leader in self.context.scheduler.active():
+            for sample in (leader, *leader.siblings):
+                sample.request.add_event_pause(timestamp=now)
 
     def _mark_active(self, status: Status) -> None:
         for leader in self.context.scheduler.active():

@@ -28,17 +28,18 @@ _Kind = tuple[torch.dtype, torch.device]
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
-    """Every parameter and persistent buffer, tied ones once; not what a normalisation over batches counts by itself."""
+    """Every parameter and persistent buffer; not what a normalisation over batches counts by itself.
+
+    A tied one comes under each of its names: any of them can be tied to another tensor.
+    """
     running = nn.modules.batchnorm._NormBase
-    found: dict[int, Named] = {}
+    found: list[Named] = []
     for prefix, module in model.named_modules():
         own: list[tuple[str, Tensor | None]] = list(module._parameters.items())
         if not isinstance(module, running):
             own += [each for each in module._buffers.items() if each[0] not in module._non_persistent_buffers_set]
-        for name, tensor in own:
-            if tensor is not None:
-                found.setdefault(id(tensor), (f"{prefix}.{name}" if prefix else name, tensor))
-    return list(found.values())
+        found += [(f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own if tensor is not None]
+    return found
 
 
 def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
@@ -59,8 +60,13 @@ def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
 def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
     """(name, [1] int64) of each: the sum of its words, each times an odd number of its place, modulo 2**64."""
     factors: dict[torch.device, Tensor] = {}
+    # Every tensor stays with its sum, so that no other one gets its id.
+    summed: dict[int, tuple[Tensor, Tensor]] = {}
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
+            continue
+        if id(tensor) in summed:
+            yield name, summed[id(tensor)][1]
             continue
         if tensor.device not in factors:
             drawn = torch.randint(-(1 << 62), 1 << 62, (WORDS,), generator=torch.Generator().manual_seed(0))
@@ -75,6 +81,7 @@ def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
             total += (part * factors[tensor.device][: len(part)]).sum() * (2 * number + 1)
         rest = raw[whole:].long()
         total += (rest * factors[tensor.device][: len(rest)]).sum() * (2 * (whole // 8) + 3)
+        summed[id(tensor)] = tensor, total
         yield name, total
 
 
@@ -99,12 +106,18 @@ class Fingerprints:
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """Names of tensors that are not as they were taken, or not there; new ones are no change."""
+        """Names of tensors that are not as they were taken, or not there.
+
+        New ones are no change (an adapter that nobody uses yet); from now on they are looked at too.
+        """
         now = self._now()
         if now.keys() == self._taken.keys() and all(now[kind].equals(then) for kind, then in self._taken.items()):
             return []
         new, old = _rows(now), _rows(self._taken)
-        return [name for name, row in old.items() if new.get(name) != row]
+        changed = [name for name, row in old.items() if new.get(name) != row]
+        if not changed:
+            self._taken = now
+        return changed
 
     @torch.no_grad()
     def _now(self) -> dict[_Kind, _Part]:

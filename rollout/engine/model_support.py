@@ -51,6 +51,8 @@ class ModelLayout:
     device: torch.device
     vocab_size: int
     max_position_embeddings: int | None
+    described: str
+    """What tells a model's states from those of another, beside its weights."""
 
 
 class _Watcher:
@@ -115,6 +117,10 @@ def inspect_model(model: nn.Module) -> ModelLayout:
         device=embedding.device,
         vocab_size=int(text_config.vocab_size),
         max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
+        described=(
+            f"{getattr(text_config, 'model_type', 'model')} of {len(watcher.calls)} layers, a width of "
+            f"{getattr(text_config, 'hidden_size', None)} and {text_config.vocab_size} tokens"
+        ),
     )
 
 

@@ -3,9 +3,10 @@
 Owns the queues, the sequence table and every block id. Knows no tensors; its clock comes from outside.
 
 Always true between calls:
-- admission is in order of (priority, arrival); an evicted sequence goes back to its place at the front;
+- admission is in order of (priority, arrival), but that who waits for another's prefix keeps slots and blocks free for
+  itself and lets others pass; an evicted sequence goes back to its place at the front;
 - the oldest active sequence can always advance: it may evict every younger one, and alone it fits (checked by `add`);
-- blocks are registered as a shareable prefix only when all KV before them was computed under the present version;
+- blocks are registered as a shareable prefix only when all KV before them is what a new request would compute now;
 - a sequence runs only under the variant (which adapters act) it was accepted under; under another it is parked;
 - a sequence leaves exactly once, as a `Sequence` whose record is complete.
 """
@@ -13,7 +14,8 @@ Always true between calls:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from rollout.config import InferenceConfig
 from rollout.engine.adapters import NO_ADAPTER, Variant
 from rollout.engine.block_allocator import BlockAllocator
 from rollout.engine.block_tables import BlockTables
-from rollout.engine.sequences import IntArray, Sequence, SequenceTable
+from rollout.engine.sequences import NO_SLOT, IntArray, Sequence, SequenceTable
 from rollout.engine.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
 from rollout.outcome import Growth, growth
@@ -42,6 +44,8 @@ class Scheduler:
         self.parked: list[Sequence] = []
         """Accepted under another variant: they wait for it to come back."""
         self.variant: Variant = NO_ADAPTER
+        self.forward: Hashable = None
+        """What else decides what a forward computes: it decides whose KV is shared, and not who runs."""
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.prefill_tokens_computed = 0
@@ -51,9 +55,14 @@ class Scheduler:
         self.blocks_copied = 0
         self.generated_tokens = 0
         self.version = 0
+        self.admitting: Sequence | None = None
+        """The leader that is being looked at for admission, inside `schedule`."""
+        self.deferred: list[Sequence] = []
+        """Leaders that the last `schedule` passed over: their next block is being computed for another sequence."""
         self._clock = clock
         self._by_slot: dict[int, Sequence] = {}
         self._decode_slots: IntArray | None = None
+        self._pool_counts: dict[str, int] = {}
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -115,13 +124,7 @@ class Scheduler:
             InvalidRequestError: it could never run, whatever else leaves.
         """
         request_id = sequence.record.request_id
-        samples = 1 + len(sequence.siblings)
-        if samples > self.config.max_requests:
-            raise InvalidRequestError(
-                f"request {request_id}: n={samples} samples exceed max_requests={self.config.max_requests}; "
-                "raise max_requests or split the group",
-                request_id,
-            )
+        self.check_samples(request_id, 1 + len(sequence.siblings))
         self.check_room(request_id, len(sequence.tokens), sequence.max_length)
         for each in (sequence, *sequence.siblings):
             each.request.status = Status.WAITING_IN_QUEUE
@@ -134,16 +137,36 @@ class Scheduler:
     def _queue_of(self, sequence: Sequence) -> list[Sequence]:
         return self.waiting if sequence.variant == self.variant else self.parked
 
-    def switch(self, variant: Variant) -> None:
-        """Other adapters act. Active sequences make room: their KV is of no use now, but stays findable for later."""
+    def switch(self, variant: Variant, forward: Hashable) -> None:
+        """A forward computes otherwise: KV from before stays findable for later, and what is computed over it is not shared.
+
+        Where other adapters act, active sequences make room: their KV is of no use now.
+        """
+        self.allocator.switch((variant, forward))
+        self.table.current[:] = False
+        self.forward = forward
+        if variant == self.variant:
+            return
         self.variant = variant
-        self.allocator.switch(variant)
         for sequence in reversed(self.active()):
             self._evict(sequence)
         every = sorted([*self.waiting, *self.parked], key=_rank)
         self.waiting, self.parked = [], []
         for sequence in every:
             self._queue_of(sequence).append(sequence)
+
+    def check_samples(self, request_id: int, samples: int) -> None:
+        """Refuse a group that does not fit even alone.
+
+        Raises:
+            InvalidRequestError: it has more samples than can run at once.
+        """
+        if samples > self.config.max_requests:
+            raise InvalidRequestError(
+                f"request {request_id}: n={samples} samples exceed max_requests={self.config.max_requests}; "
+                "raise max_requests or split the group",
+                request_id,
+            )
 
     def check_room(self, request_id: int, prompt: int, length: int) -> None:
         """Refuse a sample of `length` tokens, `prompt` of them its prompt, that does not fit even alone.
@@ -182,9 +205,9 @@ class Scheduler:
     def _remove_active(self, leader: Sequence, gone: list[Sequence], stay: list[Sequence]) -> None:
         held = self.table.held(leader.slot).copy()
         if leader in gone and stay:
-            self._checkpoint(leader)
-            _discard(self.waiting, leader)
+            self._give_up_kv(leader)
             self._requeue(stay)
+            self._mark_evicted(stay)
         else:
             leader.siblings = [each for each in leader.siblings if each not in gone]
             for each in gone:
@@ -201,7 +224,7 @@ class Scheduler:
             self._queue(family[0])
 
     def advance_version(self, version: int) -> None:
-        """The weights moved: close every span at its present length. O(1) per sequence."""
+        """The weights moved, whatever number they have: close every span at its present length. O(1) per sequence."""
         table = self.table
         for sequence in self:
             request = sequence.request
@@ -212,12 +235,19 @@ class Scheduler:
             else:
                 sequence.record.advance_version(version, policy_only=True)
         self.version = version
-        self.allocator.advance_version(version)
+        table.current[:] = False
+        self.allocator.outdate()
 
-    def checkpoint_all(self) -> int:
-        """Send every active sequence back to the queue, KV given up; returns the KV positions lost."""
+    def checkpoint_all(self, why: BaseException | None = None) -> int:
+        """Send every active sequence back to the queue, KV given up; returns the KV positions lost.
+
+        Args:
+            why: what went wrong; None: it was asked for.
+        """
         lost = 0
         for sequence in reversed(self.active()):
+            if why is not None:
+                self._survive([sequence, *sequence.siblings], why)
             lost += int(self.table.computed[sequence.slot])
             self._checkpoint(sequence)
         return lost
@@ -234,11 +264,65 @@ class Scheduler:
             self.allocator.drop_cached()
         return lost
 
-    def requeue_step(self, step: ScheduledStep) -> None:
+    def requeue_step(self, step: ScheduledStep, why: BaseException) -> None:
         """Undo a step that was interrupted: its KV may be half written, so its sequences are computed again."""
         for sequence in [*(self._by_slot[slot] for slot in step.slots[: step.num_decodes].tolist()), *step.prefills]:
             if sequence.active:
+                self._survive([sequence, *sequence.siblings], why)
                 self._checkpoint(sequence)
+
+    def start_over(self, everybody: Iterable[Sequence], *, half_taken: bool) -> list[Sequence]:
+        """After an exception in the middle of a call here: no sequence holds a slot or a block any more.
+
+        Args:
+            everybody: every sequence that was added and has not been taken over as ended.
+            half_taken: it was raised by `update`: tokens of that step are given up.
+
+        Returns:
+            Those that are in no queue now, records complete: they were active, or half-way in or out.
+        """
+        waiting: set[int] = set()
+        for queue in (self.waiting, self.parked):
+            families = [[leader, *leader.siblings] for leader in queue if leader is not self.admitting]
+            whole = [family for family in families if not any(each.active for each in family)]
+            queue[:] = [leader for leader, *_ in whole]
+            waiting.update(id(each) for family in whole for each in family)
+        lost = [each for each in everybody if id(each) not in waiting]
+        table = self.table
+        if half_taken:
+            np.minimum(table.length, np.maximum(table.computed, table.prompt_length), out=table.length)
+        for each in lost:
+            if each.active:
+                self._save(each)
+            each.slot, each.siblings = NO_SLOT, []
+        self.decoding, self.prefilling, self._by_slot, self._decode_slots = [], [], {}, None
+        self.admitting = None
+        # No logits have vouched for what is in these blocks.
+        self.blocks.poisoned += np.flatnonzero(self.allocator.ref_count > 0).tolist()
+        self.blocks.copies.clear()
+        self.allocator.start_over()
+        table.start_over()
+        return lost
+
+    def _save(self, sequence: Sequence) -> None:
+        """Its record, as far as the row of an interrupted call goes: every column as long as the shortest."""
+        with suppress(Exception):
+            self.table.write_back(sequence)
+        request = sequence.request
+        columns: list[list[Any]] = [request.generated_tokens, request.generated_log_probs]
+        if sequence.params.logprobs:
+            columns.append(request.generated_top_n_logprobs)
+        made = min(map(len, columns))
+        for column in columns:
+            del column[made:]
+        del request.tpot[max(0, made - 1) :]
+        request.policy_spans.truncate(request.total_length)
+        request.kv_spans.truncate(request.total_length)
+
+    def _survive(self, sequences: Iterable[Sequence], why: BaseException) -> None:
+        now = self._clock()
+        for each in sequences:
+            each.request.add_event_error_transient(why, timestamp=now)
 
     def sequences_of(self, step: ScheduledStep) -> list[Sequence]:
         """Every sequence with a row in `step`, unforked siblings included."""
@@ -250,6 +334,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Choose the next forward's work and give it its blocks; None when nothing can run."""
         self.blocks.copies.clear()
+        self.deferred = []
         self._make_room_for_decodes()
         budget = self.config.max_tokens_per_step - len(self.decoding)
         chunks: list[tuple[Sequence, int]] = []
@@ -265,6 +350,7 @@ class Scheduler:
             budget -= count
         else:
             self._admit(budget, chunks)
+        self.admitting = None
         return self._step(chunks)
 
     def _step(self, chunks: list[tuple[Sequence, int]]) -> ScheduledStep | None:
@@ -319,6 +405,8 @@ class Scheduler:
         table.length[slots] = length
         stopped = (table.stop_ids[slots] == sampled.token_ids[:, None]).any(axis=1) & (length > table.min_length[slots])
         over = stopped | (length >= table.max_length[slots]) | np.isnan(sampled.logprobs)
+        if self.config.track_generated_token_events:
+            self._pool_counts = self.allocator.counts()
         touched = over | ~table.plain[slots] | self.config.track_generated_token_events
         for row in np.flatnonzero(touched).tolist():
             sequence = self._by_slot[int(slots[row])]
@@ -346,13 +434,7 @@ class Scheduler:
         if sampled.top is not None and sequence.params.logprobs:
             sequence.top_logprobs.append(sampled.top[row][: sequence.params.logprobs])
         if self.config.track_generated_token_events:
-            held = self.table.held(sequence.slot)
-            sequence.request.add_event_generated_token(
-                token,
-                blocks_total=len(held),
-                blocks_hashed_total=int(self.allocator.registered[held].sum()),
-                timestamp=now,
-            )
+            sequence.request.add_event_generated_token(token, timestamp=now, **self._pool_counts)
         if sequence.text is not None:
             may_stop = bool(self.table.length[sequence.slot] > self.table.min_length[sequence.slot])
             try:
@@ -378,13 +460,14 @@ class Scheduler:
                 self.blocks.poison(held)
         failed = reason in (FinishReason.ERROR, FinishReason.ABORT)
         request.error = error or request.error
-        request.finish_reason = reason
         request.status = Status.FAILED if failed else Status.COMPLETED
         now = self._clock()
         if failed:
             request.add_event_fail(timestamp=now)
         else:
             request.add_event_finish(timestamp=now)
+        # Last: whoever has a reason has ended, whatever happens next.
+        request.finish_reason = reason
 
     # --- room ---------------------------------------------------------------------------------------------------
 
@@ -418,17 +501,23 @@ class Scheduler:
         coming: set[int | None] = set()
         if self.waiting:
             coming.update(each for sequence in self.prefilling for each in self.blocks.unregistered(sequence))
-        while budget > 0 and self.waiting:
-            sequence = self.waiting[0]
+        held = place = 0
+        while budget > 0 and place < len(self.waiting):
+            sequence = self.admitting = self.waiting[place]
             family = [sequence, *sequence.siblings]
-            if self.num_active + len(family) > self.config.max_requests or self.blocks.next_block(sequence) in coming:
+            if self.num_active + held + len(family) > self.config.max_requests:
                 return
+            if self.blocks.next_block(sequence) in coming:
+                self.deferred.append(sequence)
+                held += len(family)
+                place += 1
+                continue
             count = self._activate(sequence, budget)
             if not count:
                 return
-            self.waiting.pop(0)
+            del self.waiting[place]
             for sibling in sequence.siblings:
-                self.table.add(sibling, self.version)
+                self.table.add(sibling)
                 self._by_slot[sibling.slot] = sibling
             now = self._clock()
             for each in family:
@@ -442,8 +531,10 @@ class Scheduler:
     def _activate(self, sequence: Sequence, budget: int) -> int:
         """Slot, cached prefix and blocks for a waiting sequence; returns the size of its first chunk, 0 if no room."""
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
-        self.table.add(sequence, self.version)
+        self.table.add(sequence)
         headroom = self.num_active + len(sequence.siblings) if self.num_active else 0
+        # Whoever passes leaves those that it passes the blocks that they will need.
+        headroom += sum(self.blocks_needed(len(each.tokens), 0) + len(each.siblings) for each in self.deferred)
         if self.blocks.attach_prefix(sequence, hashes, budget, headroom):
             return self._first_chunk(sequence, budget)
         # A prompt that is cached whole needs one block more, for the copy its last token is written into. Where there
@@ -473,16 +564,24 @@ class Scheduler:
     def _evict(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.preempted_tokens += int(self.table.computed[sequence.slot])
-        sequence.request.add_event_evict(timestamp=self._clock())
         self._checkpoint(sequence)
 
     def _checkpoint(self, sequence: Sequence) -> None:
         """Give up its KV: what it has becomes the prompt of a new segment, queued at its place."""
+        self._mark_evicted([sequence, *sequence.siblings])
+        self._give_up_kv(sequence)
+        self._queue(sequence)
+
+    def _give_up_kv(self, sequence: Sequence) -> None:
         self.table.write_back(sequence)
         for each in (sequence, *sequence.siblings):
             self._deactivate(each)
             self._restart(each)
-        self._queue(sequence)
+
+    def _mark_evicted(self, sequences: Iterable[Sequence]) -> None:
+        now = self._clock()
+        for each in sequences:
+            each.request.add_event_evict(timestamp=now)
 
     def _restart(self, sequence: Sequence) -> None:
         request = sequence.request

@@ -101,7 +101,7 @@ class SequenceTable:
         num_blocks: [S] int32.
         chain: [S] int64, hash of the last complete block registered or matched.
         chained: [S] int32, how many leading blocks `chain` covers.
-        kv_since: [S] int64, policy version under which position 0 was computed.
+        current: [S] bool, its KV was computed as a new request's would be now, by the same weights in the same way.
         plain: [S] bool, no Python is needed per token (no stop strings, no top-k log-probs).
     """
 
@@ -124,10 +124,10 @@ class SequenceTable:
         self.num_blocks: IntArray = np.zeros(0, np.int32)
         self.chained: IntArray = np.zeros(0, np.int32)
         self.chain: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.kv_since: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.current: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.plain: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-    def add(self, sequence: Sequence, version: int) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Give `sequence` a row, filled with its prompt; it holds no block yet."""
         self._fit(sequence)
         slot = self._free.pop()
@@ -143,13 +143,13 @@ class SequenceTable:
         self.blocks[slot] = NO_BLOCK
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
-        self.kv_since[slot] = version
+        self.current[slot] = True
         self.plain[slot] = sequence.text is None and not sequence.params.logprobs
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Copy what `source` has computed of their common prompt into `target`'s row, block table included."""
         a, b = source.slot, target.slot
-        for column in (self.computed, self.num_blocks, self.chain, self.chained, self.kv_since):
+        for column in (self.computed, self.num_blocks, self.chain, self.chained, self.current):
             column[b] = column[a]
         self.blocks[b] = self.blocks[a]
 
@@ -157,6 +157,10 @@ class SequenceTable:
         """Take its row back."""
         self._free.append(sequence.slot)
         sequence.slot = NO_SLOT
+
+    def start_over(self) -> None:
+        """Every row is free, whoever owned it."""
+        self._free = list(range(self.capacity - 1, -1, -1))
 
     def held(self, slot: int) -> IntArray:
         """Its blocks, in chain order (a view)."""

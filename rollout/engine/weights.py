@@ -53,7 +53,7 @@ class Weights(Protocol):
         """The weights have changed: what was gathered or copied is old."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Name and local part of every parameter and persistent buffer of `trained`, tied ones once."""
+        """Name and local part of every parameter and persistent buffer of `trained`, tied ones under each name."""
 
     def stale(self) -> list[str]:
         """Names of tensors in which `sampled`, though ready, is not what `trained` says; only a copy can have any."""

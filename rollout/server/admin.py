@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rollout.errors import ControlError, EngineStateError
 from rollout.server.errors import ApiError, documented
 from rollout.server.serving import Serving
+from rollout.spans import MAX_VERSION
 from rollout.state import KVCacheManagementMode
 
 
@@ -34,8 +35,8 @@ class SuspendOrder(_Order):
 class WeightsOrder(_Order):
     """Which weights these are."""
 
-    version: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    """The policy version from now on, no lower than the present one. Left out: one more."""
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
+    """The policy version from now on, no lower than the present one. Left out: one more. Cached KV is dropped either way."""
 
 
 def _either(schema: dict[str, Any]) -> None:

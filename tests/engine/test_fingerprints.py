@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rollout.engine.fingerprints import SAMPLES, Fingerprints, persistent_tensors, samples_of
-from rollout.errors import WeightsChangedError
+from rollout.errors import EngineStateError, WeightsChangedError
 from rollout.llm import LLM
 from tests.engines import greedily, token_ids
 from tests.models import make_model
@@ -70,6 +70,11 @@ CORRUPTIONS: dict[str, Callable[[Any], object]] = {
     "vector_to_parameters": lambda model: vector_to_parameters(
         parameters_to_vector(model.parameters()).detach() * 1.01, model.parameters()
     ),
+    "a foreach on .data": lambda model: torch._foreach_mul_([each.data for each in model.parameters()], 1.01),
+    "set_": lambda model: torch.no_grad()(of(model).set_)((of(model) * 1.01).detach()),
+    "its storage": lambda model: of(model).untyped_storage().copy_((of(model).detach() * 1.01).untyped_storage()),
+    "in inference mode": lambda model: torch.inference_mode()(lambda: of(model).data.mul_(1.01))(),
+    "an average over .data": lambda model: of(model).data.lerp_(torch.ones_like(of(model)), 0.1),
     "two tensors swapped": swap,
     "a parameter that is gone": lambda model: delattr(model.model.layers[1].mlp.up_proj, "weight"),
 }
@@ -84,6 +89,46 @@ def test_every_way_of_changing_a_tensor_is_found_and_named(what: str, full: bool
     assert not fingerprints.changed()
     CORRUPTIONS[what](model)
     assert UP in fingerprints.changed()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sampled", "full"])
+def test_a_tied_tensor_that_is_replaced_is_found_under_its_own_name_and_looked_at_from_then_on(full: bool) -> None:
+    model = make_model("llama", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    fingerprints = Fingerprints(lambda: persistent_tensors(model), full=full)
+    fingerprints.take()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert not fingerprints.changed(), "untied, and the same values"
+    model.lm_head.weight.data.mul_(1.01)
+    assert fingerprints.changed() == ["lm_head.weight"]
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+    assert fingerprints.changed() == ["lm_head.weight"]
+    fingerprints.take()
+    model.model.embed_tokens.weight.data.mul_(1.01)
+    assert fingerprints.changed() == ["model.embed_tokens.weight"]
+
+
+def test_a_new_tensor_is_no_change_and_a_change_of_it_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    fingerprints = Fingerprints(lambda: persistent_tensors(model))
+    fingerprints.take()
+    model.append(nn.Linear(2, 2))
+    assert not fingerprints.changed()
+    model[1].weight.data.mul_(2)
+    assert fingerprints.changed() == ["1.weight"]
+
+
+def test_another_dtype_is_named_before_anything_is_computed() -> None:
+    model = make_model("llama", num_hidden_layers=1)
+    rollout = make_rollout(model)
+    rollout.generate(PROMPTS, greedily(2))
+    model.to(torch.bfloat16)
+    rollout.weights_updated()
+    with pytest.raises(EngineStateError, match=r"was torch.float32 when the rollout was built.*and is torch.bfloat16"):
+        rollout.generate(PROMPTS, greedily(2))
+    model.to(torch.float32)
+    rollout.weights_updated()
+    assert len(rollout.generate(PROMPTS, greedily(2))) == 1
 
 
 HARMLESS: dict[str, Callable[[Any], object]] = {

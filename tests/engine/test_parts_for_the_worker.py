@@ -56,7 +56,9 @@ def test_samples_that_cannot_be_of_the_group_are_refused(samples: list[int]) -> 
 
 def test_a_request_can_be_checked_without_being_queued() -> None:
     engine = make_engine("qwen3")
-    assert engine.check_request(token_ids(5), greedily(4, n=100)) == token_ids(5)
+    assert engine.check_request(token_ids(5), greedily(4, n=8)) == token_ids(5)
+    with pytest.raises(InvalidRequestError, match="n=100 samples exceed max_requests=8"):
+        engine.check_request(token_ids(5), greedily(4, n=100))
     with pytest.raises(InvalidRequestError, match="prompt token 5000"):
         engine.check_request([5000])
     with pytest.raises(InvalidRequestError, match="KV blocks"):
@@ -310,7 +312,7 @@ def test_the_changes_of_the_cache_tell_what_can_be_found_after_any_operations(da
             block = held.pop(data.draw(st.integers(0, len(held) - 1)))
             allocator.release(np.array([block], np.int32))
         elif action == "move":
-            allocator.advance_version(allocator.version + 1)
+            allocator.outdate()
         elif action == "drop":
             allocator.drop_cached()
         elif action == "unlist" and held:
@@ -334,6 +336,16 @@ def test_the_changes_of_the_cache_hold_through_random_schedules() -> None:
             if world.random.random() < 0.3:
                 mirror.hear()
         mirror.hear()
+
+
+def test_a_held_block_is_registered_under_one_hash() -> None:
+    allocator = BlockAllocator(2, 2)
+    (block,) = allocator.allocate(1)
+    tokens = np.array([1, 2], np.int32)
+    assert allocator.register(block, 7, NO_BLOCK, tokens) == allocator.register(block, 7, NO_BLOCK, tokens) == block
+    with pytest.raises(RuntimeError, match=r"register\(block 0, hash 8\): it is registered under 7"):
+        allocator.register(block, 8, NO_BLOCK, tokens)
+    assert allocator.findable_hashes() == [7]
 
 
 def test_a_prefix_that_came_and_went_is_no_change() -> None:

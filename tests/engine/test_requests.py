@@ -861,6 +861,73 @@ def test_a_big_request_at_the_head_is_not_overtaken_by_small_ones() -> None:
     assert admissions(list(finish(engine).values())) == [0, 1, 2, 3, 4]
 
 
+def test_who_waits_for_anothers_prefix_lets_others_pass_and_keeps_its_slot() -> None:
+    engine = make_engine("qwen3", max_requests=3, max_tokens_per_step=40)
+    prompt = token_ids(12, 0)
+    engine.add_request(prompt, greedily(4))
+    engine.add_request([*prompt, 5], greedily(4))
+    engine.add_request(token_ids(6, 1), greedily(4))
+    engine.add_request(token_ids(6, 2), greedily(4))
+    ended = steps(engine, 1)
+    assert [sample.record.request_id for sample in engine.context.scheduler.active()] == [0, 2]
+    ended += steps(engine, 1)
+    assert [sample.record.request_id for sample in engine.context.scheduler.active()] == [0, 1, 2]
+    done = finish(engine, ended)
+    assert done[1, 0].num_cached_tokens == 12
+    for request in done.values():
+        assert_greedy("qwen3", request)
+
+
+def test_who_passes_takes_no_blocks_that_the_one_it_passes_needs() -> None:
+    engine = make_engine("qwen3", kv_cache_blocks=9, max_tokens_per_step=60)
+    prompt = token_ids(12, 0)
+    engine.add_request(prompt, greedily(2))
+    engine.add_request([*prompt, 5], greedily(2))
+    engine.add_request(token_ids(16, 1), greedily(2))
+    assert admissions(list(finish(engine).values())) == [0, 1, 2]
+
+
+def test_a_group_that_can_never_run_is_refused_before_its_samples_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("qwen3")
+    monkeypatch.setattr(engine._admission, "family", None)
+    with pytest.raises(InvalidRequestError, match="n=2147483647 samples exceed max_requests=8"):
+        engine.add_request(token_ids(4), greedily(2, n=2**31 - 1))
+    assert not engine.has_unfinished
+
+
+def test_every_sample_that_gives_up_its_kv_or_is_paused_says_so() -> None:
+    engine = make_engine("qwen3", max_requests=2, max_tokens_per_step=BLOCK)
+    engine.add_request(token_ids(6, 1), greedily(3, n=2))
+    ended = steps(engine, 1)
+    engine.pause()
+    engine.pause()
+    engine.suspend("recompute")
+    engine.resume()
+    engine.unpause()
+    for request in finish(engine, ended).values():
+        kinds = [event.type.name for event in request.events]
+        assert kinds == ["ADD_ENGINE", "ADD_CONTEXT", "PAUSE", "EVICT", "ADD_CONTEXT", "FINISH"]
+        assert_greedy("qwen3", request)
+
+
+def test_an_interrupted_step_is_a_transient_error_of_its_requests() -> None:
+    engine = make_engine("qwen3")
+    engine.add_request(token_ids(5, 1), greedily(3))
+
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = shared_model("qwen3").register_forward_pre_hook(press)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    handle.remove()
+    (request,) = finish(engine).values()
+    (event,) = [event for event in request.events if event.type.name == "ERROR_TRANSIENT"]
+    assert isinstance(event.payload, KeyboardInterrupt)
+    assert DynamicInferenceRequest.deserialize(request.serialize()).events[2].type is event.type
+    assert_greedy("qwen3", request)
+
+
 def test_of_an_evicted_and_a_newer_request_the_evicted_one_comes_back_first() -> None:
     engine = make_engine("qwen3", kv_cache_blocks=8, max_requests=3)
     for seed in range(2):
@@ -891,7 +958,10 @@ def test_events_come_in_order_and_once(track: bool) -> None:
         if track:
             payloads = [event.payload for event in request.events[2:5]]
             assert [payload["token_id"] for payload in payloads] == request.generated_tokens
-            assert payloads[-1]["blocks_total"] == 2
+            last = payloads[-1]
+            assert last["blocks_total"] == 64
+            assert last["blocks_hashed_total"] == last["blocks_hashed_active"] == 1, "the prompt's only complete block"
+            assert 3 <= last["blocks_ref_count"] <= 4, "of both samples: it is shared"
 
 
 def test_times_are_kept() -> None:

@@ -93,6 +93,8 @@ class World:
         self.prompts: dict[int, list[int]] = {}
         self.first_admission: list[int] = []
         self.suspended = False
+        self.updates = 0
+        self.autocast = False
         # A few stems, so that prompts share prefixes of every length.
         self.stems = [[self.random.randrange(5) for _ in range(24)] for _ in range(3)]
 
@@ -146,10 +148,11 @@ class World:
         assert self.scheduler.num_active <= self.config.max_requests
         still = {s.key for s in self.scheduler.waiting}
         admitted = [rank for rank, key in waiting if key not in still]
-        kept = [rank for rank, key in waiting if key in still]
+        deferred = {s.key for s in self.scheduler.deferred}
+        kept = [rank for rank, key in waiting if key in still and key not in deferred]
         assert not admitted or not kept or max(admitted) < min(kept), "somebody overtook"
         if self.random.random() < 0.03:
-            self.scheduler.requeue_step(step)
+            self.scheduler.requeue_step(step, KeyboardInterrupt())
             return
         self.compute(step)
         tokens = np.array([self.random.randrange(5) for _ in step.sample_slots], np.int64)
@@ -171,14 +174,13 @@ class World:
             before = self.cache.content[read] if start else np.zeros((0, 4), int)
             assert (before[:, TOKEN] == table.tokens[slot, :start]).all(), "another prompt's KV was read"
             assert (before[:, POSITION] == np.arange(start)).all(), "KV of another position was read"
-            assert not len(before) or before[:, VERSION].min() >= table.kv_since[slot], "KV of a forbidden version"
-            version = self.scheduler.version
-            pure = bool((before[:, VERSION] == version).all() and before[:, PURE].all())
+            pure = bool((before[:, VERSION] == self.way).all() and before[:, PURE].all())
+            assert pure or not table.current[slot], "KV of older weights passes for that of the present ones"
             where = np.arange(start, start + count)
             blocks = table.blocks[slot, where // size]
             assert self.context.allocator.writable(np.unique(blocks)).all(), "a shared or cached block was written"
             self.cache.content[blocks, where % size] = np.stack(
-                [table.tokens[slot, where], where, np.full(count, version), np.full(count, pure)], axis=1
+                [table.tokens[slot, where], where, np.full(count, self.way), np.full(count, pure)], axis=1
             )
 
     def end(self, sequence: Sequence) -> None:
@@ -226,7 +228,19 @@ class World:
         self.suspended = False
 
     def update(self) -> None:
-        self.scheduler.advance_version(self.scheduler.version + 1)
+        self.updates += 1
+        # A number may stay as it is, whatever has become of the weights.
+        self.scheduler.advance_version(self.scheduler.version + self.random.choice([0, 1, 1]))
+
+    def switch(self) -> None:
+        """Autocast is on, or off again."""
+        self.autocast = not self.autocast
+        self.scheduler.switch(self.scheduler.variant, self.autocast)
+
+    @property
+    def way(self) -> int:
+        """By what a step computes KV now."""
+        return 2 * self.updates + self.autocast
 
     def check(self) -> None:
         self.scheduler.check()
@@ -239,15 +253,15 @@ class World:
         for block in allocator._current.values():
             content = self.cache.content[block]
             assert (content[:, TOKEN] == allocator._tokens[block]).all()
-            assert (content[:, VERSION] == self.scheduler.version).all()
+            assert (content[:, VERSION] == self.way).all()
             assert content[:, PURE].all(), "a cached block was computed over KV of an older version"
 
 
 def live(seed: int, events: int = 30) -> World:
     world = World(seed)
     actions = [world.admit, world.step, world.step, world.step, world.step, world.remove, world.suspend, world.resume,
-               world.resume, world.update]  # fmt: skip
-    weights = [6, 8, 8, 8, 8, 1, 1, 1, 1, 1]
+               world.resume, world.update, world.switch]  # fmt: skip
+    weights = [6, 8, 8, 8, 8, 1, 1, 1, 1, 1, 1]
     for _ in range(events):
         world.random.choices(actions, weights)[0]()
         world.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, InvalidRequestError
 from rollout.events import DynamicInferenceEventType
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.state import FinishReason, KVCacheManagementMode, Status
@@ -331,6 +332,105 @@ def test_a_record_of_a_later_version_is_refused_by_name() -> None:
     (record,) = engine.snapshot()
     with pytest.raises(ValueError, match=r"policy version 4 .* weights_updated\(4\)"):
         make_engine("qwen3").add_record(record)
+
+
+@both
+def test_other_weights_under_the_same_number_meet_no_kv_of_the_ones_before(name: str) -> None:
+    model = make_model(name)
+    engine = make_engine(model)
+    prompt = token_ids(14, 1)
+    engine.generate([prompt], greedily(4))
+    engine.add_request(prompt, greedily(20))
+    ended = steps(engine, 2)
+    change_weights(model)
+    assert engine.weights_updated(0) == 0
+    (new,) = (request for request in engine.generate([prompt], greedily(6)))
+    assert_greedy(model, new)
+    done = finish(engine, ended)
+    # It has completed blocks over KV of the old weights meanwhile.
+    grown = done[1, 0].prompt_tokens + done[1, 0].generated_tokens
+    (again,) = engine.generate([grown], greedily(4))
+    assert_greedy(model, again)
+
+
+def test_a_version_is_an_integer_that_staleness_can_count_to() -> None:
+    engine = make_engine("qwen3")
+    for bad in (2**31, 2**64 - 1, 1.0, True, "2"):
+        with pytest.raises(ConfigError, match="must be an integer of at most 2147483647"):
+            engine.weights_updated(bad)  # type: ignore[arg-type]
+    assert engine.policy_version == 0
+
+
+def moved_to(engine: DynamicInferenceEngine, **options: Any) -> DynamicInferenceEngine:
+    """What is unfinished, after a restart with another configuration."""
+    fresh = make_engine(engine.model, max_staleness=0, staleness_policy="requeue", **options)  # type: ignore[arg-type]
+    for record in engine.snapshot():
+        fresh.add_record(DynamicInferenceRequestRecord.deserialize(record.serialize()))
+    return fresh
+
+
+@pytest.mark.parametrize("block", [1, 3, 5])
+def test_after_a_restart_with_another_block_size_what_is_too_stale_starts_again_from_its_prompt(block: int) -> None:
+    engine = make_engine("qwen3", track_generated_token_events=True)
+    for seed in range(2):
+        engine.add_request(token_ids(9, seed), greedily(6))
+    steps(engine, 3)
+    engine = moved_to(engine, block_size_tokens=block)
+    ended = steps(engine, 2)
+    engine.weights_updated()
+    engine.add_request(token_ids(7, 5), greedily(2))
+    done = finish(engine, ended)
+    for request in done.values():
+        assert_greedy("qwen3", request)
+    first = done[0, 0]
+    assert first.block_size_tokens == block
+    kinds = [event.type.name for event in first.events]
+    assert kinds.count("ADD_ENGINE") == 1, "its earlier life is told"
+    assert kinds.count("GENERATED_TOKEN") > 2
+    assert kinds[-2:] == ["ADD_CONTEXT", "FINISH"]
+    assert "EVICT" in kinds
+    stamps = [event.timestamp for event in first.events]
+    assert stamps == sorted(stamps)
+
+
+def test_after_a_restart_with_a_shorter_maximum_length_a_fresh_start_keeps_to_it() -> None:
+    engine = make_engine("qwen3")
+    engine.add_request(token_ids(9, 0), greedily(60))
+    steps(engine, 3)
+    with pytest.warns(UserWarning, match="clamped"):
+        engine = moved_to(engine, max_sequence_length=24)
+    steps(engine, 2)
+    engine.weights_updated()
+    (request,) = finish(engine).values()
+    assert request.total_length == 24
+    assert request.policy_versions.tolist() == [1] * 24
+
+
+def test_what_can_not_start_again_ends_by_name_and_the_update_is_none_the_worse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine("qwen3", max_staleness=0, staleness_policy="requeue", max_requests=3)
+    for seed in range(3):
+        engine.add_request(token_ids(5, seed), greedily(6))
+    ended = steps(engine, 2)
+    from_prompt = engine._admission.from_prompt
+
+    def refusing(record: DynamicInferenceRequestRecord, *rest: Any) -> Any:
+        if record.request_id == 1:
+            raise InvalidRequestError("its prompt does not fit any more")
+        return from_prompt(record, *rest)
+
+    monkeypatch.setattr(engine._admission, "from_prompt", refusing)
+    assert engine.weights_updated() == 1
+    assert engine.stats()["requests_requeued"] == 2
+    done = finish(engine, ended)
+    assert sorted(done) == [(0, 0), (1, 0), (2, 0)]
+    lost = done[1, 0]
+    assert lost.finish_reason is FinishReason.ERROR
+    assert lost.error is not None
+    assert "request 1 sample 0 is too stale and cannot start again from its prompt: InvalidRequestError" in lost.error
+    assert lost.generated_tokens, "what it had is there"
+    assert_greedy("qwen3", done[0, 0])
 
 
 def test_the_version_only_rises() -> None:

@@ -1,0 +1,85 @@
+"""What decides, beside weights and adapters, what a forward of a model computes: a key for the KV that may be shared.
+
+In the key: autocast and its dtype, how float32 matrices are multiplied, forward hooks, replaced forwards (of one module or
+of its class), and every float that a module holds (an attention's scaling, a norm's epsilon). Always true: equal keys of
+unchanged weights compute the same KV. A function that a forward calls by the name of another module is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+
+class ForwardKey:
+    """Of one model.
+
+    Args:
+        autocast: the dtype that all its forwards are autocast to; None: the caller's autocast holds.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, autocast: torch.dtype | None = None) -> None:
+        self._model = model
+        self._device = device.type
+        self._autocast = autocast
+        self._handover = -1
+        self._modules: Hashable = ()
+
+    def look(self, handover: int) -> Hashable:
+        """The present key.
+
+        Args:
+            handover: changes whenever the trainer may have had the model in hands.
+        """
+        if handover != self._handover:
+            self._handover = handover
+            self._modules = tuple(_told_apart(self._model))
+        return self._precision(), tuple(_global_hooks()), self._modules
+
+    def _precision(self) -> Hashable:
+        dtype = self._autocast
+        if dtype is None and torch.is_autocast_enabled(self._device):
+            dtype = torch.get_autocast_dtype(self._device)
+        backend = torch.backends.cuda if self._device == "cuda" else torch.backends.mkldnn
+        return dtype, backend.matmul.fp32_precision
+
+
+def _told_apart(model: nn.Module) -> Iterator[Hashable]:
+    classes = {}
+    for number, module in enumerate(model.modules()):
+        classes[type(module)] = type(module).forward
+        own = vars(module)
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            if own[kind]:
+                # By the numbers of their handles, which are not given twice.
+                yield number, kind, *own[kind]
+        if (forward := own.get("forward")) is not None:
+            yield number, _Same(forward)
+        for name, value in own.items():
+            if type(value) is float:
+                yield number, name, value
+    yield from (_Same(forward) for forward in classes.values())
+
+
+def _global_hooks() -> Iterator[int]:
+    yield from torch_module._global_forward_pre_hooks
+    yield from torch_module._global_forward_hooks
+
+
+class _Same:
+    """Equal to the very same object only, which it keeps, so that no other one gets its address."""
+
+    __slots__ = ("_it",)
+
+    def __init__(self, it: Any) -> None:
+        self._it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._it is other._it
+
+    def __hash__(self) -> int:
+        return id(self._it)

@@ -1,0 +1,18 @@
+"""Tensors of ours that outlive a call are never inference tensors, whatever mode the caller is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors made inside can be trained on and changed in place later, also where `torch.inference_mode` is on."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

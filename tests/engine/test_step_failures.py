@@ -1,0 +1,148 @@
+"""Whatever raises inside a step, at any line: its requests end with the cause, nothing leaks, and the next one is right.
+
+Every line, instead of a few: ROLLOUT_FAULT_STRIDE=1 pytest tests/engine/test_step_failures.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import EngineStateError
+from rollout.record import DynamicInferenceRequestRecord
+from rollout.state import EngineState
+from tests.engines import assert_greedy, finish, greedily, make_engine, shared_model, steps, token_ids
+from tests.models import make_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+PLACES = ("scheduler.py", "block_tables.py", "block_allocator.py", "sequences.py")
+
+
+class Raising:
+    """Raises at the chosen line, counted from 0, that runs inside `schedule` or `update`."""
+
+    def __init__(self, line: int, error: Callable[[], BaseException]) -> None:
+        self.left = line
+        self.fired = False
+        self._error = error
+
+    def __enter__(self) -> Raising:
+        sys.settrace(self._calls)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _calls(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if code.co_name in ("schedule", "update") and code.co_filename.endswith("engine/scheduler.py"):
+            return self._lines
+        outer = frame.f_back
+        inside = outer is not None and outer.f_trace is not None
+        return self._lines if inside and code.co_filename.endswith(PLACES) else None
+
+    def _lines(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and not self.fired:
+            self.left -= 1
+            if self.left < 0:
+                self.fired = True
+                raise self._error()
+        return self._lines
+
+
+def busy(engine: DynamicInferenceEngine) -> list[DynamicInferenceRequestRecord]:
+    """Requests that prefill, fork, decode, evict each other, wait, and end, with every kind of log-prob."""
+    engine.add_request(token_ids(9, 1), greedily(7, n=2, logprobs=2))
+    engine.add_request(token_ids(9, 2), greedily(6, prompt_logprobs=1))
+    ended = steps(engine, 3)
+    engine.add_request(token_ids(9, 1), greedily(5, stop="zz"))
+    engine.add_request(token_ids(5, 3), greedily(1))
+    return ended
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_exception_at_any_line_of_scheduling_leaks_nothing_and_the_next_request_is_right(error: Any) -> None:
+    options: dict[str, Any] = {"kv_cache_blocks": 11, "max_requests": 4, "max_tokens_per_step": 12}
+    options["track_generated_token_events"] = True
+    fired, stride = 0, int(os.environ.get("ROLLOUT_FAULT_STRIDE", "131" if error is MemoryError else "397"))
+    engine = make_engine("qwen3", make_tokenizer(), **options)
+    for line in count(stride // 2, stride):
+        raised: list[DynamicInferenceRequestRecord] = busy(engine)
+        with Raising(line, lambda: error("drawn")) as raising:
+            for _ in range(8):
+                with suppress(KeyboardInterrupt):
+                    raised += engine.step()
+        fired += raising.fired
+        assert engine.state is EngineState.RUNNING
+        done = finish(engine, raised)
+        assert len(done) == 5, f"line {line}: every sample ends once"
+        engine.context.scheduler.check()
+        for request in done.values():
+            assert len(request.generated_tokens) == len(request.generated_log_probs)
+            if request.error is None:
+                assert_greedy("qwen3", request)
+            else:
+                assert request.error == "MemoryError: drawn"
+                assert request.events[-2].type.name == "ERROR_NONTRANSIENT"
+        if error is KeyboardInterrupt:
+            assert not any(request.error for request in done.values()), "Ctrl-C fails nobody"
+        (request,) = engine.generate([token_ids(10, 7)], greedily(3))
+        assert_greedy("qwen3", request)
+        if not raising.fired:
+            break
+    assert fired >= 4
+
+
+def test_one_that_cannot_be_admitted_fails_alone_and_the_others_are_computed_again() -> None:
+    engine = make_engine("qwen3")
+    for seed in range(2):
+        engine.add_request(token_ids(9, seed), greedily(6))
+    ended = steps(engine, 3)
+    # More often than the engine would forgive a step that fails.
+    bad = [engine.add_request(token_ids(9, 9 + each), greedily(6)) for each in range(5)]
+    for sample in engine.context.scheduler.waiting:
+        sample.hashes = sample.hashes * 3
+    done = finish(engine, ended)
+    for number, request in ((number, done[number, 0]) for number in range(7)):
+        if number in bad:
+            assert request.error is not None
+            assert "reshape" in request.error
+        else:
+            assert_greedy("qwen3", request)
+            assert "ERROR_TRANSIENT" in [event.type.name for event in request.events]
+    assert engine.state is EngineState.RUNNING
+
+
+def test_samples_that_are_in_no_queue_are_named_and_not_laid_to_adapters() -> None:
+    engine = make_engine("qwen3")
+    engine.add_request(token_ids(4), greedily(2))
+    engine.context.scheduler.waiting.clear()
+    with pytest.raises(EngineStateError, match=r"requests \[0\] are unfinished and in no queue"):
+        engine.refuse_when_nothing_can_run()
+
+
+def test_a_model_that_raises_still_fails_the_requests_of_that_step_only() -> None:
+    engine = make_engine("qwen3", max_requests=1)
+    for seed in range(2):
+        engine.add_request(token_ids(4, seed), greedily(2))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no")
+
+    handle = shared_model("qwen3").register_forward_pre_hook(fail)
+    try:
+        ended = steps(engine, 1)
+    finally:
+        handle.remove()
+    done = finish(engine, ended)
+    assert done[0, 0].error == "ValueError: no"
+    assert_greedy("qwen3", done[1, 0])
