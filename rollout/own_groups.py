@@ -86,6 +86,7 @@ class OwnGroup:
         request.status = Status.FAILED
         request.finish_reason = FinishReason.ABORT if isinstance(error, RequestAbortedError) else FinishReason.ERROR
         request.error = f"{type(error).__name__}: {error}"
+        request.add_event_fail()
         return request
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollout.errors import SerializationError
 from rollout.known import stretch_of
 from rollout.outcome import Outcome, growth, outcome, pack, pack_top_n, unpack, unpack_top_n
-from rollout.record import DynamicInferenceRequestRecord
+from rollout.record import DynamicInferenceRequestRecord, segment_rows
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.spans import VersionSpans
@@ -46,6 +46,8 @@ outcomes = st.builds(
     st.none() | rows,
     counts,
     counts,
+    st.lists(st.lists(counts, min_size=6, max_size=8), max_size=3),
+    st.none() | counts,
 )
 
 
@@ -87,6 +89,9 @@ def test_bytes_that_are_no_outcome_are_refused_by_name(noise: bytes) -> None:
         ("prompt_top_n", {"counts": b""}),
         ("max_tokens", 2**63),
         ("seed", "7"),
+        ("segments", [[1, 2, 3]]),
+        ("segments", [[0, 0, 0, 0, 0, True]]),
+        ("block_size_tokens", -16),
     ],
 )
 def test_a_malformed_field_is_named(field: str, value: Any) -> None:
@@ -99,7 +104,7 @@ def test_a_malformed_field_is_named(field: str, value: Any) -> None:
 
 def test_a_row_of_another_length_is_refused() -> None:
     row = msgpack.unpackb(pack(PLAIN))
-    with pytest.raises(SerializationError, match="a row of 14 fields"):
+    with pytest.raises(SerializationError, match="a row of 16 fields"):
         unpack(msgpack.packb(row[:-1]))
 
 
@@ -195,6 +200,7 @@ def test_an_outcome_says_of_a_record_what_merging_it_would() -> None:
         None,
         9,
         77,
+        segment_rows(record),
     )
     assert ended.prompt_log_probs == [-1.0, -2.0]
     assert unpack(pack(ended)) == ended

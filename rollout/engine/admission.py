@@ -145,7 +145,10 @@ class Admission:
             enable_prefix_caching=first.enable_prefix_caching,
             precomputed_block_hashes=first.precomputed_block_hashes,
         )
-        fresh.add_event_add_engine(timestamp=first.arrival_time)
+        # What happened to it has happened, though its tokens are given up.
+        fresh.put_events_before([event for segment in record for event in segment.events])
+        if fresh.event_add_engine is None:
+            fresh.add_event_add_engine(timestamp=first.arrival_time)
         return self.sample(DynamicInferenceRequestRecord.from_request(fresh), order)
 
     def sample(self, record: DynamicInferenceRequestRecord, order: int) -> Sequence:

@@ -688,11 +688,12 @@ class DynamicInferenceEngine:
                 records.append(DynamicInferenceRequestRecord.deserialize(sample.record.serialize()))
             return records
 
-    def progress(self, known: Mapping[tuple[int, int], tuple[int, int]]) -> list[Growth]:
+    def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[Growth]:
         """Tokens that unfinished samples have gained. Costs a few microseconds per sample and copies only new tokens.
 
         Args:
-            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with).
+            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with,
+                events known).
 
         Returns:
             One row per sample of `known` that has more, or that has started afresh (`StalenessPolicy.REQUEUE`): that
