@@ -224,7 +224,7 @@ class DataParallelBackend:
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
-            self._engine.check_request(record[0].prompt_tokens, record[0].sampling_params)
+            self._engine.check_record(record)
         for group_id, of_group in by_group.items():
             first = of_group[0][0]
             params = first.sampling_params.replace(seed=first.seed)

@@ -22,7 +22,7 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.engine.adapters import AdapterSwitches, Variant, described
-from rollout.engine.admission import Admission
+from rollout.engine.admission import Admission, refuse_what_is_not_served
 from rollout.engine.attention import Installation
 from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_size
 from rollout.engine.controller import Prompt, TextGenerationController
@@ -293,6 +293,15 @@ class DynamicInferenceEngine:
         self.controller.completion_text(clamped)
         self.context.scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
         return tokens
+
+    def check_record(self, record: DynamicInferenceRequestRecord) -> None:
+        """Nothing is queued.
+
+        Raises:
+            InvalidRequestError, ConfigError: no engine like this one could go on with it.
+        """
+        refuse_what_is_not_served(record)
+        self.check_request(record[0].prompt_tokens, record[0].sampling_params)
 
     def _wanted(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
         live = self._live.get(number, set())
