@@ -146,7 +146,7 @@ def test_a_packed_exception_keeps_its_name_and_the_beginning_of_its_message(kind
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_events_are_refused(packed):
-    with pytest.raises(SerializationError, match="event|Event"):
+    with pytest.raises(SerializationError, match=r"event|Event"):
         unpack_events(packed)
 
 

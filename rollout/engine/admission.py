@@ -205,7 +205,10 @@ def refuse_what_is_not_served(record: DynamicInferenceRequestRecord) -> None:
         if isinstance(request, VLMInferenceRequest) and (request.imgs is not None or request.num_tiles):
             field, cure = "imgs", "this engine shows no images to the model; send the text alone"
         elif request.routing_indices is not None:
-            field, cure = "routing_indices", "this engine cannot replay routing_indices; clear them to have it routed anew"
+            field, cure = (
+                "routing_indices",
+                "this engine cannot replay routing_indices; clear them to have it routed anew",
+            )
         elif request.encoder_prompt is not None:
             field, cure = "encoder_prompt", "this engine runs decoders alone; put the text into the prompt"
         elif request.stop_word_ids is not None:
