@@ -71,9 +71,11 @@ class Life:
         changes = ARCHITECTURES[name](self.draw)
         self.policy = Policy(make_model(name, seed=seed, **changes), seed)
         self.options: dict[str, Any] = self.configuration() | {
-            "max_staleness": pick([None, None, 0, 1, 2]), "staleness_policy": pick(["partial", "requeue", "requeue", "mask"]),
-            "fused_forward": self.draw.random() < 0.8, "track_generated_token_events": self.draw.random() < 0.3,
-        }  # fmt: skip
+            "max_staleness": pick([None, None, 0, 1, 2]),
+            "staleness_policy": pick(["partial", "requeue", "requeue", "mask"]),
+            "fused_forward": self.draw.random() < 0.8,
+            "track_generated_token_events": self.draw.random() < 0.3,
+        }
         say(name, changes, self.options)
         self.room = ROOM
         self.engine = self.new_engine()
