@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import SerializationError
-from rollout.known import stretch_of
+from rollout.events import pack_events
+from rollout.known import pieces, stretch_of
 from rollout.outcome import Outcome, growth, outcome, pack, pack_top_n, unpack, unpack_top_n
 from rollout.record import DynamicInferenceRequestRecord, segment_rows
 from rollout.request import DynamicInferenceRequest
@@ -166,6 +167,18 @@ def test_a_stretch_of_a_record_holds_all_that_is_known_of_it() -> None:
     assert stretch.ttfts == [0.5]
     assert stretch.top_n is not None
     assert unpack_top_n(stretch.top_n[0] or b"") == merged.generated_top_n_logprobs
+
+
+def test_what_happened_to_a_sample_stays_with_it_where_it_goes_on() -> None:
+    record = record_of_three_segments()
+    for number, segment in enumerate(record):
+        segment.add_event_add_engine(timestamp=float(number))
+        segment.add_event_evict(timestamp=number + 0.5)
+    elsewhere = pieces([stretch_of(record)], [2])[2].request(7, 2, record[0].prompt_tokens, record[0].sampling_params)
+    assert elsewhere.events == record.merge().events
+    assert elsewhere.event_add_engine == record[0].events[0]
+    afresh = stretch_of(DynamicInferenceRequestRecord.from_request(elsewhere))
+    assert pieces([stretch_of(record), afresh], [2])[2].events == 2 * pack_events(elsewhere.events)
 
 
 def test_tokens_known_of_an_earlier_life_or_beyond_the_record_count_for_nothing() -> None:
