@@ -91,9 +91,10 @@ class Life:
     def configuration(self) -> dict[str, Any]:
         """Of an engine; another one goes on under another."""
         pick = self.draw.choice
+        block = pick([1, 2, 4, 5, 16])
         return {
-            "kv_cache_blocks": pick([14, 20, 40, 100]), "max_requests": pick([2, 4, 6]), "seed": self.draw.randrange(99),
-            "block_size_tokens": pick([1, 2, 4, 5, 16]), "max_tokens_per_step": pick([6, 11, 40]),
+            "kv_cache_blocks": pick([48, 64, 100, 400]) // block, "max_requests": pick([2, 4, 6]),
+            "block_size_tokens": block, "max_tokens_per_step": pick([6, 11, 40]), "seed": self.draw.randrange(99),
             "max_sequence_length": pick([30, 40, 60, 80]), "enable_prefix_caching": pick([True, True, True, False]),
             "prefix_caching_eviction_policy": pick(["lru", "lru", "ref_zero"]),
         }  # fmt: skip
@@ -269,9 +270,10 @@ class Life:
         actions = [
             self.submit, self.step, self.abort, self.pause, self.suspend, self.update, self.restart, self.interrupt
         ]  # fmt: skip
+        self.happens(self.submit)
         updates, restarts = self.draw.choice([3, 8]), self.draw.choice([1, 3])
         for _ in range(self.events):
-            self.happens(self.draw.choices(actions, [7, 24, 1, 1, 2, updates, restarts, 1])[0])
+            self.happens(self.draw.choices(actions, [8, 24, 1, 1, 2, updates, restarts, 1])[0])
         for _ in range(MOST_STEPS):
             if not self.engine.has_unfinished:
                 break
@@ -315,7 +317,6 @@ class Life:
         assert kinds[-1] is (Kind.FAIL if merged.failed() else Kind.FINISH)
         times = [event.timestamp for event in merged.events]
         assert times == sorted(times)
-        assert kinds.count(Kind.EVICT) >= len(record) - 1
         assert Kind.ADD_CONTEXT in kinds or not merged.generated_tokens
         tokens = kinds.count(Kind.GENERATED_TOKEN)
         if self.options["track_generated_token_events"]:

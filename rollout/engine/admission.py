@@ -19,6 +19,29 @@ from rollout.sampling_params import SamplingParams
 from rollout.seeds import stream_key
 
 
+def refuse_what_is_not_served(record: DynamicInferenceRequestRecord) -> None:
+    """Refuse a record that asks for what no engine of ours does; without a word it would be left out.
+
+    Raises:
+        InvalidRequestError: naming the field, its value and what to do instead.
+    """
+    for request in record:
+        if isinstance(request, VLMInferenceRequest) and (request.imgs is not None or request.num_tiles):
+            field, cure = "imgs", "this engine shows no images to the model; send the text alone"
+        elif request.routing_indices is not None:
+            field, cure = "routing_indices", "this engine cannot replay routing_indices; clear them: it is routed anew"
+        elif request.encoder_prompt is not None:
+            field, cure = "encoder_prompt", "this engine runs decoders alone; put the text into the prompt"
+        elif request.stop_word_ids is not None:
+            field, cure = "stop_word_ids", "give SamplingParams.stop, or stop_token_ids for single tokens"
+        else:
+            continue
+        raise InvalidRequestError(
+            f"request {record.request_id} sample {record.sample_index} brings {type(request).__name__}.{field}: {cure}",
+            record.request_id,
+        )
+
+
 class Admission:
     """Builds samples for one engine.
 
@@ -193,29 +216,3 @@ class Admission:
                 stacklevel=5,
             )
         return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
-
-
-def refuse_what_is_not_served(record: DynamicInferenceRequestRecord) -> None:
-    """Refuse a record that asks for what no engine of ours does; without a word it would be left out.
-
-    Raises:
-        InvalidRequestError: naming the field, its value and what to do instead.
-    """
-    for request in record:
-        if isinstance(request, VLMInferenceRequest) and (request.imgs is not None or request.num_tiles):
-            field, cure = "imgs", "this engine shows no images to the model; send the text alone"
-        elif request.routing_indices is not None:
-            field, cure = (
-                "routing_indices",
-                "this engine cannot replay routing_indices; clear them to have it routed anew",
-            )
-        elif request.encoder_prompt is not None:
-            field, cure = "encoder_prompt", "this engine runs decoders alone; put the text into the prompt"
-        elif request.stop_word_ids is not None:
-            field, cure = "stop_word_ids", "give SamplingParams.stop, or stop_token_ids for single tokens"
-        else:
-            continue
-        raise InvalidRequestError(
-            f"request {record.request_id} sample {record.sample_index} brings {type(request).__name__}.{field}: {cure}",
-            record.request_id,
-        )

@@ -436,9 +436,7 @@ class DynamicInferenceEngine:
         except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
             self._fail_step(step, exc)
             return
-        except BaseException as exc:
-            for sample in scheduler.sequences_of(step):
-                sample.request.add_event_error_transient(exc, timestamp=self._clock())
+        except BaseException:
             scheduler.requeue_step(step)
             raise
         self._failed_steps = 0
@@ -800,8 +798,6 @@ class DynamicInferenceEngine:
         for leader in self.context.scheduler.active():
             for sample in (leader, *leader.siblings):
                 sample.request.status = status
-                if status is Status.ACTIVE_BUT_NOT_GENERATING_TOKENS:
-                    sample.request.add_event_pause(timestamp=self._clock())
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -471,14 +471,13 @@ class Scheduler:
     def _evict(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.preempted_tokens += int(self.table.computed[sequence.slot])
+        sequence.request.add_event_evict(timestamp=self._clock())
         self._checkpoint(sequence)
 
     def _checkpoint(self, sequence: Sequence) -> None:
         """Give up its KV: what it has becomes the prompt of a new segment, queued at its place."""
         self.table.write_back(sequence)
-        now = self._clock()
         for each in (sequence, *sequence.siblings):
-            each.request.add_event_evict(timestamp=now)
             self._deactivate(each)
             self._restart(each)
         self._queue(sequence)

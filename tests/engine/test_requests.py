@@ -873,30 +873,6 @@ def test_events_come_in_order_and_once(track: bool) -> None:
             assert payloads[-1]["blocks_total"] == 2
 
 
-def test_a_pause_and_an_interrupted_step_are_among_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine("qwen3")
-    engine.add_request(token_ids(5, 1), greedily(6, n=2))
-    steps(engine, 2)
-    engine.pause()
-    engine.unpause()
-    error = KeyboardInterrupt()
-
-    def press(*_: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.controller, "execute", press)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    for request in finish(engine).values():
-        kinds = [event.type.name for event in request.events]
-        assert kinds == [
-            "ADD_ENGINE", "ADD_CONTEXT", "PAUSE", "ERROR_TRANSIENT", "EVICT", "ADD_CONTEXT", "FINISH"
-        ]  # fmt: skip
-        assert request.events[3].payload is error
-        assert_greedy("qwen3", request)
-
-
 def test_times_are_kept() -> None:
     now = 100.0
 
