@@ -11,8 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.engine.block_allocator import BlockAllocator
+from rollout.spans import VersionSpans
+from tests.engines import at_random, make_engine, steps, token_ids
 from tests.lives import Life
+from tests.models import make_model
+from tests.oracle import Counts, Policy, check_record
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -39,15 +42,14 @@ def test_samples_that_start_afresh_after_a_restart_do_so_under_the_new_configura
     Life(seed).live()
 
 
-def test_the_oracle_sees_keys_and_values_of_other_weights_than_a_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefix cache forgets that the weights have changed."""
-    monkeypatch.setattr(BlockAllocator, "advance_version", lambda *_: None)
-    assert not all(survives(seed) for seed in (13, 20, 29))
-
-
-def survives(seed: int) -> bool:
-    try:
-        Life(seed).live()
-    except AssertionError as exc:
-        return "log-prob" not in str(exc)
-    return True
+def test_the_oracle_sees_keys_and_values_of_other_weights_than_a_record_says() -> None:
+    policy = Policy(make_model("qwen3"), seed=0)
+    engine = make_engine(policy.model)
+    engine.add_request(token_ids(20), at_random(4))
+    (record,) = steps(engine, 9)
+    policy.update()
+    check_record(policy, record, [], Counts())
+    live = record[-1]
+    live.kv_spans = VersionSpans([(1, 12), (0, len(live.kv_spans) - 12)])
+    with pytest.raises(AssertionError, match="log-prob"):
+        check_record(policy, record, [], Counts())
