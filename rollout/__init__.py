@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rollout.coordinator.launch import CoordinatorHandle as CoordinatorHandle
     from rollout.coordinator.launch import launch_coordinator as launch_coordinator
     from rollout.coordinator.process import DataParallelInferenceCoordinator as DataParallelInferenceCoordinator
+    from rollout.engine.block_allocator import BlockAllocator as BlockAllocator
+    from rollout.engine.context import DynamicInferenceContext as DynamicInferenceContext
+    from rollout.engine.controller import TextGenerationController as TextGenerationController
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.errors import ConfigError as ConfigError
     from rollout.errors import ConnectionLostError as ConnectionLostError
@@ -95,6 +98,9 @@ _HOMES = {
         "launch_coordinator",
     ),
     "rollout.coordinator.process": ("DataParallelInferenceCoordinator",),
+    "rollout.engine.block_allocator": ("BlockAllocator",),
+    "rollout.engine.context": ("DynamicInferenceContext",),
+    "rollout.engine.controller": ("TextGenerationController",),
     "rollout.engine.engine": ("DynamicInferenceEngine",),
     "rollout.errors": (
         "ConfigError",

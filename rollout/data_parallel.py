@@ -224,7 +224,7 @@ class DataParallelBackend:
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
-            self._engine.check_request(record[0].prompt_tokens, record[0].sampling_params)
+            self._engine.check_record(record)
         for group_id, of_group in by_group.items():
             first = of_group[0][0]
             params = first.sampling_params.replace(seed=first.seed)
@@ -237,6 +237,7 @@ class DataParallelBackend:
                 first.arrival_time,
                 [record.sample_index for record in of_group],
                 [stretch_of(record) for record in of_group if record[-1].completion_tokens],
+                first.priority,
             )
         self._next_group_id = max(self._next_group_id, next_group_id)
 
@@ -250,8 +251,9 @@ class DataParallelBackend:
         arrival_time: float,
         samples: Iterable[int],
         known: list[Stretch],
+        priority: int = 0,
     ) -> None:
-        group = OwnGroup(group_id, tokens, text, params, metadata, arrival_time, set(samples), known)
+        group = OwnGroup(group_id, tokens, text, params, metadata, arrival_time, set(samples), known, priority=priority)
         self._groups[group_id] = group
         self._loop.call_soon(self._send, group)
 
@@ -264,8 +266,9 @@ class DataParallelBackend:
             return
         try:
             opened = client.open_group(
-                group.prompt, group.params, arrival_time=group.arrival_time, known=group.known(), wanted=wanted
-            )
+                group.prompt, group.params, arrival_time=group.arrival_time, known=group.known(), wanted=wanted,
+                priority=group.priority,
+            )  # fmt: skip
         except RolloutError as exc:
             self._fail(group, exc)
             return

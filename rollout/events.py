@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import builtins
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+
+import msgpack
 
 from rollout import errors
 from rollout.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, refuse
@@ -125,6 +128,53 @@ def _exception(plain: Any) -> Exception:
 
 EVENT = Codec(DynamicInferenceEvent.serialize, DynamicInferenceEvent.deserialize)
 
+MAX_MESSAGE = 2000
+"""Characters of an exception's message that travel with progress."""
+
+
+def pack_events(events: Iterable[DynamicInferenceEvent]) -> bytes:
+    """Events as they travel with progress: 11 bytes each without a payload. Packed rows may follow each other."""
+    return b"".join([msgpack.packb(_row(event)) for event in events])
+
+
+def _row(event: DynamicInferenceEvent) -> list[Any]:
+    payload = event.payload
+    if payload is None:
+        return [int(event.type), event.timestamp]
+    if isinstance(payload, BaseException):
+        return [int(event.type), event.timestamp, type(payload).__name__, str(payload)[:MAX_MESSAGE]]
+    return [int(event.type), event.timestamp, *(payload.get(name) for name in _TOKEN_FIELDS)]
+
+
+def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
+    """The inverse of `pack_events`, of one or of several packed rows after each other.
+
+    Raises:
+        SerializationError: no such rows.
+    """
+    reader = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
+    reader.feed(packed)
+    try:
+        events = [_event(row) for row in reader]
+    # Every error of msgpack's that a whole buffer can cause is a ValueError.
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise SerializationError(f"events: {exc}") from exc
+    if reader.tell() != len(packed):
+        refuse("events", packed, "whole rows of [type, timestamp, payload …]")
+    return events
+
+
+def _event(row: Any) -> DynamicInferenceEvent:
+    if type(row) is not list or len(row) < 2 or type(row[0]) is not int or type(row[1]) is not float:
+        refuse("event", row, "[type, timestamp, payload …]")
+    kind, payload = DynamicInferenceEventType(row[0]), row[2:]
+    if not payload:
+        return DynamicInferenceEvent(row[1], kind)
+    if kind in _ERRORS and len(payload) == 2:
+        return DynamicInferenceEvent(row[1], kind, _exception({"type": payload[0], "message": payload[1]}))
+    pairs = zip(_TOKEN_FIELDS, payload, strict=True)
+    return DynamicInferenceEvent(row[1], kind, {name: count for name, count in pairs if count is not None})
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EventLog:
@@ -133,6 +183,12 @@ class EventLog:
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
     """The first ADD_ENGINE event, kept across checkpoints."""
+
+    def put_events_before(self, earlier: Sequence[DynamicInferenceEvent]) -> None:
+        """Begin the log with what happened to the sample elsewhere, or in an earlier life."""
+        self.events[:0] = earlier
+        added = (event for event in self.events if event.type is DynamicInferenceEventType.ADD_ENGINE)
+        self.event_add_engine = next(added, self.event_add_engine)
 
     def add_event_add_engine(self, timestamp: float | None = None) -> None:
         """It arrived at the engine."""

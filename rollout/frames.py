@@ -98,8 +98,10 @@ def _surely_right(row: list[Any]) -> bool:
     looked at together, in half the time.
     """
     try:
-        number, attempt, indices, starts, counts, token_ids, log_probs, versions, ttfts, top_n, texts, outcomes = row
-        columns = [indices, starts, counts, versions, *(each for each in (ttfts, texts, outcomes) if each is not None)]
+        number, attempt, indices, starts, counts, token_ids, log_probs, versions, ttfts, top_n, *ends = row
+        texts, outcomes, events = ends
+        columns = [indices, starts, counts, versions]
+        columns += [each for each in (ttfts, texts, outcomes, events) if each is not None]
         numbers = [number, attempt, *indices, *starts, *counts, *chain.from_iterable(versions)]
         return (
             top_n is None
@@ -115,6 +117,7 @@ def _surely_right(row: list[Any]) -> bool:
             and (ttfts is None or (_TIMES.issuperset(map(type, ttfts)) and all(map(isfinite, filter(None, ttfts)))))
             and (texts is None or _TEXTS.issuperset(map(type, texts)))
             and (outcomes is None or _BLOBS.issuperset(map(type, outcomes)))
+            and (events is None or _BLOBS.issuperset(map(type, events)))
         )
     except (TypeError, ValueError):
         return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.codec import refuse
+from rollout.events import unpack_events
 from rollout.outcome import TopN, growth, pack_top_n, unpack_top_n
 from rollout.protocol import Stretch
 from rollout.record import DynamicInferenceRequestRecord
@@ -33,6 +34,7 @@ def stretch_of(record: DynamicInferenceRequestRecord) -> Stretch:
         versions=[known.versions],
         ttfts=None if known.ttft is None else [known.ttft],
         top_n=None if known.top_n is None else [pack_top_n(known.top_n)],
+        events=None if known.events is None else [known.events],
     )
 
 
@@ -46,6 +48,7 @@ class Piece:
     runs: list[tuple[int, int]] = field(default_factory=list)
     ttft: float | None = None
     top_n: TopN = field(default_factory=list)
+    events: bytes = b""
 
     def request(
         self,
@@ -79,6 +82,7 @@ class Piece:
             policy_version=max(self.prompt_version, *(version for version, _ in self.runs)),
             ttft=self.ttft,
         )
+        request.put_events_before(unpack_events(self.events))
         if arrival_time is not None:
             request.arrival_time = arrival_time
         return request
@@ -97,7 +101,8 @@ def pieces(known: Iterable[Stretch], wanted: Sequence[int]) -> dict[int, Piece]:
                 continue
             prompt_version, *runs = stretch.versions[column]
             if not start or index not in pieces:
-                pieces[index] = Piece(prompt_version)
+                # What happened to an earlier life of it has happened.
+                pieces[index] = Piece(prompt_version, events=pieces[index].events if index in pieces else b"")
             piece = pieces[index]
             if start != len(piece.tokens):
                 refuse("known.starts", start, f"{len(piece.tokens)}, behind what is known of sample {index},")
@@ -108,4 +113,6 @@ def pieces(known: Iterable[Stretch], wanted: Sequence[int]) -> dict[int, Piece]:
                 piece.ttft = stretch.ttfts[column]
             if stretch.top_n is not None and (packed := stretch.top_n[column]) is not None:
                 piece.top_n += unpack_top_n(packed)
+            if stretch.events is not None:
+                piece.events += stretch.events[column] or b""
     return {index: piece for index, piece in pieces.items() if piece.tokens}

@@ -94,8 +94,14 @@ class RolloutManager:
     ) -> None:
         if engine is not None and (not engine.is_of(model) or config is not None):
             raise ConfigError("engine= is of another model, or comes with config=: pass its own model, and no config")
-        self.tokenizer = tokenizer
+        if engine is not None and tokenizer is not None and tokenizer is not engine.controller.tokenizer:
+            raise ConfigError(
+                "tokenizer= is another than that of engine=, which reads the prompts: pass that one, or none"
+            )
+        if not isinstance(coordinator, CoordinatorConfig | bool):
+            raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
         self.engine = engine or DynamicInferenceEngine(model, tokenizer, config)
+        self.tokenizer = self.engine.controller.tokenizer
         self.model = self.engine.model
         self.config = self.engine.config
         self._clock = clock

@@ -12,10 +12,13 @@ from typing import Any, overload
 
 import numpy as np
 
+from rollout.block_hash import compute_block_hashes_batched
 from rollout.errors import InvalidRequestError, RolloutError, SerializationError
+from rollout.events import unpack_events
 from rollout.frames import LostFramesError
 from rollout.outcome import Outcome, TopN, pack_top_n, unpack, unpack_top_n
 from rollout.protocol import Stretch
+from rollout.record import DynamicInferenceRequestRecord, split
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.spans import VersionSpans
@@ -48,7 +51,9 @@ class OpenGroup:
     """
 
     __slots__ = (
+        "_earlier_events",
         "_ended",
+        "_hashes",
         "_lengths",
         "_pieces",
         "_prompt_list",
@@ -80,6 +85,8 @@ class OpenGroup:
         self._pieces: dict[int, Stretch | list[Stretch]] = {}
         self._lengths: dict[int, int] = {}
         self._prompt_list: list[int] | None = None
+        self._hashes: list[int] = []
+        self._earlier_events: dict[int, bytes] = {}
         self._ended: set[int] = set()
         self._unwanted: frozenset[int] = frozenset()
 
@@ -128,12 +135,15 @@ class OpenGroup:
                 state = "has ended" if index in ended else f"is none of n={self.params.n} or was not asked for"
                 raise SerializationError(f"request {self.request_id}: tokens of sample {index}, which {state}")
             if start == 0:
+                if index in pieces:
+                    self._forget_tokens(index)
                 pieces[index] = stretch
             elif start == lengths.get(index, 0):
                 earlier = pieces[index]
                 if isinstance(earlier, list):
                     if len(earlier) >= PIECES_TOGETHER and stretch.top_n is None:
                         earlier[:] = [self._joined([index])]
+                        self._earlier_events.pop(index, None)
                     earlier.append(stretch)
                 else:
                     pieces[index] = [earlier, stretch]
@@ -145,6 +155,14 @@ class OpenGroup:
             lengths[index] = start + counts[column]
             if outcomes is not None and outcomes[column] is not None:
                 ended.add(index)
+
+    def _forget_tokens(self, index: int) -> None:
+        """It starts afresh; what happened to it before has happened."""
+        if events := self._events(_Sample(self._pieces[index], index), index):
+            self._earlier_events[index] = events
+
+    def _events(self, sample: _Sample, index: int) -> bytes:
+        return self._earlier_events.get(index, b"") + sample.events()
 
     def known(self) -> list[Stretch]:
         """Everything known of its samples, for `ClientSession.submit(…, known=…)` elsewhere: at most one stretch.
@@ -169,6 +187,7 @@ class OpenGroup:
             _unless_empty(top_n),
             _unless_empty([row.last("texts") for row in rows]),
             _unless_empty([row.last("outcomes") for row in rows]),
+            _unless_empty([self._events(row, index) or None for row, index in zip(rows, indices, strict=True)]),
         )
 
     def result(self) -> GroupResult:
@@ -188,7 +207,7 @@ class OpenGroup:
         return GroupResult(self)
 
     def request(self, index: int) -> DynamicInferenceRequest:
-        """What a direct engine's merged request says of this sample, but for its events.
+        """What a direct engine's merged request says of this sample.
 
         Raises:
             RuntimeError: it has not ended.
@@ -202,6 +221,8 @@ class OpenGroup:
         outcome = unpack(sample.last("outcomes") or b"")
         reason = FinishReason(outcome.finish_reason)
         kv_spans = VersionSpans.deserialize(outcome.kv_runs)
+        if outcome.block_size_tokens is not None and not self._hashes:
+            self._hashes = compute_block_hashes_batched(self._prompt_list, outcome.block_size_tokens)
         request = DynamicInferenceRequest(
             request_id=self.request_id,
             sample_index=index,
@@ -229,9 +250,23 @@ class OpenGroup:
             generated_log_probs=np.frombuffer(sample.log_probs(), "<f4").tolist(),
             policy_spans=VersionSpans.deserialize(outcome.policy_runs),
             kv_spans=kv_spans,
+            block_size_tokens=outcome.block_size_tokens,
+            enable_prefix_caching=outcome.block_size_tokens is not None,
+            precomputed_block_hashes=self._hashes,
         )
+        request.put_events_before(unpack_events(self._events(sample, index)))
         request.prompt_tokens = self._prompt_list
         return request
+
+    def record(self, index: int) -> DynamicInferenceRequestRecord:
+        """The sample's record: a segment for each time it was interrupted, where one engine has computed it from then on.
+
+        Raises:
+            RuntimeError: it has not ended.
+            SerializationError: its outcome is malformed.
+        """
+        whole = self.request(index)
+        return split(whole, unpack(_Sample(self._pieces[index], index).last("outcomes") or b"").segments)
 
     def _params_used(self, outcome: Outcome) -> SamplingParams:
         most = outcome.max_tokens
@@ -267,6 +302,11 @@ class GroupResult(Sequence[DynamicInferenceRequest]):
             self._built[position] = self._group.request(position)
         return self._built[position]
 
+    @property
+    def records(self) -> list[DynamicInferenceRequestRecord]:
+        """The samples' records, in order; made anew at each reading."""
+        return [self._group.record(index) for index in range(len(self))]
+
     def __repr__(self) -> str:
         return f"GroupResult(request_id={self._group.request_id}, {len(self)} samples)"
 
@@ -296,6 +336,9 @@ class _Sample:
     def packed_top_n(self) -> bytes | None:
         rows = self.top_n()
         return pack_top_n(rows) if rows else None
+
+    def events(self) -> bytes:
+        return b"".join(chunk for chunk in self._column("events") if chunk is not None)
 
     def first(self, name: str) -> Any:
         return next((value for value in self._column(name) if value is not None), None)

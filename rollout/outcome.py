@@ -7,7 +7,7 @@ Knows records and no engine.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
@@ -15,10 +15,14 @@ import msgpack
 
 from rollout.codec import FLOATS, TOP_N, Codec, optional, refuse, unpack_msgpack
 from rollout.errors import SerializationError
-from rollout.record import DynamicInferenceRequestRecord
+from rollout.events import pack_events
+from rollout.record import DynamicInferenceRequestRecord, segment_rows
 from rollout.request import DynamicInferenceRequest
 from rollout.spans import VersionSpans
 from rollout.state import FinishReason
+
+MAX_EVENTS_SENT = 1 << 18
+"""Of one sample; what happens to it after so many is not told."""
 
 TopN = list[list[tuple[int, float]]]
 """Per token, (token id, log-prob), best first."""
@@ -47,14 +51,19 @@ class Growth:
     """Seconds from arrival to the first token, where that is among them."""
     top_n: TopN | None = None
     """Of each token, where asked for."""
+    events: bytes | None = None
+    """Packed, since those that are known; None: there are none."""
+    num_events: int = 0
+    """Of the sample, those in `events` included."""
 
 
-def growth(record: DynamicInferenceRequestRecord, known: int, prompt_version: int) -> Growth:
+def growth(record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0) -> Growth:
     """What a record that nobody computes on (it waits, or has ended) has beyond what is known.
 
     Args:
         known: completion tokens that are known.
         prompt_version: the prompt's policy version that they came with.
+        events_known: events that are known.
     """
     live = record[-1]
     made = completion_length(live)
@@ -72,6 +81,7 @@ def growth(record: DynamicInferenceRequestRecord, known: int, prompt_version: in
         versions(live, start, made),
         None if start else first_token_after(record),
         joined(record, "generated_top_n_logprobs", start) if live.sampling_params.logprobs else None,
+        *new_events(record, events_known),
     )
 
 
@@ -119,6 +129,13 @@ def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list
     return [row for segment in record for row in getattr(segment, name)][start:]
 
 
+def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:
+    """(packed events behind the first `known` ones, how many there are of the sample)."""
+    events = record[-1].events if len(record) == 1 else [event for segment in record for event in segment.events]
+    count = min(len(events), MAX_EVENTS_SENT)
+    return (pack_events(events[known:count]) if count > known else None), count
+
+
 def first_token_after(record: DynamicInferenceRequestRecord) -> float | None:
     """Seconds from arrival to the first token."""
     return next((segment.ttft for segment in record if segment.ttft is not None), None)
@@ -154,6 +171,10 @@ class Outcome:
     """The budget, clamped to what the engine has room for."""
     seed: int
     """Of the request's random streams."""
+    segments: list[list[int]] = field(default_factory=list)
+    """`record.segment_rows`: where it was interrupted; empty: never."""
+    block_size_tokens: int | None = None
+    """Of the engine, where it keeps a prefix cache: block hashes follow from it and the prompt. None: it keeps none."""
 
 
 def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
@@ -174,6 +195,8 @@ def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
         _of_prompt(record, "prompt_top_n_logprobs"),
         first.sampling_params.max_tokens,
         first.seed or 0,
+        segment_rows(record) if len(record) > 1 else [],
+        first.block_size_tokens if first.enable_prefix_caching else None,
     )
 
 
@@ -197,6 +220,12 @@ def _plain(rule: str, holds: Any) -> Codec:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
+
+
+def _is_segments(value: Any) -> bool:
+    return type(value) is list and all(
+        type(row) is list and len(row) >= 6 and all(map(_is_count, row)) for row in value
+    )
 
 
 def _is_seconds(value: Any) -> bool:
@@ -223,6 +252,8 @@ _WIRE: dict[str, Codec] = {
     "prompt_top_n": optional(TOP_N),
     "max_tokens": _COUNT,
     "seed": _COUNT,
+    "segments": _plain("rows of counts, one per segment", _is_segments),
+    "block_size_tokens": optional(_COUNT),
 }
 _NAMES = tuple(field.name for field in fields(Outcome))
 _VALUES = attrgetter(*_NAMES)

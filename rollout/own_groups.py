@@ -40,6 +40,7 @@ class OwnGroup:
     """What is known of it since; None until it was sent."""
     error: RolloutError | None = None
     """Why it has ended without the samples that are missing."""
+    priority: int = 0
 
     @property
     def ended(self) -> bool:
@@ -65,7 +66,14 @@ class OwnGroup:
         for index in samples:
             piece = known.get(index)
             if piece is not None:
-                request = piece.request(self.group_id, index, self.prompt, self.params, arrival_time=self.arrival_time)
+                request = piece.request(
+                    self.group_id,
+                    index,
+                    self.prompt,
+                    self.params,
+                    priority=self.priority,
+                    arrival_time=self.arrival_time,
+                )
             else:
                 request = DynamicInferenceRequest(
                     request_id=self.group_id,
@@ -73,6 +81,7 @@ class OwnGroup:
                     prompt_tokens=self.prompt,
                     sampling_params=self.params,
                     arrival_time=self.arrival_time,
+                    priority=self.priority,
                     seed=self.params.seed,
                 )
             request.prompt, request.metadata = self.text, self.metadata
@@ -86,6 +95,7 @@ class OwnGroup:
         request.status = Status.FAILED
         request.finish_reason = FinishReason.ABORT if isinstance(error, RequestAbortedError) else FinishReason.ERROR
         request.error = f"{type(error).__name__}: {error}"
+        request.add_event_fail()
         return request
 
 

@@ -115,6 +115,8 @@ class Stretch:
     """The whole completion's text of samples that have ended, from an engine that detokenises."""
     outcomes: OptionalBlobs = None
     """Packed `outcome` row of samples that have ended; None: it goes on."""
+    events: OptionalBlobs = None
+    """Packed `events` since those that were sent before."""
 
     def check(self) -> None:
         """Refuse columns of different lengths.
@@ -123,7 +125,7 @@ class Stretch:
             SerializationError: they disagree.
         """
         samples = len(self.indices)
-        for name in ("starts", "counts", "versions", "ttfts", "top_n", "texts", "outcomes"):
+        for name in ("starts", "counts", "versions", "ttfts", "top_n", "texts", "outcomes", "events"):
             column = getattr(self, name)
             if column is not None and len(column) != samples:
                 refuse(f"Stretch.{name}", column, f"one entry for each of {samples} samples")
@@ -173,6 +175,7 @@ class Stretch:
             pick(self.top_n),
             pick(self.texts),
             pick(self.outcomes),
+            pick(self.events),
         )
 
 

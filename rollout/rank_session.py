@@ -43,10 +43,10 @@ from rollout.wire_types import SET_VERSION
 
 Key = tuple[int, int]
 """(the engine's request id, sample index)."""
-Known = tuple[int, int]
-"""(completion tokens the coordinator knows of, the policy version of the prompt they came with)."""
+Known = tuple[int, int, int]
+"""(completion tokens the coordinator knows of, the policy version of the prompt they came with, events sent)."""
 
-NOTHING: Known = (0, 0)
+NOTHING: Known = (0, 0, 0)
 
 Value = TypeVar("Value")
 
@@ -238,7 +238,7 @@ class RankSession:
                 number, index, prompt, params, priority=message.priority, arrival_time=message.arrival_time or None
             )
             self._engine.continue_(DynamicInferenceRequestRecord.from_request(request))
-            known[index] = (len(piece.tokens), piece.prompt_version)
+            known[index] = (len(piece.tokens), piece.prompt_version, len(request.events))
         fresh = [index for index in wanted if index not in known]
         if fresh:
             # A coordinator has no wall clock of its own: 0 stands for now.
@@ -399,16 +399,16 @@ class RankSession:
         self, assignment: _Assignment, rows: list[tuple[Growth, DynamicInferenceRequestRecord | None]]
     ) -> Stretch:
         known = self._paces[assignment.interval].known
-        if len(rows) == 1 and rows[0][1] is None and rows[0][0].ttft is None and rows[0][0].top_n is None:
+        if len(rows) == 1 and rows[0][1] is None and _is_only_tokens(rows[0][0]):
             ((grown, _),) = rows
-            known[assignment.number, grown.sample_index] = (grown.start + grown.count, grown.versions[0])
+            known[assignment.number, grown.sample_index] = _known_after(grown)
             return Stretch(
                 assignment.request_id, assignment.attempt, [grown.sample_index], [grown.start], [grown.count],
                 grown.token_ids, grown.log_probs, [grown.versions],
             )  # fmt: skip
         for grown, record in rows:
             if record is None:
-                known[assignment.number, grown.sample_index] = (grown.start + grown.count, grown.versions[0])
+                known[assignment.number, grown.sample_index] = _known_after(grown)
             else:
                 self._close(assignment, grown.sample_index)
         return Stretch(
@@ -424,6 +424,7 @@ class RankSession:
             _column([None if grown.top_n is None else pack_top_n(grown.top_n) for grown, _ in rows]),
             _column([None if record is None else record.completion_text for _, record in rows]),
             _column([None if record is None else pack(outcome(record)) for _, record in rows]),
+            _column([grown.events for grown, _ in rows]),
         )
 
     def _close(self, assignment: _Assignment, index: int) -> None:
@@ -436,6 +437,14 @@ class RankSession:
         if not assignment.open:
             del self._attempts[assignment.attempt]
             del self._numbers[assignment.number]
+
+
+def _is_only_tokens(grown: Growth) -> bool:
+    return grown.ttft is None and grown.top_n is None and grown.events is None
+
+
+def _known_after(grown: Growth) -> Known:
+    return grown.start + grown.count, grown.versions[0], grown.num_events
 
 
 @lru_cache(maxsize=64)

@@ -233,6 +233,61 @@ class DynamicInferenceRequestRecord:
         return None if None in texts else "".join(text for text in texts if text is not None)
 
 
+# --- a merged request, cut up again -----------------------------------------------------------------------------------
+
+
+def segment_rows(record: DynamicInferenceRequestRecord) -> list[list[int]]:
+    """What `split` needs: per segment [tokens, gaps between them, events, cached and finished prompt tokens, current
+    version, version, count, version, count, … of its KV]."""
+    return [
+        [
+            segment.generated_length, len(segment.tpot), len(segment.events), segment.num_cached_tokens,
+            segment.finished_chunk_token_count, segment.policy_version, *segment.kv_spans.serialize(),
+        ]
+        for segment in record
+    ]  # fmt: skip
+
+
+def split(whole: DynamicInferenceRequest, rows: list[list[int]]) -> DynamicInferenceRequestRecord:
+    """The record of which `whole` is the merged request; the inverse of `merge`, but for when a segment's first token came.
+
+    Args:
+        whole: the first segment, where there are no rows.
+        rows: of `segment_rows`. Events before those that it counts belong to the first segment.
+
+    Raises:
+        SerializationError: the rows do not fit the request.
+    """
+    if not rows:
+        return DynamicInferenceRequestRecord(
+            segments=[whole], latency=whole.latency, completion_text=whole.generated_text
+        )
+    made, gaps, events = (sum(row[column] for row in rows) for column in range(3))
+    if made != whole.generated_length or gaps != len(whole.tpot):
+        refuse("segments", rows, f"rows that add up to {whole!r}")
+    rows = [[*rows[0][:2], rows[0][2] + max(0, len(whole.events) - events), *rows[0][3:]], *rows[1:]]
+    record = DynamicInferenceRequestRecord.from_request(replace(whole, inference_parameters=None))
+    at = gap = event = 0
+    for row in rows:
+        segment = record[0] if row is rows[0] else record.checkpoint()
+        tokens, top_n, length = slice(at, at + row[0]), whole.generated_top_n_logprobs, len(segment.prompt_tokens)
+        segment.generated_tokens = whole.generated_tokens[tokens]
+        segment.generated_log_probs = whole.generated_log_probs[tokens]
+        segment.generated_top_n_logprobs = top_n[tokens]
+        segment.tpot = whole.tpot[gap : gap + row[1]]
+        segment.events = whole.events[event : event + row[2]]
+        segment.num_cached_tokens, segment.finished_chunk_token_count, segment.policy_version = row[3:6]
+        segment.policy_spans = VersionSpans(whole.policy_spans.window(0, length + row[0]))
+        segment.kv_spans = VersionSpans.deserialize(row[6:])
+        segment.generated_text = segment.finish_reason = segment.stop_reason = segment.error = segment.latency = None
+        segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        at, gap, event = at + row[0], gap + row[1], event + row[2]
+    last = record[-1]
+    last.status, last.finish_reason, last.stop_reason = whole.status, whole.finish_reason, whole.stop_reason
+    last.error, record.latency, record.completion_text = whole.error, whole.latency, whole.generated_text
+    return record
+
+
 def _encode_segment(segment: DynamicInferenceRequest) -> dict[str, Any]:
     return {"kind": type(segment).__name__, "request": segment.serialize()}
 

@@ -76,12 +76,14 @@ class InferenceRequest:
     arrival_time: float = field(default_factory=time.time)
     status: Status = Status.WAITING_IN_QUEUE
     encoder_prompt: str | None = None
+    """Of an encoder; our engine runs decoders and refuses it."""
     generated_text: str | None = None
     segments: list[str] | None = None
-    """The prompt's text, token by token."""
+    """The prompt's text, token by token; None until `TextGenerationController.fill_segments`, as the next two."""
     generated_segments: list[str] | None = None
     """The completion's text, token by token."""
     generated_sequence_lengths: list[int] | None = None
+    """[G]: one completion, of so many tokens."""
     generated_tokens: list[int] = field(default_factory=list)
     """[G] token ids."""
     prompt_log_probs: list[float] | None = None
@@ -197,9 +199,10 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     precomputed_block_hashes: list[int] = field(default_factory=list)
     """Hashes of the prompt's complete blocks; filled on construction where prefix caching is on, unless given."""
     stop_word_ids: list[list[int]] | None = None
-    """Token ids of each stop string."""
+    """Token ids of each stop string; our engine finds `SamplingParams.stop` in the text and refuses them."""
     routing_indices: NDArray[Any] | None = None
-    """Integers [tokens, layers, k]: experts chosen per token and layer of a mixture of experts."""
+    """Integers [tokens, layers, k]: experts chosen per token and layer of a mixture of experts. Our engine records none
+    and refuses a record that has some: it cannot replay them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
@@ -366,8 +369,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
         return [
             ("temperature", torch.float32, True),
-            ("top_k", torch.int32, True),
-            ("top_p", torch.float32, True),
+            ("top_k", torch.int64, True),
+            ("top_p", torch.float64, True),
             ("min_p", torch.float32, True),
             ("repetition_penalty", torch.float32, True),
             ("presence_penalty", torch.float32, True),

@@ -96,7 +96,8 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/request_s", result.latency)
         for event in result.events:
             if event.type is DynamicInferenceEventType.ADD_CONTEXT:
-                self.observe("rollout/queue_s", event.timestamp - result.arrival_time)
+                # The event is by the clock of the rank that computed it.
+                self.observe("rollout/queue_s", max(0.0, event.timestamp - result.arrival_time))
                 return
 
     def batch(self, batch: RolloutBatch) -> None:

@@ -87,6 +87,7 @@ class Sample:
     text: str | None
     metadata: Any
     versions: list[int]
+    events: list[str]
 
 
 def asks(count: int, n: int, longest: int, seed: int) -> list[Ask]:
@@ -123,6 +124,7 @@ def samples(batch: RolloutBatch) -> list[Sample]:
             request.generated_text,
             request.metadata,
             request.policy_spans.dense()[len(request.prompt_tokens) :].tolist(),
+            [event.type.name for event in request.events],
         )
         for request in batch
     ]

@@ -27,6 +27,8 @@ from rollout.errors import (
     RequestError,
     SerializationError,
 )
+from rollout.events import DynamicInferenceEvent, pack_events
+from rollout.events import DynamicInferenceEventType as Kind
 from rollout.frames import LostFramesError, decode, encode
 from rollout.open_group import PIECES_TOGETHER, GroupResult, OpenGroup
 from rollout.outcome import Outcome, pack, pack_top_n
@@ -272,13 +274,20 @@ COMPARED = (
     "finish_reason", "stop_reason", "error", "seed", "generated_text", "generated_tokens", "generated_log_probs",
     "generated_top_n_logprobs", "prompt_log_probs", "prompt_top_n_logprobs", "tpot", "ttft", "latency", "policy_version",
     "policy_spans", "kv_spans", "num_cached_tokens", "metadata", "original_prompt_length", "finished_chunk_token_count",
+    "events", "event_add_engine", "block_size_tokens", "enable_prefix_caching", "precomputed_block_hashes",
+)  # fmt: skip
+
+
+OF_A_SEGMENT = (
+    "prompt_tokens", "generated_tokens", "sampling_params", "rng_offset", "tpot", "num_cached_tokens", "policy_spans",
+    "kv_spans", "policy_version", "finished_chunk_token_count", "precomputed_block_hashes", "finish_reason",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", [None, "persist", "recompute"])
 def test_results_are_what_a_direct_engine_says(mode):
     """Every field that travels, also of a group whose weights changed in the middle, which recompute splits in two."""
-    engine = make_engine("llama")
+    engine = make_engine("llama", track_generated_token_events=mode == "persist")
     params = at_random(9, n=3, logprobs=2, prompt_logprobs=2)
     prompt = token_ids(7)
     engine.add_request(prompt, params, request_id=0, priority=1)
@@ -291,10 +300,11 @@ def test_results_are_what_a_direct_engine_says(mode):
             engine.weights_updated()
             engine.resume()
             engine.unpause()
-    merged = [record.merge() for record in sorted(records, key=lambda record: record.sample_index)]
+    records.sort(key=lambda record: record.sample_index)
+    merged = [record.merge() for record in records]
     line = Line()
     group = line.session.submit(prompt, params, priority=1, arrival_time=merged[0].arrival_time)
-    for record, each in zip(sorted(records, key=lambda record: record.sample_index), merged, strict=True):
+    for record, each in zip(records, merged, strict=True):
         cut = 4 + each.sample_index
         for start, stop in ((0, cut), (cut, 9)):
             rows = {each.sample_index: (start, each.generated_tokens[start:stop])}
@@ -303,6 +313,7 @@ def test_results_are_what_a_direct_engine_says(mode):
             part.ttfts = None if start else [each.ttft]
             part.top_n = [pack_top_n(each.generated_top_n_logprobs[start:stop])]
             part.outcomes = [pack(outcome_of(record))] if stop == 9 else None
+            part.events = [pack_events(each.events[:3] if start == 0 else each.events[3:])]
             line.receive(Update([part]))
     for ours, theirs in zip(group.result(), merged, strict=True):
         for name in COMPARED:
@@ -313,6 +324,12 @@ def test_results_are_what_a_direct_engine_says(mode):
         assert DynamicInferenceRequest.deserialize(ours.serialize()).generated_tokens == theirs.generated_tokens
     if mode:
         assert len(set(merged[0].policy_versions.tolist())) == 2
+    for ours, theirs in zip(group.result().records, records, strict=True):
+        assert ours.merge().serialize() == theirs.merge().serialize() | {"arrival_time": ours[0].arrival_time}
+        assert [segment.events for segment in ours] == [segment.events for segment in theirs]
+        for name in OF_A_SEGMENT:
+            assert [getattr(each, name) for each in ours] == [getattr(each, name) for each in theirs], name
+    assert len(records[0]) == (2 if mode == "recompute" else 1)
 
 
 # --- contiguity -------------------------------------------------------------------------------------------------------
@@ -331,6 +348,21 @@ def test_a_sample_that_starts_afresh_is_known_only_from_there_on():
     (request,) = group.result()
     assert request.generated_tokens == [4, 5]
     assert request.ttft == 0.5
+
+
+def test_what_has_happened_to_a_sample_is_told_once_whatever_it_went_through():
+    """Tokens in one piece or a thousand, given up on the way, and known to another session."""
+    events = [DynamicInferenceEvent(float(number), Kind.EVICT) for number in range(300)]
+    line, starts = Line(), [*range(100), *range(199)]
+    group = line.submit()
+    for start, event in zip(starts, events, strict=False):
+        line.receive(Update([stretch(0, {0: (start, [1])}, events=[pack_events([event])])]))
+    elsewhere = Line()
+    group = elsewhere.submit(known=group.known())
+    last = stretch(0, {0: (199, [1])}, ended=(0,), events=[pack_events(events[299:])])
+    elsewhere.receive(Update([last]))
+    assert group.result()[0].events == events
+    assert group.result().records[0].merge().events == events
 
 
 def test_a_sample_that_comes_token_by_token_is_kept_in_few_pieces_and_read_as_ever():

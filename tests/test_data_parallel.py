@@ -61,6 +61,7 @@ def assert_as_alone(answered: Sequence[Sample], wanted: Sequence[Ask]) -> None:
             theirs.prompt, theirs.tokens, theirs.text, theirs.metadata,
         )  # fmt: skip
         np.testing.assert_allclose(mine.log_probs, theirs.log_probs, atol=TOLERANCE)
+        assert (mine.events[:2], mine.events[-1]) == (["ADD_ENGINE", "ADD_CONTEXT"], "FINISH")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -78,6 +79,7 @@ def test_every_rank_gets_what_it_would_make_alone_and_the_work_is_shared(nursery
     for answer in answers:
         assert answer["metrics"]["rollout/requests_waiting"] == 0
         assert answer["metrics"]["rollout/requests_finished"] == len(answer["first"])
+        assert ("rollout/queue_s_max" in answer["metrics"]) == bool(answer["first"])
 
 
 @pytest.mark.parametrize("after", [1, 12, 44, 48, 54, None], ids=lambda after: f"step {after}" if after else "between")

@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from rollout.errors import RequestFailedError, RolloutError, SerializationError
-from rollout.events import DynamicInferenceEvent, EventLog
+from rollout.events import MAX_MESSAGE, DynamicInferenceEvent, EventLog, pack_events, unpack_events
 from rollout.events import DynamicInferenceEventType as Kind
 
 BARE = [Kind.ADD_ENGINE, Kind.ADD_CONTEXT, Kind.PAUSE, Kind.EVICT, Kind.FINISH, Kind.FAIL]
@@ -115,6 +115,39 @@ def test_the_line_shows_the_token_or_the_error():
 def test_a_bare_event_survives_the_wire(kind):
     event = DynamicInferenceEvent(1.25, kind)
     assert sent(event) == event
+
+
+def test_packed_events_come_back_also_several_rows_of_them_after_each_other():
+    first = [DynamicInferenceEvent(1.25, kind) for kind in BARE]
+    second = [
+        DynamicInferenceEvent(2.5, Kind.GENERATED_TOKEN, TOKEN),
+        DynamicInferenceEvent(2.5, Kind.GENERATED_TOKEN, {"token_id": 1, "blocks_ref_count": 0}),
+    ]
+    assert len(pack_events(first)) == 11 * len(first)
+    assert unpack_events(pack_events(first) + pack_events(second) + pack_events([])) == first + second
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_packed_exception_keeps_its_name_and_the_beginning_of_its_message(kind):
+    (event,) = unpack_events(pack_events([DynamicInferenceEvent(0.5, kind, HomeMadeError("x" * 10**6))]))
+    assert (event.type, type(event.payload).__name__) == (kind, "HomeMadeError")
+    assert str(event.payload) == "x" * MAX_MESSAGE
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        pack_events([DynamicInferenceEvent(1.0, Kind.FINISH)])[:-1],
+        b"\xff",
+        *(msgpack.packb(row) for row in (
+            7, [], [1], [True, 1.0], [1, 1], [99, 1.0], [1, 1.0, None], [3, 1.0], [3, 1.0, "x", None, None, None, None],
+            [3, 1.0, 5], [9, 1.0, "ValueError"], [9, 1.0, "no name", ""], [9, 1.0, 3, 4],
+        )),
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_events_are_refused(packed):
+    with pytest.raises(SerializationError, match=r"event|Event"):
+        unpack_events(packed)
 
 
 def test_a_token_event_survives_the_wire():

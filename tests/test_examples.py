@@ -95,6 +95,24 @@ def test_the_data_parallel_example_runs_on_two_ranks_and_shows_the_balance(tmp_p
     assert list(tmp_path.rglob("*.wandb")), "wandb has written nothing"
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_the_example_without_a_training_loop_answers_alone_and_on_two_ranks(ranks: int | None) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "examples" / "offline.py"), "--max-tokens", "4"],
+        capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("tokens, ") == 8
+    if ranks is None:
+        assert re.search(r"7\+8= came in [1-4] pieces", done.stdout), done.stdout
+        assert done.stdout.count("answered after") == 4
+    else:
+        assert sorted(re.findall(r"rank (\d) computed", done.stdout)) == ["0", "1"]
+
+
 def test_the_advantages_of_ppo_are_the_discounted_sums_of_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     ppo = importlib.import_module("ppo")

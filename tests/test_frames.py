@@ -139,7 +139,7 @@ def test_bytes_that_are_no_frame_are_a_serialization_error_and_nothing_else(fram
         (msgpack.packb([4, -1]), "[header, sequence, fields …]"),
         (msgpack.packb([4, True]), "[header, sequence, fields …]"),
         (msgpack.packb([99, 0]), "header 99: unknown to protocol version"),
-        (msgpack.packb([24, 0, [[]]]), "Stretch: '0 fields' arrived where 8 to 12 fields must be"),
+        (msgpack.packb([24, 0, [[]]]), "Stretch: '0 fields' arrived where 8 to 13 fields must be"),
         (msgpack.packb([24, 0, [3]]), "Update.stretches"),
         (b"\x00" * (MAX_FRAME_BYTES + 1), "at most"),
     ],
@@ -163,6 +163,7 @@ def one(**changes: Any) -> Stretch:
     [
         ("starts", {"starts": [0]}),
         ("outcomes", {"outcomes": [None]}),
+        ("events", {"events": [None]}),
         ("counts", {"token_ids": bytes(8)}),
         ("counts", {"log_probs": bytes(16)}),
         ("versions", {"versions": [[0, 0, 2], [0, 0, 1, 1, 1]]}),
@@ -248,7 +249,7 @@ def test_a_frame_nobody_could_read_counts_as_one():
 def plain_stretch() -> list[Any]:
     """One as nearly all are: whole samples, one version each."""
     return [7, 3, [0, 2], [0, 5], [2, 1], b"\1\0\0\0" * 3, b"\0\0\0\0" * 3, [[1, 1, 2], [0, 1, 1]], [0.5, None], None,
-            ["ab", None], [b"o", None]]  # fmt: skip
+            ["ab", None], [b"o", None], [None, b"e"]]  # fmt: skip
 
 
 STRAY_VALUES = st.one_of(
@@ -259,7 +260,7 @@ STRAY_VALUES = st.one_of(
 
 
 @settings(max_examples=2000, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 11), STRAY_VALUES), max_size=3), st.integers(-1, 1))
+@given(st.lists(st.tuples(st.integers(0, 12), STRAY_VALUES), max_size=3), st.integers(-1, 1))
 def test_the_quick_look_at_a_stretch_lets_nothing_pass_that_the_rules_refuse(changes, length):
     row = plain_stretch()
     for field, value in changes:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.errors import (
     ConfigError,
@@ -95,6 +96,19 @@ def test_a_completion_is_what_the_models_own_generate_gives() -> None:
         results = llm.generate(prompts, greedily(12))
     assert [result.generated_tokens for result in results] == [greedy(model, prompt, 12) for prompt in prompts]
     assert [result.prompt_tokens for result in results] == prompts
+
+
+def test_results_say_what_happened_to_them_and_which_blocks_their_prompts_have() -> None:
+    with blocking(kv_cache_blocks=16, track_generated_token_events=True) as llm:
+        results = llm.generate([token_ids(6, seed) for seed in range(8)], at_random(24))
+        preemptions = llm.engine.stats()["preemptions"]
+    kinds = [[event.type.name for event in result.events] for result in results]
+    assert all(each[:2] == ["ADD_ENGINE", "ADD_CONTEXT"] and each[-1] == "FINISH" for each in kinds)
+    assert all(each.count("GENERATED_TOKEN") == 24 for each in kinds)
+    assert sum(each.count("EVICT") for each in kinds) == preemptions > 0
+    for result in results:
+        assert result.event_add_engine is result.events[0]
+        assert result.precomputed_block_hashes == compute_block_hashes_batched(result.prompt_tokens, 4)
 
 
 def test_results_come_in_the_order_of_the_prompts_the_samples_of_a_prompt_side_by_side() -> None:

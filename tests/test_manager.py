@@ -227,6 +227,16 @@ def test_an_engine_made_elsewhere_is_used_and_a_foreign_one_refused(frozen, mode
         RolloutManager(frozen, config=InferenceConfig(), engine=engine)
 
 
+def test_what_an_engine_made_elsewhere_would_not_heed_is_refused(frozen, tokenizer):
+    config = InferenceConfig(kv_cache_blocks=32, verify_model=False)
+    with pytest.raises(ConfigError, match="tokenizer= is another than that of engine="):
+        RolloutManager(frozen, tokenizer, engine=DynamicInferenceEngine(frozen, config=config))
+    engine = DynamicInferenceEngine(frozen, tokenizer, config)
+    assert RolloutManager(frozen, engine=engine).generate(["a"], GREEDY).pad_token_id == tokenizer.pad_token_id
+    with pytest.raises(ConfigError, match="coordinator='tcp://host:5000': must be a CoordinatorConfig, True or False"):
+        RolloutManager(frozen, config=config, coordinator="tcp://host:5000")
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import SerializationError
-from rollout.known import stretch_of
+from rollout.events import pack_events
+from rollout.known import pieces, stretch_of
 from rollout.outcome import Outcome, growth, outcome, pack, pack_top_n, unpack, unpack_top_n
-from rollout.record import DynamicInferenceRequestRecord
+from rollout.record import DynamicInferenceRequestRecord, segment_rows
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.spans import VersionSpans
@@ -46,6 +47,8 @@ outcomes = st.builds(
     st.none() | rows,
     counts,
     counts,
+    st.lists(st.lists(counts, min_size=6, max_size=8), max_size=3),
+    st.none() | counts,
 )
 
 
@@ -87,6 +90,9 @@ def test_bytes_that_are_no_outcome_are_refused_by_name(noise: bytes) -> None:
         ("prompt_top_n", {"counts": b""}),
         ("max_tokens", 2**63),
         ("seed", "7"),
+        ("segments", [[1, 2, 3]]),
+        ("segments", [[0, 0, 0, 0, 0, True]]),
+        ("block_size_tokens", -16),
     ],
 )
 def test_a_malformed_field_is_named(field: str, value: Any) -> None:
@@ -99,7 +105,7 @@ def test_a_malformed_field_is_named(field: str, value: Any) -> None:
 
 def test_a_row_of_another_length_is_refused() -> None:
     row = msgpack.unpackb(pack(PLAIN))
-    with pytest.raises(SerializationError, match="a row of 14 fields"):
+    with pytest.raises(SerializationError, match="a row of 16 fields"):
         unpack(msgpack.packb(row[:-1]))
 
 
@@ -163,6 +169,18 @@ def test_a_stretch_of_a_record_holds_all_that_is_known_of_it() -> None:
     assert unpack_top_n(stretch.top_n[0] or b"") == merged.generated_top_n_logprobs
 
 
+def test_what_happened_to_a_sample_stays_with_it_where_it_goes_on() -> None:
+    record = record_of_three_segments()
+    for number, segment in enumerate(record):
+        segment.add_event_add_engine(timestamp=float(number))
+        segment.add_event_evict(timestamp=number + 0.5)
+    elsewhere = pieces([stretch_of(record)], [2])[2].request(7, 2, record[0].prompt_tokens, record[0].sampling_params)
+    assert elsewhere.events == record.merge().events
+    assert elsewhere.event_add_engine == record[0].events[0]
+    afresh = stretch_of(DynamicInferenceRequestRecord.from_request(elsewhere))
+    assert pieces([stretch_of(record), afresh], [2])[2].events == 2 * pack_events(elsewhere.events)
+
+
 def test_tokens_known_of_an_earlier_life_or_beyond_the_record_count_for_nothing() -> None:
     record = record_of_three_segments()
     assert growth(record, 3, 0).start == 0
@@ -195,6 +213,7 @@ def test_an_outcome_says_of_a_record_what_merging_it_would() -> None:
         None,
         9,
         77,
+        segment_rows(record),
     )
     assert ended.prompt_log_probs == [-1.0, -2.0]
     assert unpack(pack(ended)) == ended

@@ -11,7 +11,10 @@ import pytest
 
 import rollout
 
-WITH_TORCH = ("Rollout", "Packed", "DynamicInferenceEngine", "EngineWorker", "LLM", "AsyncLLM")
+WITH_TORCH = (
+    "Rollout", "Packed", "DynamicInferenceEngine", "DynamicInferenceContext", "TextGenerationController", "EngineWorker",
+    "LLM", "AsyncLLM",
+)  # fmt: skip
 VOCABULARY = [name for name in rollout.__all__ if not name.startswith(WITH_TORCH)]
 
 

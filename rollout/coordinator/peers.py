@@ -104,7 +104,7 @@ class Peers:
 
 def _size(stretch: Stretch) -> int:
     size = len(stretch.token_ids) + len(stretch.log_probs) + SAMPLE_BYTES * len(stretch.indices)
-    for column in (stretch.top_n, stretch.texts, stretch.outcomes):
+    for column in (stretch.top_n, stretch.texts, stretch.outcomes, stretch.events):
         if column is not None:
             size += sum(len(each) for each in column if each is not None)
     return size

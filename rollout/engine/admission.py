@@ -14,9 +14,32 @@ from rollout.engine.controller import TextGenerationController
 from rollout.engine.sequences import Sequence
 from rollout.errors import InvalidRequestError
 from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest
+from rollout.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.seeds import stream_key
+
+
+def refuse_what_is_not_served(record: DynamicInferenceRequestRecord) -> None:
+    """Refuse a record that asks for what no engine of ours does; without a word it would be left out.
+
+    Raises:
+        InvalidRequestError: naming the field, its value and what to do instead.
+    """
+    for request in record:
+        if isinstance(request, VLMInferenceRequest) and (request.imgs is not None or request.num_tiles):
+            field, cure = "imgs", "this engine shows no images to the model; send the text alone"
+        elif request.routing_indices is not None:
+            field, cure = "routing_indices", "this engine cannot replay routing_indices; clear them: it is routed anew"
+        elif request.encoder_prompt is not None:
+            field, cure = "encoder_prompt", "this engine runs decoders alone; put the text into the prompt"
+        elif request.stop_word_ids is not None:
+            field, cure = "stop_word_ids", "give SamplingParams.stop, or stop_token_ids for single tokens"
+        else:
+            continue
+        raise InvalidRequestError(
+            f"request {record.request_id} sample {record.sample_index} brings {type(request).__name__}.{field}: {cure}",
+            record.request_id,
+        )
 
 
 class Admission:
@@ -104,6 +127,7 @@ class Admission:
             InvalidRequestError: it can never be served here, or has seen a later version than `version`.
         """
         number = record.request_id
+        refuse_what_is_not_served(record)
         if record[-1].policy_version > version:
             raise InvalidRequestError(
                 f"request {number} is of policy version {record[-1].policy_version} and the engine of {version}; call "

@@ -10,12 +10,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rollout.engine.detokenizer import CompletionText
+from rollout.engine.detokenizer import CompletionText, pieces_of
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import ModelLayout
 from rollout.engine.sequences import Sequence as Sample
 from rollout.engine.step import ScheduledStep, StepTokens
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from rollout.request import InferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.seeds import stream_key
 
@@ -75,11 +76,13 @@ class TextGenerationController:
         """Refuse what this model cannot sample.
 
         Raises:
-            InvalidRequestError: a biased token id is outside the vocabulary, or no token may be drawn first.
+            InvalidRequestError: a biased token id, or one that is to stop it, is outside the vocabulary, or no token may be
+                drawn first.
         """
-        bad = next((token for token in params.logit_bias or () if token >= self.layout.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(f"logit_bias of token {bad}: must lie in [0, {self.layout.vocab_size})")
+        for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            bad = next((token for token in tokens if token >= self.layout.vocab_size), None)
+            if bad is not None:
+                raise InvalidRequestError(f"{name} of token {bad}: must lie in [0, {self.layout.vocab_size})")
         if params.min_tokens and len(stops := self.stop_ids(params)) >= self.layout.vocab_size:
             left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
             if not left:
@@ -104,6 +107,20 @@ class TextGenerationController:
         if self.tokenizer is None:
             return None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def fill_segments(self, request: InferenceRequest) -> None:
+        """Fill in a request's `segments`, `generated_segments` and `generated_sequence_lengths`.
+
+        A piece of text per token: joined they are what `decode` makes of all tokens. A token that ends inside a
+        character has an empty piece, and so has a special one.
+
+        Raises:
+            ConfigError: there is no tokenizer.
+        """
+        tokenizer = self._require_tokenizer("fill_segments()")
+        request.segments = pieces_of(tokenizer, request.prompt_tokens)
+        request.generated_segments = pieces_of(tokenizer, request.generated_tokens)
+        request.generated_sequence_lengths = [request.generated_length]
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Ids that end a request: its own and, unless it ignores them, the model's end-of-sequence ids."""

@@ -111,6 +111,13 @@ class IncrementalDetokenizer:
         return bool(self._tokenizer.decode([token], skip_special_tokens=False))
 
 
+def pieces_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token settles; joined, what `decode` makes of all of them."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.push((token,)) for token in token_ids]
+    return [*pieces[:-1], pieces[-1] + detokenizer.finish()] if pieces else []
+
+
 class CompletionText:
     """The text of one completion, ended by the first of its stop strings.
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.engine.adapters import AdapterSwitches, Variant, described
-from rollout.engine.admission import Admission
+from rollout.engine.admission import Admission, refuse_what_is_not_served
 from rollout.engine.attention import Installation
 from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_size
 from rollout.engine.controller import Prompt, TextGenerationController
@@ -322,6 +322,15 @@ class DynamicInferenceEngine:
         self.context.scheduler.check_samples(number, params.n)
         self.context.scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
         return tokens
+
+    def check_record(self, record: DynamicInferenceRequestRecord) -> None:
+        """Nothing is queued.
+
+        Raises:
+            InvalidRequestError, ConfigError: no engine like this one could go on with it.
+        """
+        refuse_what_is_not_served(record)
+        self.check_request(record[0].prompt_tokens, record[0].sampling_params)
 
     def _wanted(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
         live = self._live.get(number, {}).keys()
@@ -796,11 +805,12 @@ class DynamicInferenceEngine:
                 records.append(DynamicInferenceRequestRecord.deserialize(sample.record.serialize()))
             return records
 
-    def progress(self, known: Mapping[tuple[int, int], tuple[int, int]]) -> list[Growth]:
+    def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[Growth]:
         """Tokens that unfinished samples have gained. Costs a few microseconds per sample and copies only new tokens.
 
         Args:
-            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with).
+            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with,
+                events known).
 
         Returns:
             One row per sample of `known` that has more, or that has started afresh (`StalenessPolicy.REQUEUE`): that

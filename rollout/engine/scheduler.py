@@ -92,7 +92,7 @@ class Scheduler:
             yield leader
             yield from leader.siblings
 
-    def growths(self, known: Mapping[tuple[int, int], tuple[int, int]]) -> list[Growth]:
+    def growths(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[Growth]:
         """What the sequences named in `known` have beyond it: see `DynamicInferenceEngine.progress`."""
         grown = []
         for leader in (*self.waiting, *self.parked, *self.decoding, *self.prefilling):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollout.engine.adapters import NO_ADAPTER, Variant
 from rollout.engine.block_allocator import NO_BLOCK
-from rollout.outcome import Growth, first_token_after, first_unknown, joined, versions
+from rollout.outcome import Growth, first_token_after, first_unknown, joined, new_events, versions
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -171,13 +171,14 @@ class SequenceTable:
         span = slice(self.prompt_length[slot], self.length[slot])
         return self.tokens[slot, span], self.logprobs[slot, span], self.times[slot, span]
 
-    def growth(self, sequence: Sequence, known: int, prompt_version: int) -> Growth:
+    def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> Growth:
         """What an active sequence has beyond what is known; its record stays as it is. See `outcome.growth`."""
         slot, record = sequence.slot, sequence.record
         live = record[-1]
         origin, end = self.origin.item(slot), self.length.item(slot)
         start = first_unknown(live, end - origin, known, prompt_version)
         low, segment = origin + start, self.prompt_length.item(slot)
+        events, num_events = new_events(record, events_known)
         if start and low >= segment and len(live.policy_spans) <= low and not live.sampling_params.logprobs:
             # So nearly always: tokens of one version, behind what was known, in the live segment.
             return Growth(
@@ -190,6 +191,8 @@ class SequenceTable:
                 [prompt_version, live.policy_version, end - low] if end > low else [prompt_version],
                 None,
                 None,
+                events,
+                num_events,
             )
         log_probs = self.logprobs[slot, max(low, segment) : end].tobytes()
         if low < segment:
@@ -215,6 +218,8 @@ class SequenceTable:
             versions(live, start, end - origin),
             ttft,
             top_n,
+            events,
+            num_events,
         )
 
     def write_back(self, sequence: Sequence) -> None:

@@ -29,6 +29,7 @@ import zmq
 from rollout.client import InferenceClient
 from rollout.config import CoordinatorConfig
 from rollout.coordinator.process import DataParallelInferenceCoordinator
+from rollout.events import DynamicInferenceEvent, DynamicInferenceEventType, pack_events
 from rollout.frames import Sequencer, decode, encode
 from rollout.outcome import Outcome, pack
 from rollout.protocol import (
@@ -48,6 +49,9 @@ from rollout.sampling_params import SamplingParams
 from tests.benchmarks.serve import serve
 
 BLOCK_SIZE = 16
+EVENTS = pack_events([DynamicInferenceEvent(1e9, kind) for kind in DynamicInferenceEventType if kind.name in (
+    "ADD_ENGINE", "ADD_CONTEXT", "FINISH")])  # fmt: skip
+"""Of a sample that nothing has interrupted."""
 SLOTS = 1 << 20
 HEARTBEAT_S = 10.0
 """Longer than a measurement, so that none falls into one."""
@@ -102,7 +106,7 @@ def answer(assign: Assign, completion: int) -> Stretch:
     return Stretch(
         assign.request_id, assign.attempt, assign.indices, [0] * samples, [completion] * samples,
         bytes(4 * completion * samples), bytes(4 * completion * samples), [[0, 0, completion]] * samples,
-        [0.01] * samples, None, None, [pack(outcome)] * samples,
+        [0.01] * samples, None, None, [pack(outcome)] * samples, [EVENTS] * samples,
     )  # fmt: skip
 
 
@@ -145,7 +149,7 @@ class Rank:
         zeros = bytes(4 * count * samples)
         return Stretch(
             assign.request_id, assign.attempt, assign.indices, [0] * samples, [count] * samples, zeros, zeros,
-            [[0, 0, count]] * samples, [0.01] * samples, None, None, self._outcomes[:samples],
+            [[0, 0, count]] * samples, [0.01] * samples, None, None, self._outcomes[:samples], [EVENTS] * samples,
         )  # fmt: skip
 
     def _say(self, message: Register | EngineMoved | Heartbeat | Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rollout.engine.block_allocator import NO_BLOCK, BlockAllocator, CacheChanges
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError
+from rollout.events import unpack_events
 from rollout.outcome import Growth, growth
 from rollout.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
@@ -91,7 +93,8 @@ class Listener:
     """Puts together what `progress` tells."""
 
     def __init__(self) -> None:
-        self.known: dict[Key, tuple[int, int]] = {}
+        self.known: dict[Key, tuple[int, int, int]] = {}
+        self.events: defaultdict[Key, list[Any]] = defaultdict(list)
         self.tokens: dict[Key, list[int]] = {}
         self.log_probs: dict[Key, list[float]] = {}
         self.versions: dict[Key, list[int]] = {}
@@ -102,12 +105,12 @@ class Listener:
 
     def expect(self, engine: DynamicInferenceEngine) -> None:
         for sample in engine.context.scheduler:
-            self.known.setdefault(sample.key, (0, 0))
+            self.known.setdefault(sample.key, (0, 0, 0))
 
     def hear(self, rows: list[Growth]) -> None:
         for row in rows:
             key = (row.request_id, row.sample_index)
-            count, prompt_version = self.known[key]
+            count, prompt_version, _ = self.known[key]
             assert row.start in (0, count)
             self.restarts += row.start < count
             tokens = np.frombuffer(row.token_ids, "<i4").tolist()
@@ -126,7 +129,9 @@ class Listener:
             self.log_probs[key] += log_probs
             self.versions[key] += versions
             self.top_n[key] += row.top_n or []
-            self.known[key] = (row.start + row.count, row.versions[0])
+            self.known[key] = (row.start + row.count, row.versions[0], row.num_events)
+            self.events[key] += unpack_events(row.events or b"")
+            assert len(self.events[key]) == row.num_events
 
 
 def listen(engine: DynamicInferenceEngine, every: int, events: Iterator[Any] | None = None) -> tuple[Listener, Any]:
@@ -156,6 +161,7 @@ def assert_heard_everything(listener: Listener, requests: dict[Key, Any]) -> Non
         assert listener.prompt_version[key] == versions[0]
         assert listener.ttft[key] == request.ttft
         assert listener.top_n[key] == request.generated_top_n_logprobs
+        assert listener.events[key] == request.events
 
 
 @pytest.mark.parametrize("every", [1, 3, 100])
@@ -212,9 +218,9 @@ def test_a_sample_that_starts_afresh_is_told_before_it_has_a_token() -> None:
     engine.add_request(token_ids(6), greedily(8), request_id=5)
     steps(engine, 3)
     engine.weights_updated()
-    (row,) = engine.progress({(5, 0): (3, 0)})
+    (row,) = engine.progress({(5, 0): (3, 0, 0)})
     assert (row.start, row.count, row.versions) == (0, 0, [1])
-    assert engine.progress({(5, 0): (0, 1)}) == []
+    assert engine.progress({(5, 0): (0, 1, 0)}) == []
 
 
 def test_a_sample_that_has_grown_longer_in_its_second_life_is_told_from_its_beginning() -> None:
@@ -223,7 +229,7 @@ def test_a_sample_that_has_grown_longer_in_its_second_life_is_told_from_its_begi
     steps(engine, 2)
     engine.weights_updated()
     steps(engine, 5)
-    (row,) = engine.progress({(5, 0): (2, 0)})
+    (row,) = engine.progress({(5, 0): (2, 0, 0)})
     assert (row.start, row.count, row.versions) == (0, 5, [1, 1, 5])
 
 
@@ -232,7 +238,7 @@ def test_progress_leaves_the_records_alone_and_out_what_was_not_asked_for() -> N
     engine.add_request(token_ids(6), greedily(8), request_id=5)
     engine.add_request(token_ids(6, 1), greedily(8), request_id=6)
     steps(engine, 3)
-    rows = engine.progress({(5, 0): (1, 0), (9, 9): (0, 0)})
+    rows = engine.progress({(5, 0): (1, 0, 0), (9, 9): (0, 0, 0)})
     assert [(row.request_id, row.start, row.count) for row in rows] == [(5, 1, 2)]
     for sample in engine.context.scheduler:
         assert sample.request.generated_tokens == []

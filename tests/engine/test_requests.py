@@ -24,9 +24,11 @@ from transformers import (
 )
 
 from rollout.engine.engine import MAX_FAILED_STEPS, DynamicInferenceEngine
-from rollout.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestError
+from rollout.engine.sampling_table import SamplingTable
+from rollout.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, RequestError
 from rollout.events import DynamicInferenceEventType
-from rollout.request import DynamicInferenceRequest
+from rollout.record import DynamicInferenceRequestRecord
+from rollout.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, FinishReason, Status
 from tests.engines import (
@@ -1006,3 +1008,60 @@ def test_results_of_generate_stand_in_the_order_of_the_prompts_and_other_request
 
 def test_blocks_are_sized_by_the_block_size_the_tests_count_with() -> None:
     assert make_engine("qwen3").config.block_size_tokens == BLOCK
+
+
+# --- accepted is served, and what is not is refused by name -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"imgs": torch.zeros(1, 3, 2, 2), "num_tiles": [1]}, r"VLMInferenceRequest\.imgs: .* send the text alone"),
+        ({"num_tiles": [2]}, r"VLMInferenceRequest\.imgs"),
+        ({"routing_indices": np.zeros((3, 3, 2), np.int16)}, "this engine cannot replay routing_indices"),
+        ({"encoder_prompt": "text"}, "encoder_prompt: this engine runs decoders alone"),
+        ({"stop_word_ids": [[5, 6]]}, "stop_word_ids: give SamplingParams.stop"),
+    ],
+)
+def test_a_record_that_asks_for_what_nobody_here_does_is_refused_by_the_fields_name(fields, words) -> None:
+    engine = make_engine("qwen3")
+    kind = VLMInferenceRequest if "num_tiles" in fields else DynamicInferenceRequest
+    record = DynamicInferenceRequestRecord.from_request(kind(request_id=4, prompt_tokens=token_ids(5), **fields))
+    for take in (engine.add_record, engine.check_record):
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            take(record)
+        assert caught.value.request_id == 4
+    assert not engine.has_unfinished
+
+
+def test_a_request_of_the_other_kind_that_brings_no_image_is_served() -> None:
+    engine = make_engine("qwen3")
+    request = VLMInferenceRequest(request_id=4, prompt_tokens=token_ids(5), sampling_params=greedily(3))
+    engine.add_record(DynamicInferenceRequestRecord.from_request(request))
+    assert_greedy("qwen3", finish(engine)[4, 0])
+
+
+def test_a_stop_token_that_can_never_come_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=rf"stop_token_ids of token {VOCAB}: must lie in \[0, {VOCAB}\)"):
+        make_engine("qwen3").add_request([5], SamplingParams(stop_token_ids=[3, VOCAB]))
+
+
+def test_a_request_has_its_text_token_by_token_once_somebody_asks() -> None:
+    engine = make_engine("qwen3", make_tokenizer())
+    (request,) = engine.generate(["a b"], at_random(9))
+    assert (request.segments, request.generated_segments, request.generated_sequence_lengths) == (None, None, None)
+    engine.controller.fill_segments(request)
+    assert request.segments == ["a", " ", "b"]
+    assert (len(request.generated_segments), request.generated_sequence_lengths) == (9, [9])
+    assert "".join(request.generated_segments) == request.generated_text
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        make_engine("qwen3").controller.fill_segments(request)
+
+
+def test_the_metadata_types_are_those_of_the_rows_the_sampler_reads() -> None:
+    table = SamplingTable("cpu")
+    table.set(0, SamplingParams(temperature=0.5, top_k=7, top_p=0.5), key=1)
+    rows = table.select(np.zeros(1, np.int64))
+    for name, dtype, on_device in DynamicInferenceRequest.get_metadata_types():
+        if on_device:
+            assert getattr(rows, "key" if name == "seed" else name).dtype == dtype, name
