@@ -34,9 +34,6 @@ def test_every_number_of_a_random_life_is_the_oracles(seed: int) -> None:
     assert Life(seed).live().tokens > 0
 
 
-@pytest.mark.xfail(
-    reason="requeue after a restart goes on under the old engine's rules: issue 10, item 10", strict=False
-)
 @pytest.mark.parametrize("seed", [181, 195, 236])
 def test_samples_that_start_afresh_after_a_restart_do_so_under_the_new_configuration(seed: int) -> None:
     Life(seed).live()
