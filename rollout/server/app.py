@@ -28,11 +28,13 @@ from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
 from rollout.server.admin import add_admin_routes
 from rollout.server.chat import add_chat_routes
+from rollout.server.chat_schema import ChatRequest
 from rollout.server.completions import add_completion_routes
 from rollout.server.conversation import Conversation
 from rollout.server.errors import ErrorReply, describe, documented
 from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
+from rollout.server.schema import CompletionRequest
 from rollout.server.serving import Serving
 from rollout.state import EngineState
 
@@ -186,9 +188,11 @@ class _DescribedApp(FastAPI):
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        error = ErrorReply.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas.update(error.pop("$defs"))
-        schemas["ErrorReply"] = error
+        # Bodies that endpoints read themselves, and errors that come from around them.
+        for model in (ChatRequest, CompletionRequest, ErrorReply):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[model.__name__] = schema
         needs_key = self.state.serving.config.api_key is not None
         if needs_key:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -223,6 +227,7 @@ def _conversation(llm: Any, template: str | None) -> Conversation | None:
         template,
         vocab_size=controller.layout.vocab_size,
         end_token_ids=controller.eos_token_ids,
+        room=lambda: llm.max_sequence_length,
     )
 
 

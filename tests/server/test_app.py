@@ -437,13 +437,29 @@ def test_stopping_on_the_loop_itself_raises_and_the_server_goes_on():
 # --- limits and failures ----------------------------------------------------------------------------------------------
 
 
-def test_more_prompts_than_may_be_open_are_a_429_with_the_time_to_come_back():
-    with served(max_open_requests=2) as (llm, server):
-        refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2], [3]]})
-        assert error_of(refused, 429)["code"] == "queue_full"
-        assert refused.headers["retry-after"] == "1"
+def test_more_samples_than_may_be_open_are_a_429_with_the_time_to_come_back():
+    with served(max_open_requests=4) as (llm, server):
+        llm.hold()
+        body = json.dumps(ASK | {"n": 3}).encode()
+        with raw(server) as client:
+            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            wait_for_requests(llm, 1)
+            refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]})
+            assert error_of(refused, 429)["code"] == "queue_full"
+            assert refused.headers["retry-after"] == "1"
+            assert len(llm.submitted) == 1
+            llm.release()
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for _ in range(3):
+            assert httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]}).status_code == 200
+
+
+def test_more_samples_than_can_ever_be_open_are_a_400():
+    with served(max_open_requests=4) as (llm, server):
+        for change in ({"prompt": [[1]] * 5}, {"n": 5}, {"prompt": [[1], [2]], "n": 3}):
+            refused = httpx.post(f"{server.url}/v1/completions", json=ASK | change)
+            assert "max_open_requests=4" in error_of(refused, 400)["message"]
         assert not llm.submitted
-        assert httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]}).status_code == 200
 
 
 def test_who_does_not_want_to_wait_for_a_suspended_engine_is_told():
