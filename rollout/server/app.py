@@ -56,6 +56,8 @@ class ModelReply(_Told):
     created: int
     """Seconds since 1970 at which its server was built."""
     owned_by: str = "rollout"
+    max_model_len: int
+    """Longest prompt + completion, in tokens."""
 
 
 class ModelListReply(_Told):
@@ -126,7 +128,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
     """`/v1/models` and each of them."""
 
     def the_model() -> ModelReply:
-        return ModelReply(id=serving.model_name, created=serving.created)
+        return ModelReply(id=serving.model_name, created=serving.created, max_model_len=serving.llm.max_sequence_length)
 
     @app.get("/v1/models", tags=["models"])
     async def models() -> ModelListReply:
@@ -149,6 +151,10 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
         """200 while the engine lives, also paused or suspended; 503 when it is gone. Asks for no key."""
         reply, alive = _health(serving.llm)
         return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
+
+    # Load balancers ask without wanting a body, and with a slash behind it.
+    app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/health/", health, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics() -> Response:

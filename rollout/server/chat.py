@@ -93,12 +93,23 @@ def _prepared(serving: Serving, body: ChatRequest, stop: Stop) -> _Prepared:
             stop=stop,
         )
         params = body.sampling_params(
+            stop=_stops(body, conversation),
             max_tokens=calls.tokens_left(serving, prompt.token_ids, body.budget),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
+        parser = conversation.parser_for(tools, choice)
     except InvalidRequestError as exc:
         raise calls.refused(exc, body) from exc
-    return _Prepared(prompt, params, conversation.parser_for(tools, choice))
+    return _Prepared(prompt, params, parser)
+
+
+def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
+    """The request's stop strings, and what ends a reply behind its only call."""
+    asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if body.parallel_tool_calls is not False:
+        return asked
+    end = conversation.one_call_ends_at(body.plain_tools, body.plain_tool_choice)
+    return asked if not end or end in asked else (*asked, end)
 
 
 class _Reply:

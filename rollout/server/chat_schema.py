@@ -1,8 +1,8 @@
 """What a chat request may hold: the conversation, its tools, and what goes with them.
 
 Always true: see `rollout.server.schema`. An assistant's message is taken as a reply brought it and as clients send it back:
-fields of theirs that are not known here (`annotations`, `provider_specific_fields`) are left out. Accepted without
-effect: `store`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_*`, `parallel_tool_calls`, a tool's `strict`.
+fields of theirs that are not known here (`annotations`, `provider_specific_fields`) are left out. Labels
+that no reply depends on are accepted: `metadata`, `safety_identifier`, `prompt_cache_*`.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class FunctionDefinition(Body):
     parameters: dict[str, JsonValue] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Accepted, without effect."""
+    """true: a call of it whose arguments do not fit `parameters` stays text."""
 
 
 class Tool(Body):
@@ -201,7 +201,9 @@ class ChatRequest(SamplingBody):
 
     prompt_field = "messages"
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Annotated[list[Message], at_most(MAX_MESSAGES)] = Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True
+    )
     """The conversation, oldest message first."""
     logprobs: bool | None = None
     """Log-probs of every token."""
@@ -232,11 +234,14 @@ class ChatRequest(SamplingBody):
     """Whether the template begins the assistant's message. Default true."""
     continue_final_message: bool | None = None
     """The reply goes on where the last message ends."""
-    # accepted, without any effect
     parallel_tool_calls: bool | None = None
-    store: bool | None = None
+    """false: a reply ends behind its first call; refused where the chat template's calls have no end to stop at."""
+    # labels, for whoever reads the requests; no reply depends on them
+    store: Literal[False] | None = None
+    """Nothing is stored here."""
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
-    service_tier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    """There is one."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None

@@ -164,6 +164,22 @@ class Conversation:
             return None
         return parser_for(self._template(tools), tools)
 
+    def one_call_ends_at(self, tools: Tools | None, tool_choice: ToolChoice | None) -> str:
+        """Stop string that ends a reply behind its first call; "" where replies have no calls.
+
+        Raises:
+            InvalidRequestError: this template's calls cannot be told apart so.
+        """
+        if self.parser_for(tools, tool_choice) is None:
+            return ""
+        known = format_of(self._template(tools))
+        if known is None or not known.one_call_ends_at:
+            raise InvalidRequestError(
+                f"parallel_tool_calls=false: nothing ends a reply of this chat template ({known and known.name}) behind its "
+                "first call; leave it out, and use the first"
+            )
+        return known.one_call_ends_at
+
     def _go_on(
         self,
         plain: list[Message],

@@ -30,7 +30,7 @@ from rollout.server.serving import Serving
 LINGER_S = 2.0
 """How long what a refused client still sends is read and dropped: closing at once could cost it the answer."""
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/health/"})
 """Nobody needs a key there."""
 
 _log = logging.getLogger(__name__)

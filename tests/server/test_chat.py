@@ -357,6 +357,32 @@ def test_a_sample_that_begins_afresh_cannot_take_back_what_was_sent(llm: Scripte
     assert content(read(client)) == "whole"
 
 
+def test_a_reply_ends_behind_its_only_call_where_calls_in_parallel_are_not_wanted(llm: ScriptedLLM, client: OpenAI):
+    asked: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({}, ()),
+        ({"tools": [WEATHER]}, ("</tool_call>",)),
+        ({"tools": [WEATHER], "stop": "x"}, ("x", "</tool_call>")),
+        ({"tools": [WEATHER], "stop": ["</tool_call>"]}, ("</tool_call>",)),
+        ({"tools": [WEATHER], "tool_choice": "none"}, ()),
+    ]
+    for fields, stop in asked:
+        ask(client, parallel_tool_calls=False, **fields)
+        assert llm.submitted[-1][1].stop == stop
+    ask(client, parallel_tool_calls=True, tools=[WEATHER])
+    assert llm.submitted[-1][1].stop == ()
+    # As the engine gives it: what ended it is not in the text.
+    llm.script = spoken(TOKENIZER, CALL.partition("</tool_call>")[0])
+    choice = ask(client, parallel_tool_calls=False, tools=[WEATHER]).choices[0]
+    assert (choice.finish_reason, len(choice.message.tool_calls or ())) == ("tool_calls", 1)
+
+
+def test_one_call_is_refused_by_name_where_nothing_ends_it():
+    with scripted(byte_level("llama3.1"), served_model_name="m") as (_, client):
+        with pytest.raises(openai.BadRequestError, match="llama3") as caught:
+            ask(client, parallel_tool_calls=False, tools=[WEATHER])
+        assert caught.value.param == "parallel_tool_calls"
+
+
 def test_values_that_json_has_not_are_null(llm: ScriptedLLM, client: OpenAI):
     llm.script = [TextDelta(0, "x", [5], [float("nan")], [0], finish_reason="stop")]
     assert ask(client).choices[0].message.rollout["log_probs"] == [None]
