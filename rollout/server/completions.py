@@ -6,6 +6,7 @@ have been.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -141,9 +142,10 @@ class _Reply:
         head = calls.reply_head(self._serving, "text_completion", "cmpl")
         groups = await calls.samples_of(self._serving, request, self._body, head["id"], self._asked)
         version = self._serving.llm.policy_version
-        choices = [
-            self._whole_choice(prompt, sample, version) for prompt, group in enumerate(groups) for sample in group
-        ]
+        choices: list[dict[str, Any]] = []
+        for prompt, group in enumerate(groups):
+            choices += [self._whole_choice(prompt, sample, version) for sample in group]
+            await asyncio.sleep(0)
         return head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
 
     def _whole_choice(self, prompt: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:

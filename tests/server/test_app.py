@@ -100,6 +100,7 @@ def test_the_model_is_listed_and_found_by_its_name_with_a_slash_in_it(url):
     listed = httpx.get(f"{url}/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["fakes/one"]
     assert listed["data"][0]["created"] <= time.time()
+    assert listed["data"][0]["max_model_len"] == 4096
     assert httpx.get(f"{url}/v1/models/fakes/one").json() == listed["data"][0]
     assert httpx.get(f"{url}/v1/models/fakes%2Fone").json() == listed["data"][0]
     assert error_of(httpx.get(f"{url}/v1/models/other"), 404)["code"] == "model_not_found"
@@ -120,6 +121,16 @@ def test_health_says_how_the_engine_stands_and_503_when_it_is_gone():
             reply = httpx.get(f"{server.url}/health")
             assert (reply.status_code, reply.json()["status"]) == (503, status)
         llm.gone = None
+
+
+def test_health_is_asked_for_as_load_balancers_do(open_house):
+    url = open_house[1].url
+    for path in ("/health", "/health/"):
+        assert httpx.get(f"{url}{path}").json()["status"] == "running"
+        head = httpx.head(f"{url}{path}")
+        assert (head.status_code, head.content) == (200, b"")
+    with served(api_key=KEY) as (_, server):
+        assert [httpx.head(f"{server.url}{path}").status_code for path in ("/health", "/health/")] == [200, 200]
 
 
 def test_metrics_count_requests_results_and_the_engine_and_stay_out_of_the_process_registry():
@@ -228,8 +239,8 @@ def test_what_is_unsafe_can_be_asked_for():
         (b'{"prompt": "\xed\xa0\x80"}', "application/json", "not valid UTF-8"),
         (b'{"prompt": "\\ud800"}', "application/json", "surrogate"),
         (b'{"\\udc00": 1}', "application/json", "surrogate"),
-        (b"[" * 100_000, "application/json", "body"),
-        (b'{"model": ' + b"9" * 5000 + b"}", "application/json", "body"),
+        (b"[" * 100_000, "application/json", "nested too deeply"),
+        (b'{"model": ' + b"9" * 5000 + b"}", "application/json", "digits"),
     ],
 )
 def test_a_body_that_is_no_request_is_a_400_that_says_why(url, body, kind, says):
