@@ -172,9 +172,8 @@ def test_a_misspelt_flag_is_an_error_that_suggests_the_right_one(arguments, sugg
 def test_a_value_out_of_range_is_the_configs_own_message_on_one_line_with_the_flags_names(capsys):
     line = refusal(capsys, "serve", "model", "--max-requests", "-5")
     assert line == "rollout: --max-requests=-5: must be an integer of at least 1\n"
-    assert "--admin: /admin needs an --api-key; give an --api-key, or --insecure to let" in refusal(
-        capsys, "serve", "model", "--admin"
-    )
+    line = refusal(capsys, "serve", "model", "--admin")
+    assert "--admin: /admin needs an --api-key; give an --api-key, or --insecure to let" in line
     assert "must be an integer in [0, 65535]" in refusal(capsys, "serve", "model", "--port", "70000")
     line = refusal(capsys, "serve", "model", "--use-coordinator", "--coordinator.heartbeat-timeout-s", "1")
     assert (

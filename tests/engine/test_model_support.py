@@ -134,7 +134,7 @@ def test_positions_beyond_a_table_of_them_are_refused_and_others_named(caplog: p
     assert build(model, max_sequence_length=512).max_sequence_length == 512
     with caplog.at_level("WARNING"):
         assert build(make_model("qwen3"), max_sequence_length=512).max_sequence_length == 512
-        assert not caplog.records
+        assert "max_sequence_length" not in caplog.text
         assert build(make_model("qwen3"), max_sequence_length=1024).max_sequence_length == 1024
     assert "max_sequence_length=1024 and Qwen3ForCausalLM has max_position_embeddings=512" in caplog.text
 
