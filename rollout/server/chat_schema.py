@@ -237,9 +237,9 @@ class ChatRequest(SamplingBody):
     parallel_tool_calls: bool | None = None
     """false: a reply ends behind its first call; refused where the chat template's calls have no end to stop at."""
     # labels, for whoever reads the requests; no reply depends on them
-    store: Literal[False] | None = None
-    """Nothing is stored here."""
-    metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
+    store: bool | None = None
+    """true is refused: nothing is stored here."""
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(max_length=MAX_METADATA)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     """There is one."""
     safety_identifier: str | None = None
@@ -255,6 +255,13 @@ class ChatRequest(SamplingBody):
     moderation: Absent = None
     reasoning_effort: Absent = None
     verbosity: Absent = None
+
+    @field_validator("store")
+    @classmethod
+    def _nothing_is_stored(cls, value: bool | None) -> bool | None:
+        if value:
+            raise PydanticCustomError("unsupported", "this server does not do that; leave the field out")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod

@@ -123,7 +123,7 @@ class SamplingBody(Body):
     """Subtracted from the logit of every token that the sample has already."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     """The same, times how often the sample has it."""
-    logit_bias: Annotated[dict[BiasedToken, Bias], at_most(MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[BiasedToken, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
     """Token id, in decimal digits → what is added to its logit."""
     stop: (
         Annotated[
