@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{command!r}: no such command; " + (f"did you mean {near[0]}?" if near else "see --help")
             )
     except RolloutError as exc:
-        _say(f"rollout: {_in_one_line(exc)}")
+        _say(f"rollout: {_in_flags(_in_one_line(exc))}")
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -244,6 +244,15 @@ def _bytes(number: float) -> str:
 
 def _in_one_line(exc: BaseException) -> str:
     return " ".join(str(exc).split())
+
+
+def _in_flags(line: str) -> str:
+    """With flags in place of Python's names, where they are read at all."""
+    if any(find_spec(name) is None for name in NEEDED):
+        return line
+    from rollout.flags import in_flags
+
+    return in_flags(line)
 
 
 def _first_line(exc: BaseException) -> str:

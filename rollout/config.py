@@ -304,7 +304,7 @@ class ServerConfig(_Options):
     """Largest body of a request, in MiB."""
 
     max_open_requests: int = 4096
-    """Prompts that may be open at once, whoever sent them; beyond that, 429."""
+    """Samples (prompts times n) that may be open at once over HTTP; beyond that, 429."""
 
     request_timeout_s: float = 600.0
     """Longest a request may take, and what `timeout_s` of a request may ask for at most."""

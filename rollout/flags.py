@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from textwrap import dedent
 from typing import Annotated, Any, Literal, get_type_hints
@@ -96,6 +96,22 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = 
         engine=InferenceConfig(**vars(known.engine)),
         coordinator=_coordinator(vars(known.coordinator), model.use_coordinator or server["admin"]),
     )
+
+
+def in_flags(message: str) -> str:
+    """An error that names a field of a configuration, with the flags that a command line has for its fields."""
+    for _, table, prefix in _GROUPS:
+        if f"{table.__name__}." in message:
+            every = [option.name for option in fields(table)]
+            # A word of a sentence may be a field's name too, but not one with an underscore, nor one with a value.
+            certain = "|".join(name for name in every if "_" in name)
+            named = rf"\b(?:{table.__name__}\.)?(?:({'|'.join(every)})(?==)|({certain})\b)(?:=True\b)?"
+            return re.sub(named, partial(_as_flag, prefix), message)
+    return message
+
+
+def _as_flag(prefix: str, found: re.Match[str]) -> str:
+    return _flag(found[1] or found[2], prefix)
 
 
 def _coordinator(flags: dict[str, Any], wanted: bool) -> CoordinatorConfig | None:

@@ -364,11 +364,13 @@ class _LLM:
             blocking: wait until Ctrl-C or SIGTERM, then stop the server. False: return; `Server.url`, `Server.stop()`.
 
         Raises:
-            RuntimeError: not the primary rank, or it is served already.
+            RuntimeError: not the primary rank, or it is served already; or an `AsyncLLM` is to wait in a running loop.
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
             ConfigError: the address is taken or not this machine's, or what serving needs is not installed.
         """
         self._refuse_unless_primary("serve")
+        if blocking:
+            self._refuse_to_block("serve()")
         self.refuse_when_over()
         try:
             from rollout.server.running import serve
@@ -384,6 +386,9 @@ class _LLM:
         return self._server
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _refuse_to_block(self, what: str) -> None:
+        """Whoever calls this class may wait: it blocks all the same."""
 
     def _refuse_unless_primary(self, what: str) -> None:
         if not self.is_primary_rank:
@@ -440,6 +445,13 @@ class _LLM:
 
 class AsyncLLM(_LLM):
     """Generation for asyncio, from any event loop. Built as `LLM` is."""
+
+    def _refuse_to_block(self, what: str) -> None:
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError(
+                f"{what} inside a running event loop would stop it until the server ends: call "
+                "server = llm.serve(blocking=False), and await asyncio.to_thread(server.wait) where you want to wait"
+            )
 
     async def generate(
         self,

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+MESSAGES_AT_ONCE = 32
+"""Messages that are taken in, or handed out, before whoever else lives on the loop has his turn."""
+
 NEVER_SILENT_S = 1e9
 """Peers in memory are there or have left: their silence means nothing."""
 
@@ -52,6 +55,7 @@ class LocalCoordinator:
         self._sent: deque[tuple[LocalWire, Message]] = deque()
         self._said: deque[tuple[bytes, int, Message]] = deque()
         self._turn_is_due = False
+        self._delivery_is_due = False
         self._timer: asyncio.TimerHandle | None = None
 
     def dial(
@@ -69,7 +73,10 @@ class LocalCoordinator:
     def shutdown(self, why: str) -> None:
         """Take leave of everybody: what is open fails at its client, with `why`."""
         self._core.shutdown(why, self._clock())
-        self._deliver()
+        self._said.extend(self._core.take_outbox())
+        # The loop may end with this turn.
+        while self._said:
+            self._deliver_some()
 
     def add(self, wire: LocalWire) -> None:
         """A connection has been opened."""
@@ -78,6 +85,9 @@ class LocalCoordinator:
     def take(self, wire: LocalWire, message: Message) -> None:
         """A message of a peer; it counts in the loop's next turn."""
         self._sent.append((wire, message))
+        self._have_a_turn()
+
+    def _have_a_turn(self) -> None:
         if not self._turn_is_due:
             self._turn_is_due = True
             asyncio.get_running_loop().call_soon(self._turn)
@@ -86,12 +96,14 @@ class LocalCoordinator:
         self._turn_is_due = False
         with self._failing_by_name():
             # What the peers answer to this turn is sent while it lasts, and belongs to the next.
-            for _ in range(len(self._sent)):
+            for _ in range(min(len(self._sent), MESSAGES_AT_ONCE)):
                 wire, message = self._sent.popleft()
                 self._core.receive(wire.identity, wire.count(), message, self._clock())
                 if isinstance(message, Disconnect):
                     self._wires.pop(wire.identity, None)
             self._set_timer()
+        if self._sent:
+            self._have_a_turn()
         self._deliver()
 
     @contextmanager
@@ -107,16 +119,23 @@ class LocalCoordinator:
 
     def _deliver(self) -> None:
         self._said.extend(self._core.take_outbox())
+        # Nothing overtakes what is on its way.
+        if not self._delivery_is_due:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        self._delivery_is_due = False
         try:
-            while self._said:
+            for _ in range(min(len(self._said), MESSAGES_AT_ONCE)):
                 identity, _, message = self._said.popleft()
                 wire = self._wires.get(identity)
                 if wire is not None and not wire.hear(message):
                     self._wires.pop(identity, None)
         finally:
-            # A peer's callback has raised, which is no reason for the others not to hear theirs.
-            if self._said:
-                asyncio.get_running_loop().call_soon(self._deliver)
+            # Also where a peer's callback has raised, which is no reason for the others not to hear theirs.
+            if self._said and not self._delivery_is_due:
+                self._delivery_is_due = True
+                asyncio.get_running_loop().call_soon(self._deliver_some)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -194,6 +194,10 @@ class RankSession:
             return self._enter(message)
         return []
 
+    def forgo(self, message: Assign) -> None:
+        """Take note of an assignment whose `Cancel` has come already: what it supersedes ends, nothing of it begins."""
+        self._supersede(message)
+
     def _assign(self, message: Assign) -> None:
         wanted = self._supersede(message)
         if not wanted:

@@ -249,8 +249,11 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         self._check_at_most("finished_chunk_token_count", self.finished_chunk_token_count, len(self.prompt_tokens))
         self._check_at_most("len(policy_spans)", len(self.policy_spans), self.total_length)
         self._check_at_most("len(kv_spans)", len(self.kv_spans), self.total_length)
-        if self.enable_prefix_caching and self.block_size_tokens is not None and not self.precomputed_block_hashes:
-            self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, self.block_size_tokens)
+        size = self.block_size_tokens if self.enable_prefix_caching else None
+        # A prompt of less than a block has none, and is not looked through for them once per sample.
+        shorter = size is not None and 0 < len(self.prompt_tokens) < size
+        if size is not None and not shorter and not self.precomputed_block_hashes:
+            self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, size)
 
     def _check_at_most(self, name: str, value: int, limit: int) -> None:
         if not 0 <= value <= limit:

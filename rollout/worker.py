@@ -29,7 +29,7 @@ from rollout.engine_seam import SeamOfEngine
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
 from rollout.interrupts import interrupt_pending
 from rollout.loop_thread import LoopThread
-from rollout.protocol import PROTOCOL_VERSION, Message, Progress, Refused, Register, RegisterAck
+from rollout.protocol import PROTOCOL_VERSION, Assign, Cancel, Message, Progress, Refused, Register, RegisterAck
 from rollout.rank_session import RankSession
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.state import CoordinatorState, EngineState
@@ -47,6 +47,9 @@ FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 2.0
 """Between two attempts: doubling from the first to the longest."""
 
+SAMPLES_AT_ONCE = 256
+"""New samples that are taken in at one step boundary: between them the engine goes on with what it has."""
+
 _HELD = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
 
 
@@ -57,6 +60,8 @@ class _Link:
     dealer: Wire
     session: RankSession
     inbox: deque[Message | ConnectionLostError] = field(default_factory=deque)
+    cancelled: set[int] = field(default_factory=set)
+    """Attempts whose `Cancel` is in the inbox."""
     cut: bool = False
     """Nothing is sent any more, nothing that comes is done."""
     error: Exception | None = None
@@ -268,6 +273,8 @@ class EngineWorker:
             link.dealer.heartbeat(item.heartbeat_interval_s, item.heartbeat_timeout_s)
         with self._changed:
             link.cut = link.cut or isinstance(item, ConnectionLostError)
+            if isinstance(item, Cancel):
+                link.cancelled.add(item.attempt)
             link.inbox.append(item)
             self._changed.notify_all()
 
@@ -310,12 +317,16 @@ class EngineWorker:
         return self._link is not None and self._link.error is None and bool(self._link.inbox)
 
     def _apply(self) -> Exception | None:
-        """Everything that has arrived, at one step boundary; returns why the session has ended, if it has."""
+        """What has arrived, at one step boundary; returns why the session has ended, if it has."""
         link = self._link
         if link is None or link.error is not None:
             return None
+        taken_in = 0
         for _ in range(len(link.inbox)):
+            if taken_in >= SAMPLES_AT_ONCE:
+                break
             item = link.inbox.popleft()
+            taken_in += len(item.indices) if isinstance(item, Assign) else 0
             if isinstance(item, ConnectionLostError):
                 return self._lose(link, item)
             if link.cut:
@@ -347,6 +358,11 @@ class EngineWorker:
                 f"{message.text}; this is a bug or a mix of versions",
                 final=True,
             )
+        if isinstance(message, Assign) and message.attempt in link.cancelled:
+            link.session.forgo(message)
+            return
+        if isinstance(message, Cancel):
+            link.cancelled.discard(message.attempt)
         self._ended += link.session.receive(message)
 
     def _report(

@@ -169,12 +169,16 @@ def test_a_misspelt_flag_is_an_error_that_suggests_the_right_one(arguments, sugg
     assert suggestion in refusal(capsys, "serve", "model", *arguments)
 
 
-def test_a_value_out_of_range_is_the_configs_own_message_on_one_line(capsys):
+def test_a_value_out_of_range_is_the_configs_own_message_on_one_line_with_the_flags_names(capsys):
     line = refusal(capsys, "serve", "model", "--max-requests", "-5")
-    assert line == "rollout: InferenceConfig.max_requests=-5: must be an integer of at least 1\n"
+    assert line == "rollout: --max-requests=-5: must be an integer of at least 1\n"
+    line = refusal(capsys, "serve", "model", "--admin")
+    assert "--admin: /admin needs an --api-key; give an --api-key, or --insecure to let" in line
     assert "must be an integer in [0, 65535]" in refusal(capsys, "serve", "model", "--port", "70000")
     line = refusal(capsys, "serve", "model", "--use-coordinator", "--coordinator.heartbeat-timeout-s", "1")
-    assert "CoordinatorConfig.heartbeat_timeout_s=1.0: must be at least twice heartbeat_interval_s=1.0" in line
+    assert (
+        "--coordinator.heartbeat-timeout-s=1.0: must be at least twice --coordinator.heartbeat-interval-s=1.0" in line
+    )
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ FLOORS = {
     "rollout.earlier_groups": 2,
     "rollout.group_journal": 3,
     "rollout.prompts": 0,
+    "rollout.chat_messages": 0,
     "rollout.local_coordinator": 3,
     "rollout.text_stream": 2,
     "rollout.pending": 3,

@@ -152,6 +152,28 @@ def test_chat_messages_go_through_the_template() -> None:
     assert [tokenizer.decode(each.prompt_tokens) for each in (one, two)] == ["[hi]", "[ho]"]
 
 
+def test_an_asyncio_llm_does_not_wait_for_its_server_on_the_callers_loop() -> None:
+    async def test() -> None:
+        async with asyncio_llm() as llm:
+            with pytest.raises(RuntimeError, match=r"serve\(blocking=False\)"):
+                llm.serve()
+
+    asyncio.run(test())
+
+
+def test_a_message_reads_the_same_behind_every_door() -> None:
+    """Text parts are one text, a developer is the system to templates that do not know him, an image is refused."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'][0] }}{{ m['content'] }}]{% endfor %}"
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with LLM(shared_model("qwen3"), tokenizer, options()) as llm:
+        (one,) = llm.generate([{"role": "developer", "content": "a"}, {"role": "user", "content": parts}], greedily(2))
+        assert tokenizer.decode(one.prompt_tokens) == "[sa][uhi]"
+        with pytest.raises(InvalidRequestError, match=r"prompts\[0\].*messages\[0\].content\[2\].*image_url"):
+            llm.generate([{"role": "user", "content": [*parts, image]}], greedily(2))
+
+
 # --- what cannot be served --------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from rollout.chat_messages import known_roles, plain_messages
 from rollout.engine.detokenizer import CompletionText, pieces_of
 from rollout.engine.model_runner import ModelRunner
 from rollout.engine.model_support import ModelLayout
@@ -41,6 +42,7 @@ class TextGenerationController:
 
         Raises:
             TypeError: the prompt is none of text, token ids, chat messages.
+            InvalidRequestError: a message has no role, or holds what is no text, such as an image.
             ConfigError: text or messages without a tokenizer.
         """
         if isinstance(prompt, str):
@@ -51,7 +53,10 @@ class TextGenerationController:
             raise TypeError(f"prompt of type {type(prompt).__name__}: must be text, token ids or chat messages")
         if items and all(isinstance(item, Mapping) for item in items):
             tokenizer = self._require_tokenizer("a prompt of chat messages")
-            ids = tokenizer.apply_chat_template(list(items), add_generation_prompt=True, return_dict=False)
+            messages = known_roles(
+                plain_messages(cast(Sequence[Mapping[str, Any]], items)), str(tokenizer.chat_template)
+            )
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             return [int(token) for token in ids]
         for position, item in enumerate(items):
             if isinstance(item, bool) or not hasattr(item, "__index__"):

@@ -7,6 +7,7 @@ asks for more than causal attention (sinks, position bias, an argument we do not
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.nn.modules import module as torch_module
 from rollout.engine.attention import BATCH_ARGUMENT, Installation
 from rollout.engine.kv_cache import LayerShape
 from rollout.errors import UnsupportedModelError
+
+_log = logging.getLogger(__name__)
 
 HONOURED = frozenset({"sliding_window", "softcap"})
 HARMLESS = frozenset(
@@ -179,7 +182,7 @@ def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
     """Refuse sequences longer than a model has positions for.
 
     Some rotary variants change every position once a sequence grows past the original context; without rotary positions
-    there is a table of so many rows.
+    there is a table of so many rows. Other rotary models go on, worse than they were trained: that is said once.
 
     Raises:
         UnsupportedModelError: `max_sequence_length` reaches beyond that point, where cached keys would go wrong.
@@ -191,6 +194,15 @@ def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has max_position_embeddings={rows} and no rotary positions, and "
             f"max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {rows}"
+        )
+    if rows is not None and max_sequence_length > rows:
+        _log.warning(
+            "max_sequence_length=%d and %s has max_position_embeddings=%d: beyond these its tokens are worse than it was "
+            "trained for; set InferenceConfig.max_sequence_length <= %d unless you mean it",
+            max_sequence_length,
+            type(model).__name__,
+            rows,
+            rows,
         )
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if each.get("rope_type") not in ("dynamic", "longrope"):

@@ -28,11 +28,13 @@ from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
 from rollout.server.admin import add_admin_routes
 from rollout.server.chat import add_chat_routes
+from rollout.server.chat_schema import ChatRequest
 from rollout.server.completions import add_completion_routes
 from rollout.server.conversation import Conversation
 from rollout.server.errors import ErrorReply, describe, documented
 from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
+from rollout.server.schema import CompletionRequest
 from rollout.server.serving import Serving
 from rollout.state import EngineState
 
@@ -54,6 +56,8 @@ class ModelReply(_Told):
     created: int
     """Seconds since 1970 at which its server was built."""
     owned_by: str = "rollout"
+    max_model_len: int
+    """Longest prompt + completion, in tokens."""
 
 
 class ModelListReply(_Told):
@@ -124,7 +128,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
     """`/v1/models` and each of them."""
 
     def the_model() -> ModelReply:
-        return ModelReply(id=serving.model_name, created=serving.created)
+        return ModelReply(id=serving.model_name, created=serving.created, max_model_len=serving.llm.max_sequence_length)
 
     @app.get("/v1/models", tags=["models"])
     async def models() -> ModelListReply:
@@ -147,6 +151,10 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
         """200 while the engine lives, also paused or suspended; 503 when it is gone. Asks for no key."""
         reply, alive = _health(serving.llm)
         return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
+
+    # Load balancers ask without wanting a body, and with a slash behind it.
+    app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/health/", health, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -186,9 +194,11 @@ class _DescribedApp(FastAPI):
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        error = ErrorReply.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas.update(error.pop("$defs"))
-        schemas["ErrorReply"] = error
+        # Bodies that endpoints read themselves, and errors that come from around them.
+        for model in (ChatRequest, CompletionRequest, ErrorReply):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[model.__name__] = schema
         needs_key = self.state.serving.config.api_key is not None
         if needs_key:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -223,6 +233,7 @@ def _conversation(llm: Any, template: str | None) -> Conversation | None:
         template,
         vocab_size=controller.layout.vocab_size,
         end_token_ids=controller.eos_token_ids,
+        room=lambda: llm.max_sequence_length,
     )
 
 

@@ -9,9 +9,9 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,13 +27,9 @@ from rollout.server.sse import bursts, encode
 from rollout.state import FinishReason
 from rollout.text_stream import TextDelta
 
-T = TypeVar("T")
 Group = list[DynamicInferenceRequest]
 Asked = tuple[list[int], SamplingParams]
 """A prompt's token ids, and how it is sampled."""
-
-LONG_TEXT = 32768
-"""Characters from which on a text is read by a thread, so that other clients' streams go on meanwhile."""
 
 PROMPTS_AT_ONCE = 64
 """Prompts that are begun before others have their turn."""
@@ -47,11 +43,12 @@ _RESTARTED = "choice {}: its tokens were given up and it has begun afresh; forge
 _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 
-def admit(serving: Serving, body: SamplingBody, prompts: int) -> None:
+def admit(serving: Serving, request: Request, body: SamplingBody, prompts: int) -> None:
     """Whether the request may be served now. Raises: as `Serving.check_model` and `Serving.admit`."""
     if body.model is not None:
         serving.check_model(body.model)
-    serving.admit(prompts, wait_while_suspended=body.wait_while_suspended is not False)
+    samples = prompts * (body.n or 1)
+    serving.admit(request, samples, wait_while_suspended=body.wait_while_suspended is not False)
 
 
 def reply_head(serving: Serving, kind: str, prefix: str) -> dict[str, Any]:
@@ -64,14 +61,19 @@ def reply_head(serving: Serving, kind: str, prefix: str) -> dict[str, Any]:
     }
 
 
-async def off_the_loop(length: int, work: Callable[[], T]) -> T:
-    """The result of reading a text of so many characters."""
-    return work() if length < LONG_TEXT else await asyncio.to_thread(work)
-
-
 def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
-    """`max_tokens`, cut to the room there is. At least 1 unless 0 was asked for: a full prompt is the engine's refusal."""
-    room: int = max(1, serving.llm.max_sequence_length - len(prompt))
+    """`max_tokens`, cut to the room there is. At least 1 unless 0 was asked for: a full prompt is the engine's refusal.
+
+    Raises:
+        InvalidRequestError: there is not even room for the prompt; said here, before the engine looks at every token.
+    """
+    longest = serving.llm.max_sequence_length
+    if len(prompt) > longest:
+        raise InvalidRequestError(
+            f"a prompt of {len(prompt)} tokens leaves no room within max_sequence_length={longest}; shorten it or raise "
+            "max_sequence_length"
+        )
+    room: int = max(1, longest - len(prompt))
     return room if asked is None else min(asked, room)
 
 
@@ -157,10 +159,14 @@ async def samples_of(
         ApiError: 400, a prompt can never be served; 500, a sample failed.
         RolloutError: why one ended without samples.
     """
-    streams = await begin(serving, body, asked, growing=False)
-    with serving.computing(reply_id, [stream.request_id for stream in streams]):
-        await or_disconnected(request, _read(streams))
-    return _counted(serving, streams)
+
+    async def computed() -> list[Group]:
+        streams = await begin(serving, body, asked, growing=False)
+        with serving.computing(reply_id, [stream.request_id for stream in streams]):
+            await _read(streams)
+        return _counted(serving, streams)
+
+    return await or_disconnected(request, computed())
 
 
 async def _read(streams: Sequence[WholeStream]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,13 @@ from starlette.responses import Response
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.server import calls
+from rollout.server.bodies import Amount, body_of, documented_body, off_the_loop
 from rollout.server.chat_schema import ChatRequest
 from rollout.server.conversation import Conversation, RenderedPrompt
+from rollout.server.earlier_ids import ReplyDigest
 from rollout.server.errors import bad_request
 from rollout.server.logprobs import TokenTexts, chat_logprobs
+from rollout.server.prompt_ids import Stop
 from rollout.server.reply_schema import ChatCompletion, described
 from rollout.server.samples import ending, finish_reason, prompt_columns, rollout, tokens, usage_of, whole
 from rollout.server.serving import Serving, or_disconnected
@@ -39,11 +43,19 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
     """
     texts = TokenTexts(serving.llm.tokenizer)
 
-    @app.post("/v1/chat/completions", response_model=None, responses=calls.ERRORS | described(ChatCompletion))
-    async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=calls.ERRORS | described(ChatCompletion),
+        openapi_extra=documented_body(ChatRequest),
+    )
+    async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
-        calls.admit(serving, body, 1)
-        reply = _Reply(serving, body, texts, await _rendered(serving, body))
+        body = await body_of(serving, request, ChatRequest)
+        calls.admit(serving, request, body, 1)
+        size = len(await request.body())
+        prepared = await off_the_loop(serving, request, size, partial(_prepared, serving, body))
+        reply = _Reply(serving, body, texts, prepared)
         if not body.stream:
             return calls.json_reply(await reply.whole(request))
         source = reply.chunks()
@@ -56,20 +68,48 @@ def _conversation(serving: Serving) -> Conversation:
     return serving.conversation
 
 
-async def _rendered(serving: Serving, body: ChatRequest) -> RenderedPrompt:
-    render = partial(
-        _conversation(serving).render,
-        [message.model_dump(exclude_none=True) for message in body.messages],
-        tools=body.plain_tools,
-        tool_choice=body.plain_tool_choice,
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-        continue_final_message=bool(body.continue_final_message),
-        template_kwargs=body.chat_template_kwargs,
-    )
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a request asks of the engine, and how its replies are read."""
+
+    prompt: RenderedPrompt
+    params: SamplingParams
+    parser: Callable[[], ToolCallParser] | None
+
+
+def _prepared(serving: Serving, body: ChatRequest, stop: Stop) -> _Prepared:
+    conversation, tools, choice = _conversation(serving), body.plain_tools, body.plain_tool_choice
+    amount = Amount()
+    for text in body.json_texts:
+        amount.add(text.encode())
     try:
-        return await calls.off_the_loop(body.length, render)
+        prompt = conversation.render(
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            tools=tools,
+            tool_choice=choice,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs,
+            stop=stop,
+        )
+        params = body.sampling_params(
+            stop=_stops(body, conversation),
+            max_tokens=calls.tokens_left(serving, prompt.token_ids, body.budget),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        parser = conversation.parser_for(tools, choice)
     except InvalidRequestError as exc:
         raise calls.refused(exc, body) from exc
+    return _Prepared(prompt, params, parser)
+
+
+def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
+    """The request's stop strings, and what ends a reply behind its only call."""
+    asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if body.parallel_tool_calls is not False:
+        return asked
+    end = conversation.one_call_ends_at(body.plain_tools, body.plain_tool_choice)
+    return asked if not end or end in asked else (*asked, end)
 
 
 class _Reply:
@@ -77,22 +117,16 @@ class _Reply:
 
     Args:
         texts: the tokenizer's tokens.
-        prompt: what the engine is given.
+        prepared: what the engine is given.
     """
 
-    def __init__(self, serving: Serving, body: ChatRequest, texts: TokenTexts, prompt: RenderedPrompt) -> None:
+    def __init__(self, serving: Serving, body: ChatRequest, texts: TokenTexts, prepared: _Prepared) -> None:
         self._serving = serving
         self._body = body
         self._texts = texts
-        self._prompt = prompt
-        self._parser = _conversation(serving).parser_for(body.plain_tools, body.plain_tool_choice)
-        self._asked = [(prompt.token_ids, self._params())]
-
-    def _params(self) -> SamplingParams:
-        return self._body.sampling_params(
-            max_tokens=calls.tokens_left(self._serving, self._prompt.token_ids, self._body.budget),
-            logprobs=(self._body.top_logprobs or 0) if self._body.logprobs else None,
-        )
+        self._prompt = prepared.prompt
+        self._parser = prepared.parser
+        self._asked = [(prepared.prompt.token_ids, prepared.params)]
 
     def _voice(self) -> _Voice:
         return _Voice(self._parser, self._prompt.forced_prefix)
@@ -120,7 +154,7 @@ class _Reply:
             message["content"] = content or None
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in tool_calls]
         if self._body.wants_rollout:
-            message["rollout"] = rollout(delta, version, self._prompt.token_ids)
+            message["rollout"] = rollout(delta, version) | self._of_prompt() | voice.of_reply()
         return {
             "index": delta.sample_index,
             "message": message,
@@ -128,6 +162,17 @@ class _Reply:
             "finish_reason": voice.finish_reason(delta),
             "stop_reason": delta.stop_reason,
         }
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What `rollout` says of the prompt."""
+        prompt = self._prompt
+        forced = {"forced_prefix": prompt.forced_prefix} if prompt.forced_prefix else {}
+        return {
+            "prompt_token_ids": prompt.token_ids,
+            "prompt_digest": prompt.digest,
+            "prompt_ids_reused": prompt.reused,
+            "retokenized": prompt.retokenized,
+        } | forced
 
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -169,7 +214,7 @@ class _Reply:
     def _opening(self, index: int, stream: Any) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""}
         if self._body.wants_rollout:
-            delta["rollout"] = {"prompt_token_ids": self._prompt.token_ids}
+            delta["rollout"] = self._of_prompt()
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._prompt_logprobs(stream.results[index])
@@ -197,7 +242,7 @@ class _Reply:
             pieces.append(
                 {
                     "index": delta.sample_index,
-                    "delta": {"rollout": ending(delta)} if self._body.wants_rollout else {},
+                    "delta": {"rollout": ending(delta) | voice.of_reply()} if self._body.wants_rollout else {},
                     "logprobs": None,
                     "finish_reason": voice.finish_reason(delta),
                     "stop_reason": delta.stop_reason,
@@ -213,9 +258,19 @@ class _Voice:
         self._parser = None if parser is None else parser()
         self._ahead = forced_prefix
         self._called = False
+        self._digest = ReplyDigest()
 
     def take(self, delta: TextDelta) -> tuple[str, list[dict[str, Any]]]:
         """New content, and new calls as a stream writes them."""
+        content, found = self._told_apart(delta)
+        self._digest.add(content, found)
+        return content, found
+
+    def of_reply(self) -> dict[str, Any]:
+        """What `rollout` says of the reply when it has ended."""
+        return {"content_digest": self._digest.hexdigest()}
+
+    def _told_apart(self, delta: TextDelta) -> tuple[str, list[dict[str, Any]]]:
         text, self._ahead = self._ahead + delta.text, ""
         if self._parser is None:
             return text, []

@@ -1,12 +1,13 @@
 """What a chat request may hold: the conversation, its tools, and what goes with them.
 
-Always true: see `rollout.server.schema`. An assistant's message is taken as a reply brought it and as OpenAI's client
-sends it back (`refusal`, `annotations`, null `audio` and `function_call`). Accepted without effect: `store`, `metadata`,
-`service_tier`, `safety_identifier`, `prompt_cache_*`, `parallel_tool_calls`, a tool's `strict`.
+Always true: see `rollout.server.schema`. An assistant's message is taken as a reply brought it and as clients send it back:
+fields of theirs that are not known here (`annotations`, `provider_specific_fields`) are left out. Labels
+that no reply depends on are accepted: `metadata`, `safety_identifier`, `prompt_cache_*`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rollout.server.schema import INT32, Absent, Body, SamplingBody, TokenIds, one_or_many
+from rollout.server.schema import INT32, Absent, Body, SamplingBody, TokenIds, at_most, one_or_many
 
 
 def _of_type(served: str, what: str) -> BeforeValidator:
@@ -47,6 +48,13 @@ def _kind_of_choice(value: Any) -> str:
     return "Named" if isinstance(value, dict) else "Word"
 
 
+MAX_MESSAGES = 8192
+"""Most messages of a conversation."""
+
+MAX_METADATA = 16
+"""Most entries of `metadata`, as OpenAI has it."""
+
+
 class TextPart(Body):
     """A piece of a message."""
 
@@ -58,6 +66,8 @@ class TextPart(Body):
 class CalledFunction(Body):
     """Which function, and its arguments as JSON text."""
 
+    model_config = ConfigDict(extra="ignore")
+
     name: str
     arguments: str
     """A JSON object, as text."""
@@ -66,12 +76,12 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """A call that an earlier reply made."""
 
+    model_config = ConfigDict(extra="ignore")
+
     id: str
     """What the tool's message names as `tool_call_id`."""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
-    """As a stream brings it; not read."""
 
 
 class RolloutIds(BaseModel):
@@ -83,6 +93,12 @@ class RolloutIds(BaseModel):
     """Of the prompt that the message answered."""
     token_ids: TokenIds
     """What the model wrote then."""
+    prompt_digest: str | None = Field(None, max_length=256)
+    """As the reply brought it. Ids without it are not used."""
+    content_digest: str | None = Field(None, max_length=256)
+    """As the reply brought it. Ids without it are not used."""
+    forced_prefix: str | None = None
+    """As the reply brought it."""
 
 
 class Message(Body):
@@ -109,13 +125,25 @@ class Message(Body):
     """Thoughts, for templates that show them."""
     refusal: str | None = None
     """As replies bring it; not read."""
-    annotations: list[JsonValue] | None = None
-    """As OpenAI's replies bring it; not read."""
     audio: Absent = None
     function_call: Absent = None
     rollout: RolloutIds | None = None
-    """Of an assistant's message: as the reply brought it. The last one's token ids begin the prompt, and nothing before its
-    end is tokenised again. Leave it out to have the text tokenised anew."""
+    """Of an assistant's message: as the reply brought it. Token ids begin the prompt as far as what stands before the last
+    such message, and what it says, is what it was; the reply's `rollout.retokenized` says where that was not so. Leave it
+    out to have the text tokenised anew."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_clients_keep_it(cls, value: Any) -> Any:
+        """An assistant's message comes back with whatever its client's own type has: what is not known here goes. litellm
+        has put `rollout` into a field of its own."""
+        if not isinstance(value, dict) or value.get("role") != "assistant":
+            return value
+        known = {name: field for name, field in value.items() if name in cls.model_fields}
+        elsewhere = value.get("provider_specific_fields")
+        if known.get("rollout") is None and isinstance(elsewhere, dict):
+            known["rollout"] = elsewhere.get("rollout")
+        return known
 
     @model_validator(mode="after")
     def _as_its_role_has_it(self) -> Message:
@@ -124,7 +152,7 @@ class Message(Body):
                 if getattr(self, name) is not None:
                     raise PydanticCustomError("role", "{name} belongs to an assistant message",
                                               {"name": name})  # fmt: skip
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.rollout)):
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise PydanticCustomError("role", "a message of role {role} needs content", {"role": self.role})
         if self.role == "tool" and self.tool_call_id is None:
             raise PydanticCustomError("role", "a tool message needs tool_call_id")
@@ -139,7 +167,7 @@ class FunctionDefinition(Body):
     parameters: dict[str, JsonValue] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Accepted, without effect."""
+    """true: a call of it whose arguments do not fit `parameters` stays text."""
 
 
 class Tool(Body):
@@ -173,7 +201,9 @@ class ChatRequest(SamplingBody):
 
     prompt_field = "messages"
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], at_most(MAX_MESSAGES)] = Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True
+    )
     """The conversation, oldest message first."""
     logprobs: bool | None = None
     """Log-probs of every token."""
@@ -204,11 +234,14 @@ class ChatRequest(SamplingBody):
     """Whether the template begins the assistant's message. Default true."""
     continue_final_message: bool | None = None
     """The reply goes on where the last message ends."""
-    # accepted, without any effect
     parallel_tool_calls: bool | None = None
+    """false: a reply ends behind its first call; refused where the chat template's calls have no end to stop at."""
+    # labels, for whoever reads the requests; no reply depends on them
     store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
+    """true is refused: nothing is stored here."""
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(max_length=MAX_METADATA)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    """There is one."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None
@@ -222,6 +255,13 @@ class ChatRequest(SamplingBody):
     moderation: Absent = None
     reasoning_effort: Absent = None
     verbosity: Absent = None
+
+    @field_validator("store")
+    @classmethod
+    def _nothing_is_stored(cls, value: bool | None) -> bool | None:
+        if value:
+            raise PydanticCustomError("unsupported", "this server does not do that; leave the field out")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod
@@ -264,12 +304,8 @@ class ChatRequest(SamplingBody):
         return self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
     @property
-    def length(self) -> int:
-        """Characters of the messages' contents."""
-        return sum(
-            len(message.content)
-            if isinstance(message.content, str)
-            else sum(len(part.text) for part in message.content)
-            for message in self.messages
-            if message.content is not None
-        )
+    def json_texts(self) -> Iterator[str]:
+        """Texts that are JSON themselves: the arguments of earlier calls."""
+        for message in self.messages:
+            for call in message.tool_calls or ():
+                yield call.function.arguments

@@ -6,6 +6,7 @@ have been.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,11 +17,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollout.errors import InvalidRequestError
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server import calls
+from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.errors import bad_request
 from rollout.server.logprobs import CompletionLogprobs, TokenTexts
+from rollout.server.prompt_ids import PromptTokenizer, Stop
 from rollout.server.reply_schema import Completion, described
 from rollout.server.samples import finish_reason, prompt_columns, rollout, usage_of, whole
 from rollout.server.schema import COMPLETION_MAX_TOKENS, CompletionRequest
@@ -37,33 +41,64 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
         serving: the model and its limits.
     """
     texts = TokenTexts(serving.llm.tokenizer)
-    # A trainer may set padding and truncation of its own while a thread of ours is about to tokenise.
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
+    reader = None if tokenizer is None else PromptTokenizer(tokenizer, lambda: serving.llm.max_sequence_length)
 
-    @app.post("/v1/completions", response_model=None, responses=calls.ERRORS | described(Completion))
-    async def create_completion(request: Request, body: CompletionRequest) -> Response:
+    @app.post(
+        "/v1/completions",
+        response_model=None,
+        responses=calls.ERRORS | described(Completion),
+        openapi_extra=documented_body(CompletionRequest),
+    )
+    async def create_completion(request: Request) -> Response:
         """Continue one prompt or many."""
-        calls.admit(serving, body, len(body.prompts))
-        prompts = await calls.off_the_loop(_length(body), partial(_token_ids, tokenizer, body.prompts))
-        reply = _Reply(serving, body, texts, prompts)
+        body = await body_of(serving, request, CompletionRequest)
+        calls.admit(serving, request, body, len(body.prompts))
+        size = len(await request.body())
+        asked = await off_the_loop(serving, request, size, partial(_asked, serving, body, reader))
+        reply = _Reply(serving, body, texts, asked)
         if not body.stream:
             return calls.json_reply(await reply.whole(request))
         source = reply.chunks()
         return EventStream(serving, await or_disconnected(request, anext(source)), source)
 
 
-def _length(body: CompletionRequest) -> int:
-    return sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str))
+def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None, stop: Stop) -> list[calls.Asked]:
+    """Each prompt's token ids, and how it is sampled."""
+    asked: list[calls.Asked] = []
+    # Checking them costs as much as they hold, and they are the same for most prompts.
+    checked: dict[int, SamplingParams] = {}
+    wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts: Sequence[str | list[int]] = body.prompts
+    for place, prompt in enumerate(prompts):
+        stop.check()
+        try:
+            ids = _token_ids(reader, prompt, stop)
+            max_tokens = calls.tokens_left(serving, ids, wanted)
+            if max_tokens not in checked:
+                checked[max_tokens] = _params(body, max_tokens)
+            asked.append((ids, checked[max_tokens]))
+        except InvalidRequestError as exc:
+            where = f"prompt {place} of {len(prompts)}: " if len(prompts) > 1 else ""
+            raise calls.refused(exc, body, where) from exc
+    return asked
 
 
-def _token_ids(tokenizer: Any, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    return [_encoded(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def _encoded(tokenizer: Any, prompt: str) -> list[int]:
-    if tokenizer is None:
+def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int], stop: Stop) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if reader is None:
         raise bad_request("the model has no tokenizer: send token ids", param="prompt")
-    return [int(token) for token in tokenizer(prompt, verbose=False)["input_ids"]]
+    return reader.ids(prompt, "prompt", stop)
+
+
+def _params(body: CompletionRequest, max_tokens: int) -> SamplingParams:
+    of_prompt = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return body.sampling_params(
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=max((count for count in of_prompt if count is not None), default=None),
+    )
 
 
 class _Reply:
@@ -71,26 +106,16 @@ class _Reply:
 
     Args:
         texts: the tokenizer's tokens.
-        prompts: their token ids.
+        asked: each prompt's token ids, and how it is sampled.
     """
 
-    def __init__(self, serving: Serving, body: CompletionRequest, texts: TokenTexts, prompts: list[list[int]]) -> None:
+    def __init__(self, serving: Serving, body: CompletionRequest, texts: TokenTexts, asked: list[calls.Asked]) -> None:
         self._serving = serving
         self._body = body
         self._texts = texts
-        self._asked = [(prompt, self._params(prompt)) for prompt in prompts]
+        self._asked = asked
         self._samples = body.n or 1
         self._echoed_logprobs = bool(body.echo) and body.logprobs is not None
-
-    def _params(self, prompt: list[int]) -> SamplingParams:
-        body = self._body
-        wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        of_prompt = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        return body.sampling_params(
-            max_tokens=calls.tokens_left(self._serving, prompt, wanted),
-            logprobs=body.logprobs,
-            prompt_logprobs=max((count for count in of_prompt if count is not None), default=None),
-        )
 
     def _echo(self, prompt: int) -> str:
         """The text that a choice of this prompt begins with."""
@@ -117,9 +142,10 @@ class _Reply:
         head = calls.reply_head(self._serving, "text_completion", "cmpl")
         groups = await calls.samples_of(self._serving, request, self._body, head["id"], self._asked)
         version = self._serving.llm.policy_version
-        choices = [
-            self._whole_choice(prompt, sample, version) for prompt, group in enumerate(groups) for sample in group
-        ]
+        choices: list[dict[str, Any]] = []
+        for prompt, group in enumerate(groups):
+            choices += [self._whole_choice(prompt, sample, version) for sample in group]
+            await asyncio.sleep(0)
         return head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
 
     def _whole_choice(self, prompt: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:

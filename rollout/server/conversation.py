@@ -2,9 +2,9 @@
 
 Promises:
 - what a template or a tokenizer cannot do with a conversation is an `InvalidRequestError` that says why;
-- a conversation that comes back with the ids of a reply goes on from those ids: they are a prefix of the prompt, and
-  only the text that the template writes behind that reply is tokenised. What it would write before (other tools, a
-  changed system message, reasoning left out) does not matter any more;
+- a conversation that comes back with the ids of a reply goes on from those ids, as far as what the template writes
+  before the reply, and what the reply says, are what the ids were made of (`rollout.server.earlier_ids`): they are a
+  prefix of the prompt, and only the text behind them is tokenised. From the first difference on the text counts;
 - what cannot be told for certain is refused, not guessed.
 
 Any thread may ask: the tokenizer is a copy, whose settings a trainer cannot change meanwhile.
@@ -14,17 +14,25 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from rollout.chat_messages import SHOWN, Message, Tools, check_tools, known_roles, plain_messages
 from rollout.errors import InvalidRequestError
-from rollout.server.messages import EarlierReply, Message, Tools, check_tools, earlier_reply, plain_messages
+from rollout.server.earlier_ids import EarlierReplies, EarlierReply, text_digest
+from rollout.server.prompt_ids import PromptTokenizer, Stop
 from rollout.server.reply_end import Write, text_behind_reply, tokens_to_append
 from rollout.server.tool_calls import ToolCallParser, parser_for
 from rollout.server.tool_formats import format_of
 
 ToolChoice = str | Mapping[str, Any]
+
+MAX_TRIED = 4
+"""Earlier replies whose ids are tried. A second one only where the template writes an edited reply otherwise than its
+prompt began it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +42,16 @@ class RenderedPrompt:
     Attributes:
         token_ids: the prompt.
         forced_prefix: text that the reply begins with although it is in the prompt ("" normally).
-        continued: the prompt begins with the ids of an earlier reply.
+        digest: of the text that the tokens stand for.
+        reused: how many of the first tokens are ids that came back with an earlier reply.
+        retokenized: why the ids that came back with the last reply are not among them, where they are not.
     """
 
     token_ids: list[int]
     forced_prefix: str
-    continued: bool
+    digest: str
+    reused: int = 0
+    retokenized: str | None = None
 
 
 class Conversation:
@@ -51,6 +63,7 @@ class Conversation:
         vocab_size: ids in earlier replies are below it: the model's, which may be larger than the tokenizer's; None for
             the tokenizer's.
         end_token_ids: tokens that end a reply, besides the tokenizer's own: the model's.
+        room: most tokens of a prompt, now; None: any number.
     """
 
     def __init__(
@@ -60,15 +73,17 @@ class Conversation:
         *,
         vocab_size: int | None = None,
         end_token_ids: Iterable[int] = (),
+        room: Callable[[], int] | None = None,
     ) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
+        self._reader = PromptTokenizer(self._tokenizer, room or _any_number, special=False)
         self._chat_template = chat_template
         self._vocab_size = vocab_size or len(tokenizer)
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special_texts = [token.content for token in special]
         self._anchor = next((t.content for t in special if not (t.lstrip or t.rstrip or t.single_word)), "")
-        self._anchor_ids = self._encode(self._anchor)
+        self._anchor_ids = self._reader.ids(self._anchor, "messages")
         names = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         own = {p.name for p in names if p.kind is not p.VAR_KEYWORD} - {"documents"}
         self._reserved = {"self", "messages", "conversations", *own}
@@ -82,20 +97,24 @@ class Conversation:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        stop: Stop | None = None,
     ) -> RenderedPrompt:
         """The prompt of a conversation.
 
         Args:
-            messages: as OpenAI has them; an assistant's `rollout` holds the ids of its reply and of its prompt.
+            messages: as OpenAI has them; an assistant's `rollout` holds the ids of its reply and of its prompt, and their
+                digests.
             tools: as OpenAI has them. With the choice "none" they are not shown to the model.
             tool_choice: "none", "auto" (None), "required" or `{"type": "function", "function": {"name": …}}`; the last
                 two put the beginning of a call into the prompt.
             add_generation_prompt: the model is to write the next assistant message.
             continue_final_message: it is to write on where the last message ends.
             template_kwargs: further variables of the template.
+            stop: set from elsewhere, it ends the work.
 
         Raises:
             InvalidRequestError: a message, a choice or a variable cannot be honoured, or the template refuses them.
+            ClientGoneError: `stop` was set.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
@@ -110,21 +129,34 @@ class Conversation:
         if prefix and not add_generation_prompt:
             raise InvalidRequestError("tool_choice: a call can be forced only where add_generation_prompt is true")
 
-        def write(conversation: list[Message], *, closed: bool = False) -> str:
-            return self._write(
-                _known_roles(conversation, template),
+        def write(conversation: list[Message], *, closed: bool = False, asked: bool | None = None) -> str:
+            if stop is not None:
+                stop.check()
+            text = self._write(
+                known_roles(conversation, template),
                 tools=shown_tools,
-                add_generation_prompt=add_generation_prompt and not closed,
-                continue_final_message=continue_final_message and not closed,
+                add_generation_prompt=(add_generation_prompt and not closed) if asked is None else asked,
+                continue_final_message=continue_final_message and not closed and asked is None,
                 **variables,
             )
+            self._reader.check(text, "messages")
+            return text
 
-        plain = plain_messages(messages)
-        earlier = earlier_reply(messages, self._vocab_size)
-        if earlier is None:
-            return RenderedPrompt(self._encode(write(plain) + prefix), prefix, continued=False)
-        open_ended = continue_final_message and earlier.index == len(plain) - 1
-        return RenderedPrompt(self._go_on(plain, earlier, write, prefix, open_ended), prefix, continued=True)
+        plain = plain_messages(messages, SHOWN)
+        text = write(plain)
+        digest = text_digest(text + prefix)
+        earlier = EarlierReplies(messages, plain, lambda before: write(before, asked=True), self._vocab_size)
+        for reply in islice(earlier.agreeing(), MAX_TRIED):
+            why = earlier.why_not(reply)
+            if reply.token_ids is not None:
+                open_ended = continue_final_message and reply.index == len(plain) - 1
+                ids, reused = self._go_on(plain, reply, write, prefix, open_ended, stop)
+                return RenderedPrompt(ids, prefix, digest, reused, why)
+            if text.startswith(reply.prompt_text):
+                rest = self._encode_behind(text[len(reply.prompt_text) :] + prefix, stop)
+                return RenderedPrompt(reply.prompt_token_ids + rest, prefix, digest, len(reply.prompt_token_ids), why)
+        ids = self._reader.ids(text + prefix, "messages", stop)
+        return RenderedPrompt(ids, prefix, digest, 0, earlier.why_not(None))
 
     def parser_for(self, tools: Tools | None, tool_choice: ToolChoice | None) -> Callable[[], ToolCallParser] | None:
         """A maker of parsers for the replies; None where text stays text."""
@@ -132,15 +164,40 @@ class Conversation:
             return None
         return parser_for(self._template(tools), tools)
 
+    def one_call_ends_at(self, tools: Tools | None, tool_choice: ToolChoice | None) -> str:
+        """Stop string that ends a reply behind its first call; "" where replies have no calls.
+
+        Raises:
+            InvalidRequestError: this template's calls cannot be told apart so.
+        """
+        if self.parser_for(tools, tool_choice) is None:
+            return ""
+        known = format_of(self._template(tools))
+        if known is None or not known.one_call_ends_at:
+            raise InvalidRequestError(
+                f"parallel_tool_calls=false: nothing ends a reply of this chat template ({known and known.name}) behind its "
+                "first call; leave it out, and use the first"
+            )
+        return known.one_call_ends_at
+
     def _go_on(
-        self, plain: list[Message], earlier: EarlierReply, write: Write, prefix: str, open_ended: bool
-    ) -> list[int]:
-        """The ids of the earlier reply's prompt, of the reply, and of all that follows."""
+        self,
+        plain: list[Message],
+        earlier: EarlierReply,
+        write: Write,
+        prefix: str,
+        open_ended: bool,
+        stop: Stop | None,
+    ) -> tuple[list[int], int]:
+        """The ids of the earlier reply's prompt, of the reply, and of all that follows; how many are not new."""
         text = text_behind_reply(plain, earlier.index, write, self._special_texts, closed=open_ended)
-        kept, appended = tokens_to_append(earlier.token_ids, self._encode_behind(text + prefix), self._end_token_ids)
+        written = earlier.token_ids or []
+        kept, appended = tokens_to_append(written, self._encode_behind(text + prefix, stop), self._end_token_ids)
         if open_ended:
-            return earlier.prompt_token_ids + earlier.token_ids[:kept]
-        return earlier.prompt_token_ids + earlier.token_ids + appended
+            known = earlier.prompt_token_ids + written[:kept]
+            return known, len(known)
+        known = earlier.prompt_token_ids + written
+        return known + appended, len(known)
 
     def _template(self, tools: Tools | None) -> str:
         if self._chat_template is None and not self._tokenizer.chat_template:
@@ -171,29 +228,20 @@ class Conversation:
                 f"messages: the chat template cannot write them: {type(exc).__name__}: {str(exc)[:500]}"
             ) from exc
 
-    def _encode(self, text: str) -> list[int]:
-        try:
-            return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-        except (TypeError, UnicodeError) as exc:
-            raise InvalidRequestError(
-                "messages: the text is no Unicode (a surrogate stands alone) and cannot be tokenised; send valid UTF-8"
-            ) from exc
-
-    def _encode_behind(self, text: str) -> list[int]:
+    def _encode_behind(self, text: str, stop: Stop | None) -> list[int]:
         """Tokens of a text that stands behind something else.
 
         Some tokenizers put a space before what a text begins with: a special token before it keeps them from it.
         """
         length = len(self._anchor_ids)
-        together = self._encode(self._anchor + text)
-        return together[length:] if together[:length] == self._anchor_ids else self._encode(text)
+        together = self._reader.ids(self._anchor + text, "messages", stop)
+        if together[:length] == self._anchor_ids:
+            return together[length:]
+        return self._reader.ids(text, "messages", stop)
 
 
-def _known_roles(messages: list[Message], template: str) -> list[Message]:
-    """OpenAI's newer name for the system's role is unknown to most templates, which leave out what they do not know."""
-    if "developer" in template:
-        return messages
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+def _any_number() -> int:
+    return sys.maxsize
 
 
 def _forced_prefix(template: str, tools: Tools | None, choice: ToolChoice | None) -> str:

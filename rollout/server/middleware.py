@@ -19,16 +19,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.errors import RequestAbortedError
+from rollout.server.bodies import Amount, off_the_loop
 from rollout.server.errors import ApiError, ClientGoneError, bad_request, describe, shutting_down
 from rollout.server.serving import Serving
 
 LINGER_S = 2.0
 """How long what a refused client still sends is read and dropped: closing at once could cost it the answer."""
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/health/"})
 """Nobody needs a key there."""
 
 _log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class Boundary:
                 raise
             await _answer(self._explain(exc, scope), scope, receive, watched)
         finally:
+            self._serving.ended(scope)
             self._serving.counters.replied(_endpoint(scope), status, time.perf_counter() - began)
 
     def _explain(self, exc: Exception, scope: Scope) -> ApiError:
@@ -125,6 +128,7 @@ class Body:
         self._app = app
         self._max_bytes = int(serving.config.max_body_mb * 2**20)
         self._timeout_s = serving.config.request_timeout_s
+        self._serving = serving
         self._reading = serving.reading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +148,8 @@ class Body:
         except _RefusedBodyError as refused:
             await _refuse(refused.error, receive, send)
             return
-        _check_text(headers, body)
+        request = Request(scope, receive)
+        await off_the_loop(self._serving, request, len(body), lambda _: _check_text(headers, body))
         first: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
         async def replay() -> Message:
@@ -199,10 +204,10 @@ class _RefusedBodyError(Exception):
 
 
 def _check_text(headers: Headers, body: bytes) -> None:
-    """Refuse what is not JSON by its own account, or holds what no tokenizer can take.
+    """Refuse what is not JSON by its own account, holds more values than are parsed, or what no tokenizer can take.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, 413.
     """
     if not body:
         return
@@ -214,6 +219,7 @@ def _check_text(headers: Headers, body: bytes) -> None:
         text = body.decode()
     except UnicodeDecodeError as exc:
         raise bad_request(f"the body is not valid UTF-8: byte {exc.start} ({exc.reason})") from None
+    Amount().add(body)
     if _HALF_A_PAIR.search(body):
         try:
             value = json.loads(text)

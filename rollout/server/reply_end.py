@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from rollout.chat_messages import Message
 from rollout.errors import InvalidRequestError
-from rollout.server.messages import Message
 
 END_TOKENS = 32
 """Tokens of an end of turn that a reply may already have, at most."""

@@ -31,6 +31,21 @@ class Rollout(_Reply):
     """The engine's own word; `stale`: cut because its tokens had become too old."""
 
 
+class ChatRollout(Rollout):
+    """The same, and what a conversation that comes back is compared by: send it back as it is."""
+
+    prompt_digest: str
+    """Of the text that the chat template wrote for this reply to answer."""
+    content_digest: str
+    """Of the content and the calls. A stream has it in a sample's last chunk."""
+    prompt_ids_reused: int
+    """How many of the first prompt tokens are ids that came back with an earlier reply; the others are new."""
+    retokenized: str | None
+    """Why the ids that came back with the last reply were not used, or not all; null where they were, or none came."""
+    forced_prefix: str | None = None
+    """Text of the reply that is in the prompt already, because `tool_choice` asks for it; not there otherwise."""
+
+
 class PromptTokensDetails(_Reply):
     """Tokens whose KV was in the prefix cache."""
 
@@ -107,14 +122,14 @@ class ReplyToolCall(_Reply):
 
 
 class ReplyMessage(_Reply):
-    """What the model says. Sent back as it is, the conversation goes on from its ids."""
+    """What the model says. Sent back as it is, behind what it answered, the conversation goes on from its ids."""
 
     role: Literal["assistant"]
     content: str | None
     """Null where there are only calls."""
     refusal: None
     tool_calls: list[ReplyToolCall] | None = None
-    rollout: Rollout | None = None
+    rollout: ChatRollout | None = None
 
 
 class ChatChoice(_Reply):

@@ -220,6 +220,7 @@ class _Uvicorn(uvicorn.Server):
                 await self._all_end(ABORT_TIMEOUT_S)
         finally:
             self._cut()
+            self._serving.threads_for_huge_bodies.shutdown(wait=False, cancel_futures=True)
         await self._all_end(ABORT_TIMEOUT_S)
 
     async def _all_end(self, timeout_s: float) -> bool:

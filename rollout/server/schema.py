@@ -35,6 +35,9 @@ MAX_PROMPTS = 2048
 MAX_STOPS = 64
 """Most stop strings, and most stop token ids, of one request."""
 
+MAX_BIASES = 4096
+"""Most tokens of `logit_bias`."""
+
 COMPLETION_MAX_TOKENS = 16
 """`max_tokens` of a completion that does not say; a chat has all the room there is."""
 
@@ -70,8 +73,21 @@ def _kind_of_prompt(value: Any) -> str:
 Absent = Annotated[None, BeforeValidator(_refuse)]
 """A field of OpenAI's that would change the result and is not served."""
 
+
+def at_most(count: int) -> BeforeValidator:
+    """Refuses more entries before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > count:
+            raise PydanticCustomError("too_many", "has {given} entries: must have at most {most}",
+                                      {"given": len(value), "most": count})  # fmt: skip
+        return value
+
+    return BeforeValidator(check)
+
+
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
-TokenIds = list[TokenId]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=4096)]
 BiasedToken = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
@@ -107,7 +123,7 @@ class SamplingBody(Body):
     """Subtracted from the logit of every token that the sample has already."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     """The same, times how often the sample has it."""
-    logit_bias: dict[BiasedToken, Bias] | None = None
+    logit_bias: Annotated[dict[BiasedToken, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
     """Token id, in decimal digits → what is added to its logit."""
     stop: (
         Annotated[

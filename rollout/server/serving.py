@@ -10,22 +10,35 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.config import ServerConfig
 from rollout.errors import EngineStateError, QueueFullError
-from rollout.server.errors import ApiError, ClientGoneError, shutting_down
+from rollout.server.errors import ApiError, ClientGoneError, bad_request, shutting_down
 from rollout.server.prometheus import RequestMetrics
 from rollout.state import EngineState
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import Scope
 
     from rollout.server.conversation import Conversation
 
 T = TypeVar("T")
+
+HUGE_BODIES_AT_ONCE = 2
+"""The largest bodies wait for one another."""
+
+
+_SAMPLES = "rollout.samples"
+"""Where a request's scope says how many it was admitted with."""
+
+
+def _few_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(HUGE_BODIES_AT_ONCE, "rollout-body")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,6 +54,8 @@ class Serving:
         created: when the server was built, in seconds since 1970.
         stopping: nothing new is taken in.
         reading: tasks whose request's body is not whole yet.
+        threads_for_huge_bodies: as `bodies.HUGE` says.
+        samples: open ones, those of prompts that are still read included.
     """
 
     llm: Any
@@ -51,6 +66,8 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: bool = False
     reading: set[asyncio.Task[Any]] = field(default_factory=set)
+    threads_for_huge_bodies: ThreadPoolExecutor = field(default_factory=_few_threads)
+    samples: int = 0
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     # --- may this request be served? ----------------------------------------------------------------------------
@@ -65,14 +82,14 @@ class Serving:
             message = f"model={name!r}: not served here; the model is {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def admit(self, prompts: int, *, wait_while_suspended: bool = True) -> None:
-        """Whether so many prompts more may be submitted now.
+    def admit(self, request: Request, samples: int, *, wait_while_suspended: bool = True) -> None:
+        """Count so many samples more as open, from here to the request's end.
 
         Args:
             wait_while_suspended: the caller waits until the engine runs again; False: it wants to be told.
 
         Raises:
-            ApiError: 503, the server is shutting down.
+            ApiError: 503, the server is shutting down; 400, so many can never be open.
             EngineStateError: the engine does not run, and the caller does not wait.
             QueueFullError: more would be open than `ServerConfig.max_open_requests`.
         """
@@ -84,11 +101,22 @@ class Serving:
                 f"the engine is {state}, and wait_while_suspended=false asks not to wait: try again later"
             )
         limit = self.config.max_open_requests
-        if self.llm.num_open + prompts > limit:
+        if samples > limit:
+            raise bad_request(
+                f"prompts times n: {samples} samples, and at most max_open_requests={limit} may be open; send fewer in a "
+                "request"
+            )
+        if self.samples + samples > limit:
             raise QueueFullError(
-                f"{self.llm.num_open} prompts are open and the request brings {prompts}: at most "
+                f"{self.samples} samples are open and the request brings {samples}: at most "
                 f"max_open_requests={limit} may be; try again later"
             )
+        self.samples += samples
+        request.scope[_SAMPLES] = request.scope.get(_SAMPLES, 0) + samples
+
+    def ended(self, scope: Scope) -> None:
+        """A request has ended, its reply's last byte included."""
+        self.samples -= scope.pop(_SAMPLES, 0)
 
     def time_limit(self, timeout_s: float | None) -> float:
         """Seconds a request may take: what it asks for, at most `ServerConfig.request_timeout_s`."""

@@ -5,7 +5,8 @@ Promises:
 - a text without a call comes out as it went in; text before, between and behind calls is content. Only the layout
   around a call goes: white space before it, the separators of its format, white space between it and the end;
 - a call is given out when its JSON is complete, its arguments exactly as the model wrote them;
-- what only looks like a call (broken JSON, no name, no arguments object) is content, to the last character;
+- what only looks like a call (broken JSON, no name, no arguments object, none that a strict tool takes) is content, to the
+  last character;
 - a call is scanned once, whatever the model writes and however it is cut.
 
 The formats are data; one machine reads them all. Knows strings, no tokens.
@@ -13,11 +14,13 @@ The formats are data; one machine reads them all. Knows strings, no tokens.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.server.strict_tools import StrictTool, strict_tools
 from rollout.server.tool_formats import ToolFormat, format_of
 from rollout.server.tool_json import JsonEnd, read_calls
 
@@ -59,12 +62,17 @@ def random_hex(digits: int) -> str:
 def parser_for(
     template: str | None, tools: Sequence[Mapping[str, Any]] | None, random_hex: RandomHex = random_hex
 ) -> Callable[[], ToolCallParser] | None:
-    """A maker of parsers, one for each sample of a reply; None where text stays text: no tools, or no known format."""
+    """A maker of parsers, one for each sample of a reply; None where text stays text: no tools, or no known format.
+
+    Raises:
+        InvalidRequestError: the schema of a strict tool cannot be checked.
+    """
     known = format_of(template)
     if known is None or not tools:
         return None
     names = frozenset(str(tool["function"]["name"]) for tool in tools)
-    return lambda: ToolCallParser(known, names, random_hex)
+    strict = strict_tools(tools)
+    return lambda: ToolCallParser(known, names, random_hex, strict)
 
 
 class ToolCallParser:
@@ -77,16 +85,22 @@ class ToolCallParser:
         tool_names: functions that there are. A call without a marker counts only if it is of one of these: else it is
             an answer that happens to be JSON.
         random_hex: source of the ids.
+        strict: functions whose calls count only if their arguments fit.
     """
 
     def __init__(
-        self, tool_format: ToolFormat, tool_names: Collection[str], random_hex: RandomHex = random_hex
+        self,
+        tool_format: ToolFormat,
+        tool_names: Collection[str],
+        random_hex: RandomHex = random_hex,
+        strict: Mapping[str, StrictTool] | None = None,
     ) -> None:
         self.num_calls = 0
         """Calls given out."""
         self._format = tool_format
         self._tool_names = tool_names
         self._random_hex = random_hex
+        self._strict = strict or {}
         self._buffer = ""
         self._state = self._lead
         self._value = JsonEnd(0)
@@ -169,6 +183,8 @@ class ToolCallParser:
         """Name and arguments of each call in a JSON value; None if it is no call."""
         try:
             calls = read_calls(value)
+            if not all(self._strict[name].fits(json.loads(text)) for name, text in calls if name in self._strict):
+                return None
         except (ValueError, RecursionError):
             return None
         marked = self._buffer.lstrip().startswith(self._format.marker)

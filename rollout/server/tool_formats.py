@@ -38,6 +38,9 @@ class ToolFormat:
     """What a reply begins with that has to be a call of the function NAME (a JSON string). Ends before a space: models
     write it in one token with what follows."""
 
+    one_call_ends_at: str
+    """Stop string that ends a reply behind its first call, and stands in no call and no text; "" where there is none."""
+
     id_prefix: str = "call_"
     """What the ids of its calls begin with."""
 
@@ -58,6 +61,7 @@ HERMES = ToolFormat(
     closing="</tool_call>",
     required="<tool_call>\n",
     named='<tool_call>\n{"name": NAME, "arguments":',
+    one_call_ends_at="</tool_call>",
 )
 """Hermes 2 and 3, Qwen 2.5 and 3."""
 
@@ -70,6 +74,7 @@ LLAMA3 = ToolFormat(
     closing=";",
     required='{"name": "',
     named='{"name": NAME, "parameters":',
+    one_call_ends_at="",
 )
 """Llama 3.1 to 3.3, calls in JSON."""
 
@@ -82,6 +87,7 @@ MISTRAL = ToolFormat(
     closing="",
     required="[TOOL_CALLS] [",
     named='[TOOL_CALLS] [{"name": NAME, "arguments":',
+    one_call_ends_at="",
     id_prefix="",
     id_digits=9,
 )

@@ -127,12 +127,16 @@ def test_hidden_state_between_positions_is_found_by_comparing_numbers() -> None:
     build(model, verify_model=False)
 
 
-def test_positions_beyond_a_table_of_them_are_refused_and_not_met_in_a_step() -> None:
+def test_positions_beyond_a_table_of_them_are_refused_and_others_named(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("gpt2")
     with pytest.raises(UnsupportedModelError, match=r"max_position_embeddings=512 .*max_sequence_length <= 512"):
         build(model, max_sequence_length=513)
     assert build(model, max_sequence_length=512).max_sequence_length == 512
-    assert build(make_model("qwen3"), max_sequence_length=1024).max_sequence_length == 1024
+    with caplog.at_level("WARNING"):
+        assert build(make_model("qwen3"), max_sequence_length=512).max_sequence_length == 512
+        assert "max_sequence_length" not in caplog.text
+        assert build(make_model("qwen3"), max_sequence_length=1024).max_sequence_length == 1024
+    assert "max_sequence_length=1024 and Qwen3ForCausalLM has max_position_embeddings=512" in caplog.text
 
 
 @pytest.mark.parametrize("make", [longrope, dynamic_rope])

@@ -8,7 +8,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.server.conversation import RenderedPrompt
+from rollout.server.conversation import Conversation, RenderedPrompt
+from rollout.server.earlier_ids import ReplyDigest
 
 _HERMES_TOOLS = r"""
 {%- macro tool_list() %}
@@ -252,6 +253,23 @@ def ids(prompt: list[int], written: list[int]) -> dict[str, Any]:
     return {"prompt_token_ids": prompt, "token_ids": written, "log_probs": [0.0] * len(written)}
 
 
+def came(
+    conversation: Conversation,
+    before: list[dict[str, Any]],
+    message: dict[str, Any],
+    prompt: list[int],
+    written: list[int],
+    **options: Any,
+) -> dict[str, Any]:
+    """A reply's message as the server gives it out: with these ids, whatever they are, and the digests of its text."""
+    digest = ReplyDigest()
+    digest.add(message.get("content") or "", message.get("tool_calls") or ())
+    rendered = conversation.render(before, **options)
+    digests = {"prompt_digest": rendered.digest, "content_digest": digest.hexdigest()}
+    forced = {"forced_prefix": rendered.forced_prefix} if rendered.forced_prefix else {}
+    return message | {"rollout": ids(prompt, written) | digests | forced}
+
+
 def plainly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -262,6 +280,6 @@ def text_of(tokenizer: PreTrainedTokenizerFast, prompt: RenderedPrompt) -> str:
 
 def behind(tokenizer: PreTrainedTokenizerFast, prompt: RenderedPrompt, earlier: list[int]) -> str:
     """Text of what was put behind the ids of an earlier reply."""
-    assert prompt.continued
+    assert prompt.reused
     assert prompt.token_ids[: len(earlier)] == earlier
     return str(tokenizer.decode(prompt.token_ids[len(earlier) :], skip_special_tokens=False))

@@ -100,6 +100,7 @@ def test_the_model_is_listed_and_found_by_its_name_with_a_slash_in_it(url):
     listed = httpx.get(f"{url}/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["fakes/one"]
     assert listed["data"][0]["created"] <= time.time()
+    assert listed["data"][0]["max_model_len"] == 4096
     assert httpx.get(f"{url}/v1/models/fakes/one").json() == listed["data"][0]
     assert httpx.get(f"{url}/v1/models/fakes%2Fone").json() == listed["data"][0]
     assert error_of(httpx.get(f"{url}/v1/models/other"), 404)["code"] == "model_not_found"
@@ -120,6 +121,16 @@ def test_health_says_how_the_engine_stands_and_503_when_it_is_gone():
             reply = httpx.get(f"{server.url}/health")
             assert (reply.status_code, reply.json()["status"]) == (503, status)
         llm.gone = None
+
+
+def test_health_is_asked_for_as_load_balancers_do(open_house):
+    url = open_house[1].url
+    for path in ("/health", "/health/"):
+        assert httpx.get(f"{url}{path}").json()["status"] == "running"
+        head = httpx.head(f"{url}{path}")
+        assert (head.status_code, head.content) == (200, b"")
+    with served(api_key=KEY) as (_, server):
+        assert [httpx.head(f"{server.url}{path}").status_code for path in ("/health", "/health/")] == [200, 200]
 
 
 def test_metrics_count_requests_results_and_the_engine_and_stay_out_of_the_process_registry():
@@ -228,8 +239,8 @@ def test_what_is_unsafe_can_be_asked_for():
         (b'{"prompt": "\xed\xa0\x80"}', "application/json", "not valid UTF-8"),
         (b'{"prompt": "\\ud800"}', "application/json", "surrogate"),
         (b'{"\\udc00": 1}', "application/json", "surrogate"),
-        (b"[" * 100_000, "application/json", "body"),
-        (b'{"model": ' + b"9" * 5000 + b"}", "application/json", "body"),
+        (b"[" * 100_000, "application/json", "nested too deeply"),
+        (b'{"model": ' + b"9" * 5000 + b"}", "application/json", "digits"),
     ],
 )
 def test_a_body_that_is_no_request_is_a_400_that_says_why(url, body, kind, says):
@@ -437,13 +448,29 @@ def test_stopping_on_the_loop_itself_raises_and_the_server_goes_on():
 # --- limits and failures ----------------------------------------------------------------------------------------------
 
 
-def test_more_prompts_than_may_be_open_are_a_429_with_the_time_to_come_back():
-    with served(max_open_requests=2) as (llm, server):
-        refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2], [3]]})
-        assert error_of(refused, 429)["code"] == "queue_full"
-        assert refused.headers["retry-after"] == "1"
+def test_more_samples_than_may_be_open_are_a_429_with_the_time_to_come_back():
+    with served(max_open_requests=4) as (llm, server):
+        llm.hold()
+        body = json.dumps(ASK | {"n": 3}).encode()
+        with raw(server) as client:
+            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            wait_for_requests(llm, 1)
+            refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]})
+            assert error_of(refused, 429)["code"] == "queue_full"
+            assert refused.headers["retry-after"] == "1"
+            assert len(llm.submitted) == 1
+            llm.release()
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for _ in range(3):
+            assert httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]}).status_code == 200
+
+
+def test_more_samples_than_can_ever_be_open_are_a_400():
+    with served(max_open_requests=4) as (llm, server):
+        for change in ({"prompt": [[1]] * 5}, {"n": 5}, {"prompt": [[1], [2]], "n": 3}):
+            refused = httpx.post(f"{server.url}/v1/completions", json=ASK | change)
+            assert "max_open_requests=4" in error_of(refused, 400)["message"]
         assert not llm.submitted
-        assert httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]}).status_code == 200
 
 
 def test_who_does_not_want_to_wait_for_a_suspended_engine_is_told():

@@ -81,7 +81,11 @@ def test_a_reply_has_openais_shape_and_our_ids(llm: ScriptedLLM, client: OpenAI)
     assert reply.id.startswith("chatcmpl-")
     assert reply.model == "m"
     prompt, tokens = llm.submitted[0][0], TOKENIZER("Hello 🙂")["input_ids"]
+    digests = {name: choice.message.rollout.pop(name) for name in ("prompt_digest", "content_digest")}
+    assert [len(digest) for digest in digests.values()] == [32, 32]
     assert choice.message.rollout == {
+        "prompt_ids_reused": 0,
+        "retokenized": None,
         "prompt_token_ids": prompt,
         "token_ids": tokens,
         "log_probs": [-0.5] * len(tokens),
@@ -190,10 +194,51 @@ def test_another_model_is_not_found(client: OpenAI):
 
 
 def test_what_the_template_refuses_names_the_message(client: OpenAI):
-    reply = {"role": "assistant", "content": "a", "rollout": {"prompt_token_ids": [], "token_ids": [1]}}
+    reply = ask(client).choices[0].message.model_dump()
+    reply["rollout"]["prompt_token_ids"] = []
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, messages=[*HI, reply, *HI])
     assert (caught.value.param or "").startswith("messages[1].rollout")
+
+
+def test_a_history_that_was_edited_is_what_the_model_sees_and_the_reply_says_so(llm: ScriptedLLM, client: OpenAI):
+    message = ask(client).choices[0].message.model_dump()
+    system = {"role": "system", "content": "NEW-PERSONA-B"}
+    for changed, reused in (([*HI, message], True), ([system, *HI, message], False)):
+        rollout = ask(client, messages=[*changed, *HI]).choices[0].message.rollout
+        assert bool(rollout["prompt_ids_reused"]) == reused
+        assert (rollout["retokenized"] is None) == reused
+        assert ("NEW-PERSONA-B" in TOKENIZER.decode(llm.submitted[-1][0])) != reused
+
+
+def test_a_reply_that_litellm_kept_goes_on_from_its_ids(llm: ScriptedLLM, client: OpenAI):
+    """Its message has what it does not know of OpenAI's in a field of its own, and other fields that are its own."""
+    rollout = ask(client).choices[0].message.rollout
+    kept = {
+        "content": "Hello 🙂",
+        "role": "assistant",
+        "tool_calls": None,
+        "function_call": None,
+        "annotations": [],
+        "thinking_blocks": None,
+        "provider_specific_fields": {"refusal": None, "rollout": rollout},
+    }
+    reply = ask(client, messages=[*HI, kept, *HI])
+    assert reply.choices[0].message.rollout["prompt_ids_reused"] == len(
+        rollout["prompt_token_ids"] + rollout["token_ids"]
+    )
+    kept["provider_specific_fields"] = {"refusal": None}
+    assert ask(client, messages=[*HI, kept, *HI]).choices[0].message.rollout["prompt_ids_reused"] == 0
+
+
+def test_a_stream_brings_what_a_conversation_goes_on_with(llm: ScriptedLLM, client: OpenAI):
+    chunks, whole = read(client), ask(client).choices[0].message
+    put_together: dict[str, Any] = {"prompt_token_ids": [], "token_ids": []}
+    for chunk in chunks:
+        for name, value in (getattr(chunk.choices[0].delta, "rollout", None) or {}).items():
+            put_together[name] = put_together[name] + value if name in put_together else value
+    for name in ("prompt_token_ids", "token_ids", "prompt_digest", "content_digest", "prompt_ids_reused"):
+        assert put_together[name] == whole.rollout[name]
 
 
 def test_without_a_tokenizer_there_is_no_chat():
@@ -214,7 +259,12 @@ def test_a_stream_begins_with_the_role_and_ends_with_done(llm: ScriptedLLM, clie
     assert sent[0]["choices"][0]["delta"] == {
         "role": "assistant",
         "content": "",
-        "rollout": {"prompt_token_ids": llm.submitted[0][0]},
+        "rollout": {
+            "prompt_token_ids": llm.submitted[0][0],
+            "prompt_digest": ask(client).choices[0].message.rollout["prompt_digest"],
+            "prompt_ids_reused": 0,
+            "retokenized": None,
+        },
     }
     assert {chunk["usage"] is None for chunk in sent[:-2]} == {True}
     assert sent[-2]["choices"] == []
@@ -305,6 +355,32 @@ def test_a_sample_that_begins_afresh_cannot_take_back_what_was_sent(llm: Scripte
     assert sent[-1]["error"]["code"] == "restarted"
     llm.script = llm.script[len(begun) :]
     assert content(read(client)) == "whole"
+
+
+def test_a_reply_ends_behind_its_only_call_where_calls_in_parallel_are_not_wanted(llm: ScriptedLLM, client: OpenAI):
+    asked: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({}, ()),
+        ({"tools": [WEATHER]}, ("</tool_call>",)),
+        ({"tools": [WEATHER], "stop": "x"}, ("x", "</tool_call>")),
+        ({"tools": [WEATHER], "stop": ["</tool_call>"]}, ("</tool_call>",)),
+        ({"tools": [WEATHER], "tool_choice": "none"}, ()),
+    ]
+    for fields, stop in asked:
+        ask(client, parallel_tool_calls=False, **fields)
+        assert llm.submitted[-1][1].stop == stop
+    ask(client, parallel_tool_calls=True, tools=[WEATHER])
+    assert llm.submitted[-1][1].stop == ()
+    # As the engine gives it: what ended it is not in the text.
+    llm.script = spoken(TOKENIZER, CALL.partition("</tool_call>")[0])
+    choice = ask(client, parallel_tool_calls=False, tools=[WEATHER]).choices[0]
+    assert (choice.finish_reason, len(choice.message.tool_calls or ())) == ("tool_calls", 1)
+
+
+def test_one_call_is_refused_by_name_where_nothing_ends_it():
+    with scripted(byte_level("llama3.1"), served_model_name="m") as (_, client):
+        with pytest.raises(openai.BadRequestError, match="llama3") as caught:
+            ask(client, parallel_tool_calls=False, tools=[WEATHER])
+        assert caught.value.param == "parallel_tool_calls"
 
 
 def test_values_that_json_has_not_are_null(llm: ScriptedLLM, client: OpenAI):

@@ -17,7 +17,7 @@ from openai.types import Completion as TheirReply
 from rollout.config import InferenceConfig, ServerConfig
 from rollout.errors import InvalidRequestError
 from rollout.llm import LLM
-from rollout.server.calls import LONG_TEXT
+from rollout.server.bodies import LARGE
 from rollout.server.reply_schema import Completion
 from rollout.server.samples import merged
 from rollout.server.sse import bursts
@@ -115,9 +115,9 @@ def test_prompts_are_text_or_ids_one_or_many(llm: ScriptedLLM, client: OpenAI, p
 
 
 def test_a_long_text_is_read_beside_the_loop(llm: ScriptedLLM, client: OpenAI):
-    llm.max_sequence_length = 2 * LONG_TEXT
-    ask(client, prompt="a=" * LONG_TEXT)
-    assert len(llm.submitted[-1][0]) == 2 * LONG_TEXT
+    llm.max_sequence_length = 2 * LARGE
+    ask(client, prompt="a=" * LARGE)
+    assert len(llm.submitted[-1][0]) == 2 * LARGE
 
 
 @pytest.mark.parametrize("stream", [False, True])

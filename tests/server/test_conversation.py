@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.errors import InvalidRequestError
-from rollout.server.conversation import Conversation, RenderedPrompt
+from rollout.server.conversation import Conversation
 from tests.server.chat_templates import TEMPLATES, USER, WEATHER, byte_level, call, plainly, reply, text_of, user
 
 NAMES = sorted(TEMPLATES)
@@ -22,7 +22,7 @@ def test_a_conversation_is_what_the_template_makes_of_it(name: str):
     messages = [{"role": "system", "content": "Be kind."}, USER, reply("Where?"), user("Oslo")]
     expected = tokenizer.apply_chat_template(messages, tools=[WEATHER], add_generation_prompt=True, return_dict=False)
     prompt = Conversation(tokenizer).render(messages, tools=[WEATHER])
-    assert prompt == RenderedPrompt(expected, forced_prefix="", continued=False)
+    assert (prompt.token_ids, prompt.forced_prefix, prompt.reused, prompt.retokenized) == (expected, "", 0, None)
 
 
 def test_what_openai_sends_is_what_templates_read():

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -383,9 +384,17 @@ def test_a_wrong_key_and_a_wrong_model_have_their_exceptions(house: House, clien
     assert client.models.retrieve("m").id == "m"
 
 
-def test_too_much_at_once_says_when_to_come_back(client: OpenAI):
-    with pytest.raises(openai.RateLimitError) as caught:
-        complete(client, prompt=[PROMPT] * 9)
+def test_too_much_at_once_says_when_to_come_back(house: House, client: OpenAI):
+    with ThreadPoolExecutor(1) as thread:
+        with house.llm.suspended():
+            waiting = thread.submit(complete, client, prompt=[PROMPT] * 3, n=2, max_tokens=1)
+            deadline = time.monotonic() + PATIENCE_S
+            while house.llm.num_open < 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            with pytest.raises(openai.RateLimitError) as caught:
+                complete(client, prompt=[PROMPT] * 3)
+        assert len(waiting.result(PATIENCE_S).choices) == 6
     assert caught.value.code == "queue_full"
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert len(complete(client, prompt=[PROMPT] * 8, max_tokens=1).choices) == 8

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequestError
-from rollout.server.conversation import Conversation, RenderedPrompt
+from rollout.server.conversation import Conversation
 from rollout.server.reply_end import tokens_to_append
 from tests.server.chat_templates import (
     END,
@@ -21,6 +21,7 @@ from tests.server.chat_templates import (
     behind,
     byte_level,
     call,
+    came,
     ids,
     plainly,
     reply,
@@ -48,9 +49,10 @@ def test_the_ids_of_earlier_turns_come_back_unchanged(maker: str, name: str, fir
     for question, written, ended in turns:
         earlier = so_far + written + [end] * ended
         text = tokenizer.decode(written, skip_special_tokens=True)
-        messages += [reply(text, ids(so_far, earlier[len(so_far) :])), user(question)]
+        answer = came(conversation, messages, reply(text), so_far, earlier[len(so_far) :])
+        messages += [answer, user(question)]
         prompt = conversation.render(messages)
-        assert prompt.continued
+        assert (prompt.reused, prompt.retokenized) == (len(earlier), None)
         assert prompt.token_ids[: len(earlier)] == earlier
         appended = prompt.token_ids[len(earlier) :]
         assert appended[: not ended] == [end] * (not ended), "the turn is ended once"
@@ -74,7 +76,8 @@ def test_from_canonical_ids_follows_the_plain_rendering(maker: str, name: str, t
         written = closed[len(prompt) : closed.index(end, len(prompt)) + 1]
         plain = conversation.render([*messages, reply(text), user("And?")])
         for ids_given in (written, written[:-1]):
-            continued = conversation.render([*messages, reply(text, ids(prompt, ids_given)), user("And?")])
+            answer = came(conversation, messages, reply(text), prompt, ids_given)
+            continued = conversation.render([*messages, answer, user("And?")])
             assert continued.token_ids == plain.token_ids
         messages += [reply(text), user(text)]
 
@@ -84,18 +87,18 @@ def test_thoughts_that_the_template_would_drop_stay():
     conversation = Conversation(tokenizer)
     prompt = conversation.render([USER]).token_ids
     written = plainly(tokenizer, "<think>\nhm\n</think>\n\nRain.<|im_end|>")
-    for message in (reply("Rain."), reply("Rain.", reasoning_content="hm"), reply("<think>\nhm\n</think>\n\nRain.")):
-        message["rollout"] = ids(prompt, written)
-        going_on = conversation.render([USER, message, user("So?")])
-        assert behind(tokenizer, going_on, prompt + written) == (
-            "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
-        )
+    message = came(conversation, [USER], reply("<think>\nhm\n</think>\n\nRain."), prompt, written)
+    going_on = conversation.render([USER, message, user("So?")])
+    following = "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+    assert behind(tokenizer, going_on, prompt + written) == following
 
 
 def test_the_last_reply_with_ids_counts():
     tokenizer = byte_level("qwen2.5")
-    messages = [USER, reply("a", ids([1], [2])), USER, reply("b", ids([30, 31], [32])), USER, reply("c"), USER]
-    prompt = Conversation(tokenizer).render(messages)
+    conversation = Conversation(tokenizer)
+    messages = [USER, came(conversation, [USER], reply("a"), [1], [2]), USER]
+    messages += [came(conversation, messages, reply("b"), [30, 31], [32]), USER, reply("c"), USER]
+    prompt = conversation.render(messages)
     text = behind(tokenizer, prompt, [30, 31, 32])
     assert text.count("Weather?") == 2
     assert "assistant\nc<|im_end|>" in text
@@ -124,7 +127,7 @@ def test_the_result_of_a_tool_follows_the_ids_of_its_call(name: str, content: st
     conversation = Conversation(tokenizer)
     prompt = conversation.render([USER], tools=[WEATHER]).token_ids
     written = plainly(tokenizer, calls_of(name))
-    message = reply(content, ids(prompt, written), tool_calls=[call()])
+    message = came(conversation, [USER], reply(content, tool_calls=[call()]), prompt, written, tools=[WEATHER])
     result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
     going_on = conversation.render([USER, message, result], tools=[WEATHER])
     assert behind(tokenizer, going_on, prompt + written) == FOLLOWING[name]
@@ -133,10 +136,11 @@ def test_the_result_of_a_tool_follows_the_ids_of_its_call(name: str, content: st
 def test_roles_that_must_alternate_are_counted_with_the_call_there():
     """Without its calls the reply would be an answer, and the next answer one too many."""
     tokenizer = byte_level("mistral")
+    conversation = Conversation(tokenizer)
     prompt, written = [20, 21], plainly(tokenizer, calls_of("mistral"))
     result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
-    messages = [USER, reply("", ids(prompt, written), tool_calls=[call()]), result, reply("Rain."), user("So?")]
-    going_on = Conversation(tokenizer).render(messages)
+    called = came(conversation, [USER], reply("", tool_calls=[call()]), prompt, written)
+    going_on = conversation.render([USER, called, result, reply("Rain."), user("So?")])
     assert behind(tokenizer, going_on, prompt + written) == FOLLOWING["mistral"] + " Rain.</s>[INST] So?[/INST]"
 
 
@@ -144,9 +148,10 @@ def test_a_turn_that_the_template_ends_otherwise_behind_a_call_ends_so():
     tokenizer = byte_level("llama3.1")
     written = plainly(tokenizer, '<|python_tag|>get_weather.call(city="Paris")<|eom_id|>')
     result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
+    conversation = Conversation(tokenizer)
     for ids_given in (written, written[:-1]):
-        going_on = Conversation(tokenizer).render(
-            [USER, reply("", ids([20], ids_given), tool_calls=[call()]), result],
+        going_on = conversation.render(
+            [USER, came(conversation, [USER], reply("", tool_calls=[call()]), [20], ids_given), result],
             template_kwargs={"builtin_tools": ["get_weather"]},
         )
         assert behind(tokenizer, going_on, [20, *written]) == FOLLOWING["llama3.1"]
@@ -155,7 +160,7 @@ def test_a_turn_that_the_template_ends_otherwise_behind_a_call_ends_so():
 def test_a_turn_that_the_model_ended_its_own_way_is_not_ended_again():
     tokenizer = byte_level("llama3.1")
     eom = tokenizer.convert_tokens_to_ids("<|eom_id|>")
-    messages = [USER, reply("x", ids([20], [21, eom])), user("So?")]
+    messages = [USER, came(Conversation(tokenizer), [USER], reply("x"), [20], [21, eom]), user("So?")]
     twice = Conversation(tokenizer).render(messages)
     once = Conversation(tokenizer, end_token_ids=[eom]).render(messages)
     assert behind(tokenizer, twice, [20, 21, eom]).startswith("<|eot_id|>")
@@ -165,24 +170,26 @@ def test_a_turn_that_the_model_ended_its_own_way_is_not_ended_again():
 def test_a_reply_is_continued_without_the_end_of_its_turn():
     tokenizer = byte_level("qwen3")
     written = plainly(tokenizer, "It is<|im_end|>")
+    conversation = Conversation(tokenizer)
     for ids_given in (written, written[:-1]):
-        prompt = Conversation(tokenizer).render(
-            [USER, reply("It is", ids([20], ids_given))], add_generation_prompt=False, continue_final_message=True
-        )
-        assert prompt == RenderedPrompt([20, *written[:-1]], forced_prefix="", continued=True)
+        answer = came(conversation, [USER], reply("It is"), [20], ids_given)
+        prompt = conversation.render([USER, answer], add_generation_prompt=False, continue_final_message=True)
+        assert prompt.token_ids == [20, *written[:-1]]
+        assert prompt.reused == len(prompt.token_ids)
 
 
 def test_a_reply_of_no_tokens_is_ended():
     tokenizer = byte_level("qwen3")
-    prompt = Conversation(tokenizer).render([USER, reply("", ids([20], [])), user("So?")])
+    conversation = Conversation(tokenizer)
+    prompt = conversation.render([USER, came(conversation, [USER], reply(""), [20], []), user("So?")])
     assert behind(tokenizer, prompt, [20]).startswith("<|im_end|>\n<|im_start|>user\nSo?")
 
 
 def test_a_call_can_be_forced_behind_an_earlier_reply():
     tokenizer = byte_level("qwen3")
-    prompt = Conversation(tokenizer).render(
-        [USER, reply("x", ids([20], [21])), USER], tools=[WEATHER], tool_choice="required"
-    )
+    conversation = Conversation(tokenizer)
+    answer = came(conversation, [USER], reply("x"), [20], [21], tools=[WEATHER])
+    prompt = conversation.render([USER, answer, USER], tools=[WEATHER], tool_choice="required")
     assert prompt.forced_prefix == "<tool_call>\n"
     assert behind(tokenizer, prompt, [20, 21]).endswith("<|im_start|>assistant\n<tool_call>\n")
 
@@ -190,8 +197,9 @@ def test_a_call_can_be_forced_behind_an_earlier_reply():
 def test_a_template_without_special_tokens_goes_on_in_the_middle_of_a_text():
     for maker in (byte_level, sentencepiece):
         tokenizer = maker("plain")
-        messages = [USER, reply("Rain.", ids([20], plainly(tokenizer, "Rain."))), user("So?")]
-        prompt = Conversation(tokenizer).render(messages)
+        conversation = Conversation(tokenizer)
+        answer = came(conversation, [USER], reply("Rain."), [20], plainly(tokenizer, "Rain."))
+        prompt = conversation.render([USER, answer, user("So?")])
         after = tokenizer.convert_ids_to_tokens(prompt.token_ids[1 + len(plainly(tokenizer, "Rain.")) :])
         assert not after[0].startswith("▁"), "a space nobody wrote"
         assert text_of(tokenizer, prompt).endswith("Rain.\n\nuser: So?\n\nassistant:")
@@ -207,9 +215,10 @@ def test_a_template_without_special_tokens_goes_on_in_the_middle_of_a_text():
 )
 @pytest.mark.parametrize("calls", [None, [call()]])
 def test_what_follows_is_refused_where_it_cannot_be_told(template: str, calls: Any):
-    messages = [USER, reply("x", ids([20], [21]), tool_calls=calls), {**USER, "tool_call_id": "abcdef123"}]
+    conversation = Conversation(byte_level("plain"), template)
+    answer = came(conversation, [USER], reply("x", tool_calls=calls), [20], [21])
     with pytest.raises(InvalidRequestError, match=r"messages\[1\].rollout: .* leave `rollout` out"):
-        Conversation(byte_level("plain"), template).render(messages)
+        conversation.render([USER, answer, {**USER, "tool_call_id": "abcdef123"}])
 
 
 def test_a_result_is_not_taken_for_the_end_of_a_call():
@@ -217,10 +226,187 @@ def test_a_result_is_not_taken_for_the_end_of_a_call():
     template = LLAMA31.replace("~ '}<|eot_id|>'", "~ '}'").replace("<|start_header_id|>ipython<|end_header_id|>", "")
     assert template != LLAMA31
     result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
+    conversation = Conversation(byte_level("llama3.1"), template)
+    called = came(conversation, [USER], reply("", tool_calls=[call()]), [20], [21])
     with pytest.raises(InvalidRequestError, match=r"messages\[1\].rollout"):
-        Conversation(byte_level("llama3.1"), template).render(
-            [USER, reply("", ids([20], [21]), tool_calls=[call()]), result]
-        )
+        conversation.render([USER, called, result])
+
+
+# --- a conversation that has changed ------------------------------------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "SECRET-CONTEXT-A"}
+
+
+def unwritten(tokenizer: Any, number: int = 0) -> list[int]:
+    """Ids of tokens that are in no text of these tests."""
+    return list(tokenizer.convert_tokens_to_ids(["ĀāĂ"[number], "ă"]))
+
+
+def chain(tokenizer: Any, *, tools: Any = None) -> tuple[Conversation, list[dict[str, Any]], list[list[int]]]:
+    """Three turns whose replies are of ids that no text is tokenised to, and the prompt of each."""
+    conversation = Conversation(tokenizer)
+    messages: list[dict[str, Any]] = [SYSTEM]
+    prompts = []
+    for number in range(3):
+        messages.append(user(f"question {number}"))
+        prompts.append(conversation.render(messages, tools=tools).token_ids)
+        answer = reply(f"answer {number}")
+        messages.append(came(conversation, messages, answer, prompts[-1], unwritten(tokenizer, number), tools=tools))
+    return conversation, [*messages, user("So?")], prompts
+
+
+def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in message.items() if key != "rollout"} for message in messages]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "edited",
+    [
+        lambda messages: [{**SYSTEM, "content": "NEW-PERSONA-B"}, *messages[1:]],
+        lambda messages: messages[1:],
+        lambda messages: [SYSTEM, *messages[3:]],
+        lambda messages: [SYSTEM, user("another question"), *messages[2:]],
+    ],
+    ids=["the system prompt", "no system prompt", "the oldest messages dropped", "the first question"],
+)
+def test_behind_an_edit_at_the_beginning_the_text_counts(name: str, edited: Any):
+    tokenizer = byte_level(name)
+    conversation, messages, _ = chain(tokenizer)
+    changed = edited(messages)
+    prompt = conversation.render(changed)
+    assert prompt.token_ids == conversation.render(as_text(changed)).token_ids
+    assert prompt.reused == 0
+    assert "from there the text counts" in (prompt.retokenized or "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [WEATHER]},
+        {"tools": [WEATHER], "tool_choice": "none"},
+        {"template_kwargs": {"enable_thinking": False}},
+    ],
+    ids=["tools added", "tools added and not shown", "a variable"],
+)
+def test_what_the_template_would_write_otherwise_is_written(options: dict[str, Any]):
+    conversation, messages, _ = chain(byte_level("qwen3"))
+    prompt = conversation.render(messages, **options)
+    if options.get("tool_choice") == "none":
+        assert prompt.retokenized is None, "nothing is written otherwise"
+    else:
+        assert prompt.token_ids == conversation.render(as_text(messages), **options).token_ids
+        assert (prompt.reused, "the tools" in (prompt.retokenized or "")) == (0, True)
+
+
+def test_tools_that_are_shown_to_the_last_question_only_change_what_stands_before_it():
+    """Every reply was made under a question with the tools beside it, and they are no longer there."""
+    conversation, messages, _ = chain(byte_level("mistral"), tools=[WEATHER])
+    assert conversation.render(messages, tools=[WEATHER]).retokenized is None
+    assert conversation.render(messages).reused == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("replies", [0, 1, 2])
+def test_ids_before_an_edit_stay(name: str, replies: int):
+    """The question behind so many replies is edited: their ids are used, and no others."""
+    tokenizer = byte_level(name)
+    conversation, messages, prompts = chain(tokenizer)
+    place = 2 * replies + 1
+    messages[place] = user("something else")
+    prompt = conversation.render(messages)
+    kept = prompts[replies - 1] + unwritten(tokenizer, replies - 1) if replies else []
+    assert prompt.token_ids[: len(kept)] == kept
+    assert prompt.reused == len(kept)
+    assert (prompt.retokenized or "").startswith("messages[6].rollout: what stands before it")
+    assert unwritten(tokenizer)[1] not in prompt.token_ids[len(kept) :]
+    assert "something else" in text_of(tokenizer, prompt)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_redacted_reply_is_what_is_written_now_behind_the_ids_of_its_prompt(name: str):
+    tokenizer = byte_level(name)
+    conversation, messages, prompts = chain(tokenizer)
+    messages[6] = {**messages[6], "content": "REDACTED"}
+    prompt = conversation.render(messages)
+    # This one writes the system's text into the last question only, so that the prompt is not what it was.
+    kept = prompts[1] + unwritten(tokenizer, 1) if name == "mistral" else prompts[2]
+    assert prompt.token_ids[: len(kept)] == kept
+    assert prompt.reused == len(kept)
+    assert (prompt.retokenized or "").startswith("messages[6].rollout: its content or its calls")
+    text = text_of(tokenizer, prompt)
+    assert ("REDACTED" in text, "answer 2" in text) == (True, False)
+
+
+def test_the_ids_of_a_redacted_reply_before_others_are_not_used():
+    tokenizer = byte_level("qwen2.5")
+    conversation, messages, prompts = chain(tokenizer)
+    messages[2] = {**messages[2], "content": "REDACTED"}
+    prompt = conversation.render(messages)
+    assert prompt.token_ids[: len(prompts[0])] == prompts[0]
+    assert unwritten(tokenizer)[1] not in prompt.token_ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_edited_arguments_of_a_call_count_and_their_layout_and_its_id_do_not(name: str):
+    tokenizer = byte_level(name)
+    conversation = Conversation(tokenizer)
+    prompt = conversation.render([USER], tools=[WEATHER]).token_ids
+    message = came(
+        conversation, [USER], reply(None, tool_calls=[call()]), prompt, unwritten(tokenizer), tools=[WEATHER]
+    )
+    result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
+    for arguments, agrees in (
+        ('{"city":"Paris"}', True),
+        ('{ "city" : "Pa\\u0072is" }', True),
+        ('{"city": "Oslo"}', False),
+        ('{"city": "Paris", "now": 1}', False),
+    ):
+        for call_id, content in (("abcdef123", ""), ("123456789", None)):
+            sent = {**message, "content": content, "tool_calls": [call(arguments=arguments, call_id=call_id)]}
+            going_on = conversation.render([USER, sent, result | {"tool_call_id": call_id}], tools=[WEATHER])
+            assert (going_on.retokenized is None) == agrees
+            assert (going_on.token_ids[len(prompt) : len(prompt) + 2] == unwritten(tokenizer)) == agrees
+    renamed = {**message, "tool_calls": [call(name="other")]}
+    assert conversation.render([USER, renamed, result], tools=[WEATHER]).retokenized is not None
+
+
+def test_ids_without_digests_are_not_used_and_that_is_said():
+    tokenizer = byte_level("qwen2.5")
+    conversation = Conversation(tokenizer)
+    prompt = conversation.render([USER, reply("x", ids([20], [21])), user("So?")])
+    assert prompt.token_ids == conversation.render([USER, reply("x"), user("So?")]).token_ids
+    assert "without the digests" in (prompt.retokenized or "")
+
+
+def test_a_call_that_was_forced_goes_on_whatever_is_chosen_next():
+    """The beginning of the call stands in its prompt, which the template did not write."""
+    tokenizer = byte_level("qwen3")
+    conversation = Conversation(tokenizer)
+    forced = {"tools": [WEATHER], "tool_choice": "required"}
+    prompt = conversation.render([USER], **forced).token_ids
+    message = came(conversation, [USER], reply(None, tool_calls=[call()]), prompt, unwritten(tokenizer), **forced)
+    result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
+    going_on = conversation.render([USER, message, result], tools=[WEATHER])
+    assert (going_on.reused, going_on.retokenized) == (len(prompt) + 2, None)
+    other = conversation.render([USER, {**message, "content": "no", "tool_calls": []}, USER], tools=[WEATHER])
+    assert other.token_ids == conversation.render([USER, reply("no"), USER], tools=[WEATHER]).token_ids
+
+
+def test_a_long_conversation_is_written_a_few_times_and_not_once_per_reply(monkeypatch: pytest.MonkeyPatch):
+    conversation = Conversation(byte_level("qwen2.5"))
+    digests = {"prompt_digest": "0" * 32, "content_digest": "0" * 32}
+    messages = [USER]
+    for _ in range(256):
+        messages += [reply("x", ids([20], [21]) | digests), USER]
+    written = []
+    write = conversation._write
+    monkeypatch.setattr(conversation, "_write", lambda *args, **more: written.append(1) or write(*args, **more))
+    assert conversation.render(messages).reused == 0
+    assert len(written) < 16
+
+
+# --- ids that are none --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,13 +423,17 @@ def test_a_result_is_not_taken_for_the_end_of_a_call():
     ],
 )
 def test_ids_that_are_none_are_named(rollout: Any, named: str):
+    conversation = Conversation(byte_level("qwen3"))
+    message = came(conversation, [USER], reply("x"), [20], [21])
+    digests = {name: value for name, value in message["rollout"].items() if name.endswith("_digest")}
+    message["rollout"] = digests | rollout if isinstance(rollout, dict) else rollout
     with pytest.raises(InvalidRequestError, match=named):
-        Conversation(byte_level("qwen3")).render([USER, reply("x", rollout), USER])
+        conversation.render([USER, message, USER])
 
 
 def test_a_model_may_have_more_ids_than_its_tokenizer():
-    messages = [USER, reply("x", ids([20], [5000])), USER]
-    prompt = Conversation(byte_level("qwen3"), vocab_size=5001).render(messages)
+    conversation = Conversation(byte_level("qwen3"), vocab_size=5001)
+    prompt = conversation.render([USER, came(conversation, [USER], reply("x"), [20], [5000]), USER])
     assert prompt.token_ids[:2] == [20, 5000]
 
 

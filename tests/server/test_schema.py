@@ -10,9 +10,9 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from pydantic import ValidationError
 
 from rollout.sampling_params import SamplingParams
-from rollout.server.chat_schema import ChatRequest
+from rollout.server.chat_schema import MAX_MESSAGES, MAX_METADATA, ChatRequest
 from rollout.server.errors import ApiError
-from rollout.server.schema import MAX_N, MAX_PROMPTS, MAX_STOPS, CompletionRequest
+from rollout.server.schema import MAX_BIASES, MAX_N, MAX_PROMPTS, MAX_STOPS, CompletionRequest
 from rollout.server.validation import explain
 
 HI = {"role": "user", "content": "hi"}
@@ -61,7 +61,7 @@ def test_a_field_that_is_null_has_its_default(make: Any):
     "fields",
     [
         {"user": "u"},
-        {"store": True},
+        {"store": False},
         {"metadata": {"a": "b"}},
         {"service_tier": "auto"},
         {"safety_identifier": "s"},
@@ -93,6 +93,8 @@ def test_what_changes_nothing_is_taken(fields: dict[str, Any]):
         ("verbosity", "low"),
         ("response_format", {"type": "json_object"}),
         ("modalities", ["audio"]),
+        ("store", True),
+        ("service_tier", "flex"),
     ],
 )
 def test_what_would_change_the_result_and_is_not_there_is_named(field: str, value: Any):
@@ -217,7 +219,9 @@ def test_another_prompt_is_refused(prompt: Any):
         REPLY | {"reasoning_content": "hm"},
         {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}]},
         {"role": "assistant", "tool_calls": [CALL]},
-        {"role": "assistant", "content": None, "rollout": IDS},
+        REPLY | {"provider_specific_fields": {"refusal": None}, "thinking_blocks": [], "anything": {"else": 1}},
+        REPLY | {"provider_specific_fields": {"rollout": IDS}},
+        {"role": "assistant", "tool_calls": [CALL | {"extra_content": None}]},
         {"role": "tool", "content": "5", "tool_call_id": "c1"},
     ],
     ids=lambda message: f"{message!s:.60}",
@@ -264,6 +268,34 @@ def test_a_message_that_cannot_be_is_named(message: Any, param: str, says: str):
     named, field = refused(chat, messages=[HI, message])
     assert field == param
     assert says in named
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "most"),
+    [
+        ({"logit_bias": {str(token): 1 for token in range(MAX_BIASES + 1)}}, "logit_bias", MAX_BIASES),
+        ({"logit_bias": {f"x{n}": None for n in range(5000)}}, "logit_bias", MAX_BIASES),
+        ({"metadata": {str(n): 3 for n in range(MAX_METADATA + 1)}}, "metadata", MAX_METADATA),
+        ({"messages": [HI] * (MAX_MESSAGES + 1)}, "messages", MAX_MESSAGES),
+    ],
+    ids=["logit_bias", "a logit_bias of nonsense", "metadata", "messages"],
+)
+def test_a_list_that_is_too_long_is_refused_once_and_not_entry_by_entry(fields: Any, param: str, most: int):
+    with pytest.raises(ValidationError) as caught:
+        chat(**fields)
+    assert caught.value.error_count() == 1
+    message, field = refused(chat, **fields)
+    assert (field, f"at most {most}" in message) == (param, True)
+
+
+def test_the_first_wrong_entry_of_a_list_ends_the_reading_of_it():
+    for make, fields in (
+        (text, {"prompt": [1, *["a"] * 1000]}),
+        (chat, {"messages": [HI, *[3] * 1000]}),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            make(**fields)
+        assert caught.value.error_count() == 1
 
 
 def test_there_is_a_message():

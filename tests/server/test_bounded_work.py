@@ -1,0 +1,209 @@
+"""What a request may cost before it is refused, counted in work and not in seconds, and that nobody else pays for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+
+from rollout.errors import InvalidRequestError
+from rollout.server import bodies
+from rollout.server.bodies import LARGE, MAX_ITEMS, MAX_MEMBERS, Amount
+from rollout.server.errors import ApiError, ClientGoneError
+from rollout.server.prompt_ids import CERTAINLY, PIECE, PromptTokenizer, Stop
+from rollout.server.running import Server
+from tests.server.fake_llm import FakeTokenizer, served
+from tests.server.test_app import DEADLINE_S, error_of, post_bytes, raw, wait_for_requests
+
+# --- how many values there are, before they are parsed ------------------------------------------------------------------
+
+
+def too_many(*texts: bytes) -> bool:
+    amount = Amount()
+    try:
+        for text in texts:
+            amount.add(text)
+    except ApiError as exc:
+        return exc.status == 413
+    return False
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (b"[" + b"1," * (MAX_ITEMS - 1) + b"1]", False),
+        (b"[" + b"1," * (MAX_ITEMS + 1) + b"1]", True),
+        (b'{"a":"' + b"," * (2 * MAX_ITEMS) + b'"}', False),
+        (b'{"a":"' + b":[{" * MAX_MEMBERS * 2 + b'"}', False),
+        (b'{"a":"' + b'\\",' * (2 * MAX_ITEMS) + b'"}', False),
+        (b'{"a":"\\\\",' + b'"b":1,' * (MAX_MEMBERS + 1) + b"}", True),
+        (b"[" * (MAX_MEMBERS + 1), True),
+        (b'"a' + b'\\"' * MAX_ITEMS + b"," * (MAX_ITEMS + 1), False),
+        (b'["' + b'","' * (MAX_ITEMS + 1) + b'"]', True),
+    ],
+    ids=["a list", "a longer one", "commas in a text", "brackets in a text", "behind escaped quotes", "members", "depth",
+         "a text that never ends", "texts"],
+)  # fmt: skip
+def test_values_are_counted_outside_of_texts(text: bytes, refused: bool):
+    assert too_many(text) == refused
+
+
+def test_texts_that_are_json_themselves_count_together():
+    half = b"[" + b"1," * (MAX_ITEMS // 2 + 1) + b"1]"
+    assert not too_many(half)
+    assert too_many(half, half)
+
+
+def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "MAX_ITEMS", 1000)
+    monkeypatch.setattr(bodies, "_json", lambda text: pytest.fail("it was parsed"))
+    with served() as (llm, server):
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            refused = httpx.post(f"{server.url}{path}", json={"prompt": [1] * 2000})
+            assert error_of(refused, 413)["code"] == "body_too_large"
+        assert not llm.submitted
+
+
+# --- texts that cannot fit ----------------------------------------------------------------------------------------------
+
+
+class CountingTokenizer(FakeTokenizer):
+    """Bytes; remembers how many characters it was given at a time, and by which thread."""
+
+    eos_token_id = 256
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    chat_template = None
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.threads: set[int] = set()
+        self.meanwhile = threading.Event()
+        self.meanwhile.set()
+
+    def __deepcopy__(self, memo: Any) -> CountingTokenizer:
+        return self
+
+    def __len__(self) -> int:
+        return 257
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"longest": 0, "a": 1}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        if text:
+            self.read.append(len(text))
+        self.threads.add(threading.get_ident())
+        assert self.meanwhile.wait(DEADLINE_S)
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = True) -> str:
+        return ""
+
+
+def test_more_characters_than_the_longest_tokens_cover_are_refused_unread():
+    tokenizer = CountingTokenizer()
+    reader = PromptTokenizer(tokenizer, lambda: 10)
+    assert len(reader.ids("a" * 70, "prompt")) == 70
+    with pytest.raises(InvalidRequestError, match=r"prompt: 71 characters, and max_sequence_length=10 tokens .* 70"):
+        reader.ids("a" * 71, "prompt")
+    assert tokenizer.read == [70]
+
+
+def test_a_long_text_is_read_no_further_than_is_certainly_too_far():
+    tokenizer = CountingTokenizer()
+    room = 5 * PIECE
+    with pytest.raises(InvalidRequestError, match="max_sequence_length"):
+        PromptTokenizer(tokenizer, lambda: room).ids("a" * (30 * PIECE), "prompt")
+    assert max(tokenizer.read) == PIECE
+    assert sum(tokenizer.read) <= CERTAINLY * room + PIECE
+
+
+def test_a_long_text_that_fits_is_what_the_tokenizer_makes_of_the_whole():
+    tokenizer = CountingTokenizer()
+    text = "ab" * PIECE
+    assert PromptTokenizer(tokenizer, lambda: 4 * PIECE).ids(text, "prompt") == list(text.encode())
+    assert tokenizer.read[-1] == len(text)
+
+
+def test_who_has_left_is_not_read_for():
+    tokenizer, stop = CountingTokenizer(), Stop()
+    stop.set()
+    with pytest.raises(ClientGoneError):
+        PromptTokenizer(tokenizer, lambda: 100 * PIECE).ids("a" * (9 * PIECE), "prompt", stop)
+    assert not tokenizer.read
+
+
+# --- on the loop, and beside it -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [LARGE // 2, 2 * LARGE])
+def test_a_large_body_is_read_beside_the_loop(length: int, monkeypatch: pytest.MonkeyPatch):
+    parsing: set[int] = set()
+    parsed = bodies.parsed
+    monkeypatch.setattr(bodies, "parsed", lambda *both: parsing.add(threading.get_ident()) or parsed(*both))
+    tokenizer = CountingTokenizer()
+    with served(tokenizer) as (llm, server):
+        llm.max_sequence_length = 4 * LARGE
+        tokenizer.threads.clear()
+        reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a" * length})
+        assert reply.status_code == 200, reply.text
+        loops = {llm.loop.run(ident(), DEADLINE_S)}
+        assert (parsing == loops, tokenizer.threads == loops) == (length < LARGE, length < LARGE)
+
+
+def until_it_has_left(server: Server) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while '"/v1/completions",status="499"} 1.0' not in httpx.get(f"{server.url}/metrics").text:
+        assert time.monotonic() < deadline
+
+
+async def ident() -> int:
+    return threading.get_ident()
+
+
+def test_while_a_text_is_read_others_are_answered_and_its_client_may_leave():
+    tokenizer = CountingTokenizer()
+    with served(tokenizer) as (llm, server):
+        tokenizer.meanwhile.clear()
+        llm.max_sequence_length = 9 * PIECE
+        body = json.dumps({"prompt": "a" * (4 * PIECE)}).encode()
+        try:
+            with raw(server) as client:
+                client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+                while not tokenizer.read:
+                    assert httpx.get(f"{server.url}/health").status_code == 200
+                assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}).status_code == 200
+            until_it_has_left(server)
+        finally:
+            tokenizer.meanwhile.set()
+    assert tokenizer.read == [PIECE], "what was begun was read to its end, and no more"
+    assert [len(prompt) for prompt, *_ in llm.submitted] == [1]
+
+
+def test_parameters_that_are_the_same_for_many_prompts_are_checked_once(monkeypatch: pytest.MonkeyPatch):
+    from rollout.server.schema import CompletionRequest
+
+    made: list[int] = []
+    make = CompletionRequest.sampling_params
+    monkeypatch.setattr(CompletionRequest, "sampling_params", lambda self, **more: made.append(1) or make(self, **more))
+    with served() as (llm, server):
+        body = {"prompt": [[1]] * 500, "logit_bias": {str(token): 1 for token in range(200)}}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        assert (len(llm.submitted), len(made)) == (500, 1)
+
+
+def test_a_client_that_leaves_takes_what_it_asked_for_with_it():
+    with served() as (llm, server):
+        llm.hold()
+        body = json.dumps({"prompt": [[1]] * 300}).encode()
+        with raw(server) as client:
+            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            wait_for_requests(llm, 1)
+        until_it_has_left(server)
+        assert llm.num_open == 0
+        llm.release()
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}).status_code == 200
