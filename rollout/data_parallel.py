@@ -101,7 +101,10 @@ class DataParallelBackend:
                 keys=self._job.keys,
                 loop=self._loop,
                 on_lost=lambda error: self._wake(),
+                follows_version=False,
             )
+            # What comes before the first `generate` is computed by whoever calls it first.
+            self._worker.rest()
             self._worker.start(START_TIMEOUT_S)
             self._join(START_TIMEOUT_S)
             # Whoever begins alone gets all of its own work: what is assigned is not given to those who come later.
@@ -264,8 +267,9 @@ class DataParallelBackend:
             return
         try:
             opened = client.open_group(
-                group.prompt, group.params, arrival_time=group.arrival_time, known=group.known(), wanted=wanted
-            )
+                group.prompt, group.params, arrival_time=group.arrival_time, known=group.known(), wanted=wanted,
+                min_policy_version=self._engine.policy_version,
+            )  # fmt: skip
         except RolloutError as exc:
             self._fail(group, exc)
             return
@@ -301,6 +305,7 @@ class DataParallelBackend:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the engine has work, samples have ended, or the barrier is passed; recover what was lost."""
+        self._its_worker().attend()
         if (why := self._lost()) is not None:
             self._recover(why)
             # Where this rank has come to is said again, before anything is waited for.

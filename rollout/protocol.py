@@ -26,7 +26,7 @@
     41 Command            coordinator  rank         the same, to one engine
     42 CommandAck         rank         coordinator  done, or why not
     43 ControlDone        coordinator  client       every engine has, or which has not
-    44 EngineMoved        rank         coordinator  state and version have changed by themselves
+    44 EngineMoved        rank         coordinator  state, version or who steps it have changed by themselves
     45 Barrier            client       coordinator  I have come this far
     46 BarrierDone        coordinator  client       so has everybody
     47 StatusQuery        client       coordinator  how do things stand
@@ -78,7 +78,7 @@ from rollout.wire_types import (
     Versions,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message:
@@ -291,6 +291,8 @@ class Submit(Message):
     """What is there of a group that is continued (its `request_id` and `attempt` are not looked at)."""
     wanted: Counts = field(default_factory=list)
     """Samples to compute, of a group whose others have ended; empty: all."""
+    min_policy_version: Count = 0
+    """Of the asker's weights: no engine of an older version computes it."""
 
 
 @dataclass(slots=True)
@@ -436,11 +438,13 @@ class ControlDone(Message):
 
 @dataclass(slots=True)
 class EngineMoved(Message):
-    """The training loop beside this engine has paused, suspended, resumed it, or changed its weights."""
+    """The training loop beside this engine has paused, suspended, resumed it, changed its weights, left it, or come back."""
 
     header = 44
     state: EngineStateName
     policy_version: Count
+    resting: Flag = False
+    """Nobody steps it: the training loop has left `generate`."""
 
 
 @dataclass(slots=True)

@@ -62,6 +62,10 @@ class EngineSeam(Protocol):
     def policy_version(self) -> int:
         """Of its weights."""
 
+    @property
+    def resting(self) -> bool:
+        """Whether nobody steps it."""
+
     def next_request_id(self) -> int:
         """A request id of its own that nobody has used."""
 
@@ -138,6 +142,8 @@ class RankSession:
         progress_interval: steps after which tokens are reported where an assignment does not say.
         ordered: the engine state that commands of an earlier session led to: whoever put the engine there is who may
             take it out of there. None: none did.
+        follows_version: the engine's weights are those of the version that the coordinator answers `Register` with. False:
+            a training loop beside it counts its own updates, and one that is behind is not said to be ahead.
 
     Attributes:
         entered: the engine has been brought to the state and version that the coordinator answered `Register` with;
@@ -153,14 +159,17 @@ class RankSession:
         send: Callable[[Message], None],
         progress_interval: int = 16,
         ordered: EngineState | None = None,
+        follows_version: bool = True,
     ) -> None:
         self._engine = engine
         self._send = send
         self._interval = progress_interval
+        self._follows_version = follows_version
         self.ordered = ordered
         self.wanted = CoordinatorState.RUNNING
         self.entered = False
         self._said = (engine.state, engine.policy_version)
+        self._said_resting = False
         self._attempts: dict[int, _Assignment] = {}
         self._numbers: dict[int, _Assignment] = {}
         self._newest: dict[tuple[int, int], _Assignment] = {}
@@ -280,12 +289,12 @@ class RankSession:
         # What has happened since registration is said below, when the engine is where it must be.
         self._said = (self._engine.state, self._engine.policy_version)
         self.wanted = CoordinatorState(message.state)
-        foreign = self._control(SET_VERSION, message.policy_version)
+        foreign = self._control(SET_VERSION, message.policy_version) if self._follows_version else []
         for signal in self._signals_to(self.wanted):
             foreign += self._control(signal, None)
         self._said = (self._engine.state, self._engine.policy_version)
         self.entered = True
-        self._send(EngineMoved(*self._now()))
+        self._say_where_it_is()
         return foreign
 
     def _signals_to(self, state: CoordinatorState) -> list[ControlSignal]:
@@ -345,11 +354,16 @@ class RankSession:
     def moved(self) -> None:
         """The engine may have moved by itself: say so if it has. States on the way to another are not worth a word."""
         now = (self._engine.state, self._engine.policy_version)
-        if self.entered and now != self._said and now[0] in STABLE_ENGINE_STATES:
+        same = now == self._said and self._engine.resting is self._said_resting
+        if self.entered and not same and now[0] in STABLE_ENGINE_STATES:
             if now[0] is not self._said[0]:
                 self.ordered = None
             self._said = now
-            self._send(EngineMoved(*self._now()))
+            self._say_where_it_is()
+
+    def _say_where_it_is(self) -> None:
+        self._said_resting = self._engine.resting
+        self._send(EngineMoved(*self._now(), self._said_resting))
 
     def lost(self) -> None:
         """The session has ended: nothing of it goes on, and nothing of it is said any more."""

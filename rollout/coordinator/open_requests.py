@@ -56,6 +56,8 @@ class ClientPeer(Peer):
     last_request_id: int = -1
     open_bytes: int = 0
     """Of the prompts of its open requests."""
+    policy_version: int = 0
+    """Of its weights, as a member has told."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """By the client's own id."""
     stretches: list[Stretch] = field(default_factory=list)
@@ -72,7 +74,11 @@ class RankPeer(Peer):
     state: EngineState = EngineState.RUNNING
     policy_version: int = 0
     ready: bool = False
-    """It has reached the state and version it was told at registration."""
+    """It has answered its registration: it is in the state it was told."""
+    resting: bool = False
+    """Nobody steps its engine: its training loop has left `generate`."""
+    waited_for_since: float | None = None
+    """Since when others compute while it rests, or has older weights; None: it does not."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
@@ -92,6 +98,8 @@ class Assignment:
     """Those that have not ended."""
     claim: Claim
     """What the router remembers it by."""
+    held: bool = False
+    """The rank has not been told: its weights are older than they must be."""
 
 
 @dataclass(eq=False, slots=True)
@@ -128,7 +136,7 @@ class OpenRequest:
     rows: list[Stretch] = field(default_factory=list)
     """What is known of samples that have not ended, in order."""
     newest_version: int = 0
-    """Of any known token: an engine of an older version cannot go on from it."""
+    """Of any known token and of its asker: no engine of an older version computes it."""
     losses: int = 0
     """Ranks that died under it since its last new token."""
     too_new_since: float | None = None

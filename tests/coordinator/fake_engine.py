@@ -42,6 +42,7 @@ class FakeEngine:
     def __init__(self, slots: int, rng: random.Random, version: int) -> None:
         self.state = EngineState.RUNNING
         self.policy_version = version
+        self.resting = False
         self.cache: dict[int, None] = {}
         self._slots = slots
         self._rng = rng
@@ -151,7 +152,7 @@ class FakeEngine:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return self.state is EngineState.RUNNING and bool(self._samples)
+        return self.state is EngineState.RUNNING and bool(self._samples) and not self.resting
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """One token for each running sample."""

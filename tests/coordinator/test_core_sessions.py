@@ -335,8 +335,8 @@ def test_the_status_says_how_things_stand():
     (seen,) = table.pop("ranks")
     assert seen.pop("silent_for_s") == seen.pop("since_progress_s") == 2.0
     assert seen == {
-        "name": "a", "state": "running", "policy_version": 0, "ready": True, "slots": 1, "assigned_samples": 3,
-        "running": 1, "waiting": 2,
+        "name": "a", "state": "running", "policy_version": 0, "ready": True, "resting": False, "slots": 1,
+        "assigned_samples": 3, "running": 1, "waiting": 2,
     }  # fmt: skip
     assert table == {
         "instance": "this life",
