@@ -43,7 +43,7 @@ class InferenceClient:
         address: `tcp://host:port`.
         name: by which logs know it.
         keys: of the job, where the coordinator asks for them.
-        member: barriers wait for this client: it is the training loop of a rank.
+        member: barriers wait for this client: it is the training loop of this rank, in [0, data_parallel_size).
         deserialize: results are requests; False: plain dicts.
         dial: makes the connection; a coordinator in this process brings its own.
     """
@@ -54,12 +54,14 @@ class InferenceClient:
         *,
         name: str = "client",
         keys: JobKeys | None = None,
-        member: bool = False,
+        member: int | None = None,
         deserialize: bool = True,
         dial: Dial = Dealer,
     ) -> None:
         if not isinstance(name, str) or len(name) > 256:
             raise ConfigError(f"name={name!r}: must be a string of at most 256 characters")
+        if member is not None and (type(member) is not int or member < 0):
+            raise ConfigError(f"member={member!r}: must be None or the number of a rank, from 0")
         self.address = address
         self.name = name
         self._member = member

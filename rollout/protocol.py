@@ -189,8 +189,8 @@ class Connect(Message):
     header = 0
     protocol_version: Count
     name: Name
-    member: Flag = False
-    """Barriers wait for it: it is the training loop of a rank."""
+    member: OptionalCount = None
+    """Barriers wait for it: it is the training loop of this one of the `data_parallel_size` ranks. None: of none."""
 
 
 @dataclass(slots=True)

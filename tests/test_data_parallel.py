@@ -232,7 +232,7 @@ def test_listening_everywhere_others_are_told_where(monkeypatch: pytest.MonkeyPa
 def members(count: int) -> CoordinatorCore:
     core = CoordinatorCore(CoordinatorConfig(data_parallel_size=count), "life")
     for rank in range(count):
-        core.receive(b"%d" % rank, 0, Connect(PROTOCOL_VERSION, f"rank-{rank}", True), 0.0)
+        core.receive(b"%d" % rank, 0, Connect(PROTOCOL_VERSION, f"rank-{rank}", rank), 0.0)
     core.take_outbox()
     return core
 
@@ -247,7 +247,7 @@ def test_whoever_has_lost_the_answer_of_a_barrier_asks_again() -> None:
         core.receive(rank, 1, Barrier(0), 0.0)
     assert told(core) == {b"0": BarrierDone(0), b"1": BarrierDone(0)}
     core.receive(b"1", 2, Disconnect(), 0.0)
-    core.receive(b"1 again", 0, Connect(PROTOCOL_VERSION, "rank-1", True), 0.0)
+    core.receive(b"1 again", 0, Connect(PROTOCOL_VERSION, "rank-1", 1), 0.0)
     core.take_outbox()
     core.receive(b"1 again", 1, Barrier(0), 0.0)
     assert told(core) == {b"1 again": BarrierDone(0)}

@@ -292,7 +292,7 @@ class CoordinatorCore:
                 for rank in sorted(self.peers.ranks.values(), key=lambda rank: rank.name)
             ],
             "clients": [
-                {"name": client.name, "open_requests": len(client.requests), "member": client.member}
+                {"name": client.name, "open_requests": len(client.requests), "member": client.member is not None}
                 for client in sorted(self.peers.clients.values(), key=lambda client: client.name)
             ],
             "barrier_waits_for": self.barriers.missing(),
@@ -320,12 +320,18 @@ class CoordinatorCore:
             self._welcome_rank(identity, message)
 
     def _welcome_client(self, identity: bytes, message: Connect) -> None:
-        for older in [each for each in self.peers.clients.values() if message.member and each.member]:
-            if older.name == message.name:
-                self._end_session(older, "replaced", f"another process has connected as {message.name!r}")
+        size = self.config.data_parallel_size
+        if message.member is not None and message.member >= size:
+            text = f"member={message.member}: must be below data_parallel_size={size}"
+            self.refuse(identity, "malformed", text)
+            return
+        for older in [each for each in self.peers.clients.values() if each.member is not None]:
+            if older.member == message.member:
+                text = f"another process has connected as member {message.member}, {message.name!r}"
+                self._end_session(older, "replaced", text)
         client = ClientPeer(identity, message.name, self._now, self._now, _begun(), message.member)
         self.peers.clients[identity] = client
-        if client.member:
+        if client.member is not None:
             self.barriers.joined(client)
         self.peers.say(
             client,
@@ -382,7 +388,7 @@ class CoordinatorCore:
         if isinstance(peer, ClientPeer):
             for request in list(peer.requests.values()):
                 self._close(request)
-            if peer.member:
+            if peer.member is not None:
                 self.barriers.left(peer, self._now + self.config.heartbeat_timeout_s * died)
                 self.barriers.expire(self._now)
         else:
@@ -524,7 +530,7 @@ class CoordinatorCore:
         self.dispatcher.enqueue(request)
 
     def _asker_has(self, client: ClientPeer, policy_version: int) -> None:
-        if client.member and policy_version > client.policy_version:
+        if client.member is not None and policy_version > client.policy_version:
             client.policy_version = policy_version
             self.dispatcher.asker_moved(client.requests.values(), policy_version)
 

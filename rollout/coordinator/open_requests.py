@@ -48,7 +48,8 @@ class Peer:
 class ClientPeer(Peer):
     """Whoever submits and controls."""
 
-    member: bool = False
+    member: int | None = None
+    """Which rank's training loop it is."""
     barrier: int = NO_BARRIER
     """The furthest barrier it has come to."""
     answered: int = NO_BARRIER

@@ -111,7 +111,7 @@ class SimClient(Peer):
     """A client's process."""
 
     session: ClientSession = None  # type: ignore[assignment]
-    member: bool = False
+    member: int | None = None
     barrier: int = -1
     ready: bool = False
     open: list[Wanted] = field(default_factory=list)
@@ -162,7 +162,7 @@ class World:
             self.start_rank(f"rank-{number}")
         members = rng.random() < 0.4
         for number in range(self.config.data_parallel_size if members else rng.choice([1, 1, 2, 3])):
-            self.start_client(f"client-{number}", member=members)
+            self.start_client(f"client-{number}", member=number if members else None)
 
     def say(self, *words: object) -> None:
         if self.trace:
@@ -186,7 +186,7 @@ class World:
         state, version = rank.engine.state.value, rank.engine.policy_version
         rank.send(Register(PROTOCOL_VERSION, rank.name, rank.engine._slots, BLOCK, state, version, hashes))
 
-    def start_client(self, name: str, *, member: bool) -> None:
+    def start_client(self, name: str, *, member: int | None) -> None:
         client = SimClient(name, member=member)
         self.clients.append(client)
         self.join(client)
@@ -350,11 +350,11 @@ class World:
 
         def done(call: Call) -> None:
             if call.error is None:
-                late = [each.name for each in self.clients if each.member and each.alive and each.ready
+                late = [each.name for each in self.clients if each.member is not None and each.alive and each.ready
                         and each.connected and each.barrier < index]  # fmt: skip
                 known = {client.name for client in self.core.peers.clients.values()}
                 assert not set(late) & known, f"barrier {index} passed without {late}"
-                members = {each.name for each in self.clients if each.member}
+                members = {each.name for each in self.clients if each.member is not None}
                 assert members <= self.joined, f"barrier {index} passed before {members - self.joined} came"
 
         call.on_done = done
@@ -423,7 +423,7 @@ class World:
             self.call(client, SET_VERSION, self.version)
         elif choice < 0.905:
             self.call(client, "stop")
-        elif client.member:
+        elif client.member is not None:
             self.come_to_barrier(client)
 
     def pass_time(self, seconds: float) -> None:
@@ -617,7 +617,7 @@ class World:
             if not any(rank.alive and rank.name == f"rank-{number}" for rank in self.ranks):
                 self.start_rank(f"rank-{number}")
         self.leave_some_resting()
-        self.start_client("operator", member=False)
+        self.start_client("operator", member=None)
         operator = self.clients[-1]
         quiet = 0
         for turn in range(600):
@@ -625,7 +625,7 @@ class World:
             # Whoever has lost frames is found out by the next one, a heartbeat at the latest.
             quiet = quiet + 1 if self.settled() else 0
             # Members whose session was lost are waited for at their barriers, for as long as a peer may be silent.
-            if quiet == (14 if self.clients[0].member else 3):
+            if quiet == (14 if self.clients[0].member is not None else 3):
                 break
             if turn == 50 and not self.core.peers.ranks:
                 self.start_rank("rank-0")
@@ -708,8 +708,8 @@ class World:
                 else:
                     assert held <= set(sim.engine.cache)
         self.core.router.check()
-        members = [each for each in self.clients if each.member and each.alive and each.ready]
-        everybody_came = {each.name for each in self.clients if each.member} <= self.joined
+        members = [each for each in self.clients if each.member is not None and each.alive and each.ready]
+        everybody_came = {each.name for each in self.clients if each.member is not None} <= self.joined
         for client in members if everybody_came else []:
             for index in client.session._barriers:
                 assert any(each.barrier < index for each in members), f"barrier {index} should have been passed"
