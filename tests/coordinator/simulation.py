@@ -239,10 +239,11 @@ class World:
     def deliver_to_core(self, peer: Peer) -> None:
         sequence, message = peer.outbox.popleft()
         self.say(peer.name, "→", message)
-        if isinstance(message, Connect):
-            self.joined.add(peer.name)
         for _ in range(2 if self.faults and self.rng.random() < 0.1 else 1):
             self.core.receive(peer.identity, sequence, self.carry(sequence, message), self.now)
+        if isinstance(message, Connect) and peer.identity in self.core.peers.clients:
+            # A job that is stopping lets nobody in.
+            self.joined.add(peer.name)
         self.flush_core()
 
     def deliver(self, peer: Peer) -> None:
