@@ -46,6 +46,7 @@ class InferenceClient:
         member: barriers wait for this client: it is the training loop of this rank, in [0, data_parallel_size).
         deserialize: results are requests; False: plain dicts.
         dial: makes the connection; a coordinator in this process brings its own.
+        control_timeout_s: deadline of a control call that brings none.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class InferenceClient:
         member: int | None = None,
         deserialize: bool = True,
         dial: Dial = Dealer,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         if not isinstance(name, str) or len(name) > 256:
             raise ConfigError(f"name={name!r}: must be a string of at most 256 characters")
@@ -66,6 +68,7 @@ class InferenceClient:
         self.name = name
         self._member = member
         self._deserialize = deserialize
+        self._control_timeout_s = control_timeout_s
         self._dealer = dial(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
         self._session = ClientSession(self._dealer.send, on_refused=self._refused)
         self._greeting: asyncio.Future[ConnectAck] | None = None
@@ -236,7 +239,7 @@ class InferenceClient:
         """Stop every engine at its next step boundary; done when all have. Like all control calls:
 
         Args:
-            timeout_s: deadline; None: `InferenceConfig.control_timeout_s`'s default.
+            timeout_s: deadline; None: this client's `control_timeout_s`.
 
         Raises:
             ControlError: not allowed in the coordinator's present state, or some engines have not done it in time;
@@ -269,7 +272,11 @@ class InferenceClient:
         await self._signal(ControlSignal.SUSPEND, argument, timeout_s)
 
     async def resume_engines(self, timeout_s: float | None = None) -> None:
-        """Have every suspended engine's KV back; leads to PAUSED."""
+        """Have every suspended engine's KV back; leads to PAUSED.
+
+        An engine that its own training loop has suspended stays so, since the memory is that loop's until it gives it
+        back, and the call succeeds: `status()` tells the state of every rank.
+        """
         await self._signal(ControlSignal.RESUME, None, timeout_s)
 
     async def stop_engines(self, timeout_s: float | None = None) -> None:
@@ -334,7 +341,7 @@ class InferenceClient:
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> None:
         self._refuse_unless_connected()
-        limit = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
+        limit = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._session.control(signal, argument, limit)
         await self._answer(call, limit + ANSWER_MARGIN_S, signal)
 

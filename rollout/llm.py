@@ -631,6 +631,12 @@ def _coordinator(
             raise ConfigError(f"{', '.join(named)} without a coordinator: set use_coordinator=True, or leave it out")
         return None
     chosen = config or CoordinatorConfig()
+    for name, value in (("host", host), ("inference_coordinator_port", port)):
+        said = getattr(chosen, name)
+        if value is not None and said not in (value, getattr(CoordinatorConfig, name)):
+            raise ConfigError(
+                f"coordinator_config.{name}={said!r}, and {value!r} beside it: two values for one option; leave one out"
+            )
     if host is not None:
         chosen = chosen.replace(host=host)
     return chosen if port is None else chosen.replace(inference_coordinator_port=port)

@@ -30,8 +30,13 @@ class ScheduleRecord(NamedTuple):
 
     request_id: int
     rank_index: int
+    """Among the ranks that are there at that moment, by name."""
     num_hashes: int
     num_matched: int
+    rank: str = ""
+    """Its name."""
+    first: bool = True
+    """Of its request: another part of the group, or samples that come back from a rank, are decided on again."""
 
 
 class Dispatcher:
@@ -41,6 +46,8 @@ class Dispatcher:
         policy = config.prefix_caching_coordinator_policy
         if not config.enable_prefix_caching and policy is not PrefixCachingCoordinatorPolicy.ROUND_ROBIN:
             policy = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
+        self.policy = policy
+        """That decides: without prefix caching not always the one that was asked for."""
         self.router = Router(
             policy,
             alpha=config.prefix_caching_routing_alpha,
@@ -259,7 +266,10 @@ class Dispatcher:
     def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
         rank = self._peers.rank_named(placement.rank)
         index, blocks = self.router.index(rank.name), len(request.hashes or [])
-        self.decisions.append(ScheduleRecord(request.request_id, index, blocks, placement.matched))
+        first, request.placed = not request.placed, True
+        self.decisions.append(
+            ScheduleRecord(request.request_id, index, blocks, placement.matched, rank.name, first)
+        )
         for portion in request.portions(samples):
             self._assign(request, rank, portion)
 

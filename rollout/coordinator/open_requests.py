@@ -129,6 +129,8 @@ class OpenRequest:
     queued: set[int] = field(default_factory=set)
     """Of those, the ones that no rank has."""
     in_queue: bool = False
+    placed: bool = False
+    """Some rank was chosen for it once."""
     closed: bool = False
     """It has ended, or failed."""
     assignments: dict[int, Assignment] = field(default_factory=dict)

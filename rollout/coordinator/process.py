@@ -121,8 +121,12 @@ class DataParallelInferenceCoordinator:
         """
         config = self._config
         if config.schedule_output_path is not None:
-            policy = config.prefix_caching_coordinator_policy
-            self._schedule = ScheduleFile(config.schedule_output_path, policy, config.data_parallel_size)
+            self._schedule = ScheduleFile(
+                config.schedule_output_path,
+                self._core.dispatcher.policy,
+                config.data_parallel_size,
+                append=config.schedule_append,
+            )
         # Its own: a context has room for one gatekeeper.
         self._context = Context()
         if self._keys is not None:
