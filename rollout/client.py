@@ -23,7 +23,7 @@ from rollout.protocol import PROTOCOL_VERSION, Connect, ConnectAck, Message, Ref
 from rollout.replies import RequestFuture, RequestStream, Result, SerializedResult
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 
 if TYPE_CHECKING:
     from rollout.keys import JobKeys
@@ -294,6 +294,11 @@ class InferenceClient:
         await self._control(SET_VERSION, version, timeout_s)
         self._policy_version = version
 
+    async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
+        """Have every engine forget the cached blocks that no request holds; how many they were together."""
+        done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
+        return int((done or {})["amount"])
+
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
         """How things stand at the coordinator, for people.
 
@@ -339,11 +344,11 @@ class InferenceClient:
         if self._state not in harmless:
             self._state = reached
 
-    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> None:
+    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> dict[str, Any] | None:
         self._refuse_unless_connected()
         limit = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._session.control(signal, argument, limit)
-        await self._answer(call, limit + ANSWER_MARGIN_S, signal)
+        return await self._answer(call, limit + ANSWER_MARGIN_S, signal)
 
     async def _answer(self, call: Call, timeout_s: float, what: str) -> dict[str, Any] | None:
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()

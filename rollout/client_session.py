@@ -327,7 +327,7 @@ class ClientSession:
         error = None
         if message.error is not None:
             error = exception_named(message.error, message.text, engines=tuple(message.engines))
-        self._answer(message.call_id, error, None)
+        self._answer(message.call_id, error, {"amount": message.amount})
 
     def _status(self, message: Status) -> None:
         self._answer(message.call_id, None, message.table)

@@ -212,7 +212,8 @@ class CoordinatorConfig(_Options):
     """Seeds the requests that bring no seed of their own, in order of arrival."""
 
     tokenizer: str | None = None
-    """Path of a `tokenizer.json`, or its content, for prompts that come as text and engines without a tokenizer."""
+    """Path of a `tokenizer.json`, or its content, for prompts that come as text and engines without a tokenizer. Tokenizers
+    that have no such file are not for the coordinator: whoever uses one sends token ids."""
 
     heartbeat_interval_s: float = 1.0
     """Whoever has been silent for so many seconds says that it lives."""

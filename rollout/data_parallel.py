@@ -138,9 +138,7 @@ class DataParallelBackend:
         """Connect, and submit what is open."""
 
         async def join() -> None:
-            client = InferenceClient(
-                self._job.address, name=self._name, keys=self._job.keys, member=self._world.rank
-            )
+            client = InferenceClient(self._job.address, name=self._name, keys=self._job.keys, member=self._world.rank)
             await client.start(timeout_s)
             self._client = client
             for group in list(self._groups.values()):

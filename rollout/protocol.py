@@ -22,7 +22,7 @@
     27 Cancel             coordinator  rank         stop computing this request
     28 Decline            rank         coordinator  the engine refused this request
     ── control ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    40 Control            client       coordinator  pause, unpause, suspend, resume, stop, set_version
+    40 Control            client       coordinator  pause, unpause, suspend, resume, stop, set_version, flush_prefix_cache
     41 Command            coordinator  rank         the same, to one engine
     42 CommandAck         rank         coordinator  done, or why not
     43 ControlDone        coordinator  client       every engine has, or which has not
@@ -422,6 +422,8 @@ class CommandAck(Message):
     state: EngineStateName
     policy_version: Count
     error: OptionalText = None
+    amount: Count = 0
+    """Of `flush_prefix_cache`: blocks that were forgotten."""
 
 
 @dataclass(slots=True)
@@ -434,6 +436,8 @@ class ControlDone(Message):
     text: Text = ""
     engines: Names = field(default_factory=list)
     """Those that have not done it."""
+    amount: Count = 0
+    """The engines' together."""
 
 
 @dataclass(slots=True)

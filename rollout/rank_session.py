@@ -39,7 +39,7 @@ from rollout.protocol import (
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, EngineState
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 
 Key = tuple[int, int]
 """(the engine's request id, sample index)."""
@@ -105,6 +105,9 @@ class EngineSeam(Protocol):
         Raises:
             Exception: it could not.
         """
+
+    def flush(self) -> int:
+        """Forget cached blocks that no request holds; how many."""
 
     def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
         """(added, removed, flushed) of the prefix cache since the last call: see `CacheChanges`."""
@@ -272,16 +275,20 @@ class RankSession:
             self._close(assignment, index)
 
     def _command(self, message: Command) -> list[DynamicInferenceRequestRecord]:
-        error, foreign = None, []
+        error, foreign, amount = None, [], 0
         try:
-            if message.signal != SET_VERSION:
+            if message.signal == FLUSH_PREFIX_CACHE:
+                amount = self._engine.flush()
+                foreign = self.report((), steps=0)
+            elif message.signal != SET_VERSION:
                 acts_in, leads_to, _ = COORDINATOR_TRANSITIONS[ControlSignal(message.signal)]
                 self.wanted = leads_to if self.wanted in acts_in else self.wanted
-            foreign = self._control(message.signal, message.argument)
+            if message.signal != FLUSH_PREFIX_CACHE:
+                foreign = self._control(message.signal, message.argument)
         except Exception as exc:  # noqa: BLE001 - whatever it was, the coordinator is told
             error = f"{type(exc).__name__}: {exc}"
         self._said = (self._engine.state, self._engine.policy_version)
-        self._send(CommandAck(message.command_id, *self._now(), error))
+        self._send(CommandAck(message.command_id, *self._now(), error, amount))
         return foreign
 
     def _enter(self, message: RegisterAck) -> list[DynamicInferenceRequestRecord]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,15 @@ import torch.distributed as dist
 from rollout.backend import LocalBackend
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.coordinator.core import CoordinatorCore
-from rollout.errors import ConfigError, DeadlineError
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
+from rollout.job_coordinator import JobCoordinator
 from rollout.manager import RolloutManager
 from rollout.protocol import PROTOCOL_VERSION, Barrier, BarrierDone, Connect, Disconnect, Message
 from rollout.sampling_params import SamplingParams
 from rollout.world import World
 from tests import rank_jobs
 from tests.distributed.nursery import Nursery
+from tests.engines import make_engine
 from tests.models import make_tokenizer
 from tests.rank_jobs import WORK, Ask, Sample, asks, generate, samples, share_of, the_model
 from tests.ranks import run_together
@@ -217,6 +221,34 @@ def test_a_rank_that_is_not_published_is_missed_by_name() -> None:
     assert world.calls_ended() == 0
     world.publish_calls_ended(3)
     assert world.calls_ended() == 3
+
+
+def test_why_rank_0_cannot_start_the_coordinator_is_said_on_every_rank() -> None:
+    store = OneHostStore()
+    engine = make_engine("qwen3")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = CoordinatorConfig(inference_coordinator_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="another process listens there"):
+            JobCoordinator(config, engine, World(0, 2, store, "rollout/0", one_host=True)).launch_or_learn()
+    with pytest.raises(ConfigError, match="rank 1: rank 0 could not start the coordinator: .*another process listens"):
+        JobCoordinator(config, engine, World(1, 2, store, "rollout/0", one_host=True)).launch_or_learn()
+
+
+def test_a_store_that_has_gone_is_no_deadline() -> None:
+    class Gone(OneHostStore):
+        def wait(self, keys: list[str], timeout: Any) -> None:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(ConnectionLostError, match="the store of the process group is gone .*its own error says why"):
+        World(1, 2, Gone(), "rollout/0", one_host=True).wait_for("coordinator/0", 120.0)
+
+
+def test_one_rank_refuses_the_schedule_that_nobody_would_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="schedule_output_path=.*there is one rank, and nothing to route"):
+        RolloutManager(
+            the_model(), None, InferenceConfig(kv_cache_blocks=64, verify_model=False),
+            coordinator=CoordinatorConfig(schedule_output_path=str(tmp_path / "schedule.json")),
+        )  # fmt: skip
 
 
 def test_listening_everywhere_others_are_told_where(monkeypatch: pytest.MonkeyPatch) -> None:

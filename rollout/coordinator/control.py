@@ -14,7 +14,7 @@ from rollout.coordinator.open_requests import NO_BARRIER, ClientPeer, RankPeer
 from rollout.coordinator.peers import Peers
 from rollout.protocol import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 
 MAX_NAMES = 8
 """Members that are named one by one."""
@@ -33,6 +33,8 @@ class Call:
     """Engines that have not answered: identity → name."""
     failures: dict[str, str] = field(default_factory=dict)
     """Engine name → what it could not do."""
+    amount: int = 0
+    """What the engines have told so far."""
 
 
 class ControlPlane:
@@ -87,6 +89,9 @@ class ControlPlane:
                 return "set_version() while stopping: allowed before; start another coordinator"
             self.policy_version = version
             return None
+        if message.signal == FLUSH_PREFIX_CACHE:
+            stopping = self.state is CoordinatorState.STOPPING
+            return "flush_prefix_cache while stopping: allowed before; start another coordinator" if stopping else None
         signal = ControlSignal(message.signal)
         acts_in, leads_to, harmless_in = COORDINATOR_TRANSITIONS[signal]
         if self.state in acts_in:
@@ -104,6 +109,7 @@ class ControlPlane:
         call = self._calls.get(message.command_id)
         if call is None or call.awaited.pop(rank.identity, None) is None:
             return
+        call.amount += message.amount
         if message.error is not None:
             call.failures[rank.name] = message.error
         self._settle(message.command_id)
@@ -142,7 +148,7 @@ class ControlPlane:
             self._on_stopped()
         client = self._peers.clients.get(call.client)
         if client is not None:
-            self._peers.say(client, ControlDone(call.call_id, error, text, engines))
+            self._peers.say(client, ControlDone(call.call_id, error, text, engines, call.amount))
 
 
 def _failed(call: Call) -> str:

@@ -559,7 +559,8 @@ class CoordinatorCore:
         if isinstance(message.prompt, str) and self.config.tokenizer is None:
             return (
                 "InvalidRequestError",
-                "its prompt is text and there is no tokenizer here: send token ids, or set CoordinatorConfig.tokenizer",
+                "its prompt is text and the coordinator has no tokenizer (a rank's own does not reach so far): send token "
+                "ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which save_pretrained() writes",
             )
         return None
 

@@ -267,9 +267,7 @@ class Dispatcher:
         rank = self._peers.rank_named(placement.rank)
         index, blocks = self.router.index(rank.name), len(request.hashes or [])
         first, request.placed = not request.placed, True
-        self.decisions.append(
-            ScheduleRecord(request.request_id, index, blocks, placement.matched, rank.name, first)
-        )
+        self.decisions.append(ScheduleRecord(request.request_id, index, blocks, placement.matched, rank.name, first))
         for portion in request.portions(samples):
             self._assign(request, rank, portion)
 

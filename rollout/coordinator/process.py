@@ -361,8 +361,13 @@ class DataParallelInferenceCoordinator:
         identity = self._core.peers.rank_named(name).identity
         self._core.unreachable(identity, "it was removed", time.monotonic())
 
-    def _send_to_engine(self, name: str, message: Message) -> None:
+    def _send_to_engine(self, name: str, message: Message) -> bool:
+        """Whether it could be sent: False where no such rank is here, or it has just been found to be gone."""
+        if not self._core.peers.has_rank(name):
+            return False
         self._core.peers.say(self._core.peers.rank_named(name), message)
+        self._send(time.monotonic())
+        return self._core.peers.has_rank(name)
 
 
 def _router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | None, ipv6: bool) -> Socket:

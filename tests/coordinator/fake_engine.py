@@ -141,6 +141,14 @@ class FakeEngine:
                 self.discard(*key)
                 self.add(key[0], [key[1]], first.prompt_tokens, first.sampling_params, 0, None)
 
+    def flush(self) -> int:
+        forgotten = len(self.cache)
+        self.cache.clear()
+        self._added.clear()
+        self._removed.clear()
+        self._flushed = True
+        return forgotten
+
     def take_changes(self) -> tuple[list[int], list[int], bool]:
         taken = (list(self._added), list(self._removed), self._flushed)
         self._added, self._removed, self._flushed = {}, {}, False

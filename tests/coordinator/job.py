@@ -85,7 +85,9 @@ class Job:
     def client(self, name: str = "client", *, member: bool = False) -> Line:
         """A client that has connected."""
         client = Line(self, name.encode())
-        client.say(Connect(PROTOCOL_VERSION, name, self._members.setdefault(name, len(self._members)) if member else None))
+        client.say(
+            Connect(PROTOCOL_VERSION, name, self._members.setdefault(name, len(self._members)) if member else None)
+        )
         client.told = client.hear(ConnectAck)
         return client
 

@@ -46,7 +46,7 @@ from rollout.protocol import (
 from rollout.rank_session import RankSession
 from rollout.sampling_params import SamplingParams
 from rollout.state import CoordinatorState, EngineState, PrefixCachingCoordinatorPolicy
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 from tests.coordinator.fake_engine import BLOCK, CACHE_BLOCKS, FakeEngine, length_of, token_at
 
 PROMPTS = [
@@ -418,7 +418,7 @@ class World:
             wanted.aborted = True
             client.session.abort(wanted.group.request_id)
         elif choice < 0.80:
-            self.call(client, rng.choice(["pause", "unpause", "suspend", "resume"]))
+            self.call(client, rng.choice(["pause", "unpause", "suspend", "resume", FLUSH_PREFIX_CACHE]))
         elif choice < 0.90:
             self.version += 1
             self.call(client, SET_VERSION, self.version)
@@ -617,11 +617,11 @@ class World:
         for number in range(self.config.data_parallel_size if self.config.deterministic_mode else 0):
             if not any(rank.alive and rank.name == f"rank-{number}" for rank in self.ranks):
                 self.start_rank(f"rank-{number}")
-        self.leave_some_resting()
         self.start_client("operator", member=None)
         operator = self.clients[-1]
         quiet = 0
         for turn in range(600):
+            self.wake_one_if_all_rest()
             self.drain()
             # Whoever has lost frames is found out by the next one, a heartbeat at the latest.
             quiet = quiet + 1 if self.settled() else 0
@@ -637,11 +637,12 @@ class World:
             raise AssertionError(f"not settled: {self.core.status()}")
         self.check_the_end()
 
-    def leave_some_resting(self) -> None:
+    def wake_one_if_all_rest(self) -> None:
         """As long as one rank computes, nothing depends on those that never come back."""
-        working = [rank for rank in self.ranks if rank.alive and rank.engine.state is not EngineState.STOPPED]
-        if working and all(rank.engine.resting for rank in working):
-            self.let(self.rng.choice(working), rest=False)
+        here = [self.peers.get(identity) for identity in self.core.peers.ranks]
+        ranks = [each for each in here if isinstance(each, SimRank) and each.alive]
+        if ranks and all(rank.engine.resting for rank in ranks):
+            self.let(self.rng.choice(ranks), rest=False)
 
     def drain(self) -> None:
         for _ in range(100_000):

@@ -739,7 +739,7 @@ def test_the_next_rank_is_the_first_of_those_that_are_there_and_the_best_one_hol
 def test_a_message_can_be_sent_to_one_engine():
     with turning() as (coordinator, address, turn):
         first, second = joined(["a", "b"], address, turn)
-        coordinator._send_to_engine("b", Command(9, "pause", None))
-        turn()
+        assert coordinator._send_to_engine("b", Command(9, "pause", None))
+        assert not coordinator._send_to_engine("c", Command(9, "pause", None))
         assert second.hear(Command).command_id == 9
         assert not any(isinstance(message, Command) for message in first.heard)
