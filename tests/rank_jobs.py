@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -232,6 +233,20 @@ def dies(rank: int) -> list[Sample] | None:
         if rank == 1:
             after_steps(rollout, 10, lambda: os.kill(os.getpid(), signal.SIGKILL))
         return samples(generate(rollout, WORK[rank]))
+
+
+def stalls(rank: int) -> list[Sample]:
+    """One rank stands still until the others have gone on without it, to where they wait for it."""
+    with a_manager(heartbeat_timeout_s=1.5, control_timeout_s=30.0) as rollout:
+        if rank == 1:
+            me = os.getpid()
+            order = f"kill -STOP {me}; sleep 4.5; kill -CONT {me}"
+            after_steps(rollout, 10, lambda: subprocess.Popen(["sh", "-c", order]).wait())
+        answers = samples(generate(rollout, WORK[rank]))
+        dist.barrier()
+        answers += samples(generate(rollout, WORK[rank]))
+        dist.barrier()
+        return answers
 
 
 def trains(rank: int, rounds: int) -> dict[str, Any]:

@@ -113,6 +113,11 @@ def test_a_rank_that_dies_takes_nothing_of_the_others_with_it(nursery: Nursery) 
     assert_as_alone(answers[0], WORK[0])
 
 
+def test_a_rank_that_stalls_and_comes_back_gets_its_work_done_though_the_others_wait_for_it(nursery: Nursery) -> None:
+    for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.stalls)):
+        assert_as_alone(answer, [*WORK[rank], *WORK[rank]])
+
+
 def test_versions_count_optimizer_steps_everywhere_and_every_token_knows_its_own(nursery: Nursery) -> None:
     answers = run_together(nursery, 2, rank_jobs.trains, rounds=3)
     assert [answer["versions"] for answer in answers] == [[1, 2, 3, 3]] * 2
@@ -230,7 +235,7 @@ def test_why_rank_0_cannot_start_the_coordinator_is_said_on_every_rank() -> None
         config = CoordinatorConfig(inference_coordinator_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="another process listens there"):
             JobCoordinator(config, engine, World(0, 2, store, "rollout/0", one_host=True)).launch_or_learn()
-    with pytest.raises(ConfigError, match="rank 1: rank 0 could not start the coordinator: .*another process listens"):
+    with pytest.raises(ConfigError, match=r"rank 1: rank 0 could not start the coordinator: .*another process listens"):
         JobCoordinator(config, engine, World(1, 2, store, "rollout/0", one_host=True)).launch_or_learn()
 
 
@@ -239,12 +244,12 @@ def test_a_store_that_has_gone_is_no_deadline() -> None:
         def wait(self, keys: list[str], timeout: Any) -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
-    with pytest.raises(ConnectionLostError, match="the store of the process group is gone .*its own error says why"):
+    with pytest.raises(ConnectionLostError, match=r"the store of the process group is gone .*its own error says why"):
         World(1, 2, Gone(), "rollout/0", one_host=True).wait_for("coordinator/0", 120.0)
 
 
 def test_one_rank_refuses_the_schedule_that_nobody_would_write(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="schedule_output_path=.*there is one rank, and nothing to route"):
+    with pytest.raises(ConfigError, match=r"schedule_output_path=.*there is one rank, and nothing to route"):
         RolloutManager(
             the_model(), None, InferenceConfig(kv_cache_blocks=64, verify_model=False),
             coordinator=CoordinatorConfig(schedule_output_path=str(tmp_path / "schedule.json")),
