@@ -454,9 +454,9 @@ class DataParallelBackend:
         if self._has_ended_elsewhere():
             raise DeadlineError(
                 f"{self._name}: nothing has happened for {self._timeout_s} s (control_timeout_s). This rank was cut off "
-                "from the coordinator for longer than heartbeat_timeout_s; the others have ended this generate() without it and "
-                "have gone on, and what is still open here found no engine; make heartbeat_timeout_s longer than a rank may "
-                "stall"
+                "from the coordinator for longer than heartbeat_timeout_s; the others have ended this generate() without "
+                "it and have gone on, and what is still open here found no engine; make heartbeat_timeout_s longer than a "
+                "rank may stall"
             )
         idle = [rank["name"] for rank in status["ranks"] if rank["assigned_samples"]]
         late = [name for name in dict.fromkeys((*status["barrier_waits_for"], *idle)) if name != self._name]
