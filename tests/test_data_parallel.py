@@ -118,6 +118,10 @@ def test_a_rank_that_stalls_and_comes_back_gets_its_work_done_though_the_others_
         assert_as_alone(answer, [*WORK[rank], *WORK[rank]])
 
 
+def test_weights_that_change_without_a_collective_are_those_of_every_token_asked_for_after_it(nursery: Nursery) -> None:
+    assert run_together(nursery, 2, rank_jobs.hears_late_of_the_end) == [[[0], [1], [2]]] * 2
+
+
 def test_versions_count_optimizer_steps_everywhere_and_every_token_knows_its_own(nursery: Nursery) -> None:
     answers = run_together(nursery, 2, rank_jobs.trains, rounds=3)
     assert [answer["versions"] for answer in answers] == [[1, 2, 3, 3]] * 2

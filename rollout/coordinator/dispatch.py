@@ -192,8 +192,10 @@ class Dispatcher:
             elif placements := self._placements(request, len(request.queued), blocked):
                 self._take_head(key)
                 self._place_all(request, placements)
-            else:
+            elif self._away:
                 blocked = key
+            else:
+                return
 
     def _queue_of(self, request: OpenRequest) -> int:
         version = request.newest_version
