@@ -134,7 +134,7 @@ async def test_start_shakes_hands_once_and_knows_how_things_stand():
         assert (client.state, client.policy_version) == (CoordinatorState.PAUSED, 5)
         assert (client.instance, client.next_barrier) == ("life-7", 3)
         await client.stop()
-        assert (await heard(fake))[2] == Connect(PROTOCOL_VERSION, "trainer", True)
+        assert (await heard(fake))[2] == Connect(PROTOCOL_VERSION, "trainer", 3)
         assert isinstance((await heard(fake))[2], Disconnect)
         assert len(fake.peers) == 1
 
