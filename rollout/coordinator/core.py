@@ -204,7 +204,8 @@ class CoordinatorCore:
             self._fail(late, "RequestTimeoutError", "its timeout_s has passed")
         self._count_empty_time()
         self._give_up_what_nobody_can_take()
-        self._see_who_is_away()
+        if self.state is not CoordinatorState.STOPPING:
+            self._see_who_is_away()
         self._go_on()
 
     def next_deadline(self) -> float:

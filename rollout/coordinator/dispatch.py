@@ -22,7 +22,7 @@ from rollout.coordinator.open_requests import Assignment, OpenRequest, RankPeer
 from rollout.coordinator.peers import Peers
 from rollout.coordinator.routing import Placement, Router
 from rollout.protocol import Assign, Cancel
-from rollout.state import PrefixCachingCoordinatorPolicy
+from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 
 class ScheduleRecord(NamedTuple):
@@ -96,8 +96,9 @@ class Dispatcher:
 
     def rank_moved(self, rank: RankPeer) -> None:
         """A rank has become ready, or reached another version: it is told what was held, and more may be able to go on."""
-        for assignment in list(rank.assignments.values()):
-            if assignment.held and rank.policy_version >= assignment.request.newest_version:
+        held = [each for each in rank.assignments.values() if each.held and rank.state is not EngineState.STOPPED]
+        for assignment in held:
+            if rank.policy_version >= assignment.request.newest_version:
                 assignment.held = False
                 self._tell(assignment)
         self._away.pop(rank.name, None)
