@@ -23,7 +23,7 @@ from rollout.protocol import PROTOCOL_VERSION, Connect, ConnectAck, Message, Ref
 from rollout.replies import RequestFuture, RequestStream, Result, SerializedResult
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 
 if TYPE_CHECKING:
     from rollout.keys import JobKeys
@@ -43,9 +43,10 @@ class InferenceClient:
         address: `tcp://host:port`.
         name: by which logs know it.
         keys: of the job, where the coordinator asks for them.
-        member: barriers wait for this client: it is the training loop of a rank.
+        member: barriers wait for this client: it is the training loop of this rank, in [0, data_parallel_size).
         deserialize: results are requests; False: plain dicts.
         dial: makes the connection; a coordinator in this process brings its own.
+        control_timeout_s: deadline of a control call that brings none.
     """
 
     def __init__(
@@ -54,16 +55,20 @@ class InferenceClient:
         *,
         name: str = "client",
         keys: JobKeys | None = None,
-        member: bool = False,
+        member: int | None = None,
         deserialize: bool = True,
         dial: Dial = Dealer,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         if not isinstance(name, str) or len(name) > 256:
             raise ConfigError(f"name={name!r}: must be a string of at most 256 characters")
+        if member is not None and (type(member) is not int or member < 0):
+            raise ConfigError(f"member={member!r}: must be None or the number of a rank, from 0")
         self.address = address
         self.name = name
         self._member = member
         self._deserialize = deserialize
+        self._control_timeout_s = control_timeout_s
         self._dealer = dial(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
         self._session = ClientSession(self._dealer.send, on_refused=self._refused)
         self._greeting: asyncio.Future[ConnectAck] | None = None
@@ -234,7 +239,7 @@ class InferenceClient:
         """Stop every engine at its next step boundary; done when all have. Like all control calls:
 
         Args:
-            timeout_s: deadline; None: `InferenceConfig.control_timeout_s`'s default.
+            timeout_s: deadline; None: this client's `control_timeout_s`.
 
         Raises:
             ControlError: not allowed in the coordinator's present state, or some engines have not done it in time;
@@ -267,7 +272,11 @@ class InferenceClient:
         await self._signal(ControlSignal.SUSPEND, argument, timeout_s)
 
     async def resume_engines(self, timeout_s: float | None = None) -> None:
-        """Have every suspended engine's KV back; leads to PAUSED."""
+        """Have every suspended engine's KV back; leads to PAUSED.
+
+        An engine that its own training loop has suspended stays so, since the memory is that loop's until it gives it
+        back, and the call succeeds: `status()` tells the state of every rank.
+        """
         await self._signal(ControlSignal.RESUME, None, timeout_s)
 
     async def stop_engines(self, timeout_s: float | None = None) -> None:
@@ -284,6 +293,11 @@ class InferenceClient:
             raise ConfigError(f"version={version!r}: must be an integer in [0, 2**63)")
         await self._control(SET_VERSION, version, timeout_s)
         self._policy_version = version
+
+    async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
+        """Have every engine forget the cached blocks that no request holds; how many they were together."""
+        done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
+        return int((done or {})["amount"])
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
         """How things stand at the coordinator, for people.
@@ -330,11 +344,11 @@ class InferenceClient:
         if self._state not in harmless:
             self._state = reached
 
-    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> None:
+    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> dict[str, Any] | None:
         self._refuse_unless_connected()
-        limit = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
+        limit = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._session.control(signal, argument, limit)
-        await self._answer(call, limit + ANSWER_MARGIN_S, signal)
+        return await self._answer(call, limit + ANSWER_MARGIN_S, signal)
 
     async def _answer(self, call: Call, timeout_s: float, what: str) -> dict[str, Any] | None:
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()

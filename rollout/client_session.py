@@ -79,9 +79,13 @@ class RequestOptions(TypedDict, total=False):
     """Wall-clock seconds. None, as unless said: now."""
     known: Iterable[Stretch]
     """What another session knew of the group (`OpenGroup.known`); it goes on from there. Nothing unless said."""
+    min_policy_version: int
+    """Weights of an older version do not compute it: it waits for an engine that has reached this one. 0 unless said."""
 
 
-_DEFAULTS: RequestOptions = {"priority": 0, "timeout_s": None, "interval": 0, "arrival_time": None, "known": ()}
+_DEFAULTS: RequestOptions = {
+    "priority": 0, "timeout_s": None, "interval": 0, "arrival_time": None, "known": (), "min_policy_version": 0,
+}  # fmt: skip
 
 
 class Call:
@@ -169,8 +173,9 @@ class ClientSession:
         arrived = self._clock() if chosen["arrival_time"] is None else float(chosen["arrival_time"])
         group = OpenGroup(self._next_request_id, packed, params, priority, arrived)
         message = Submit(
-            group.request_id, packed, params.n, _packed(params), params.seed, priority, arrived, timeout_s, interval
-        )
+            group.request_id, packed, params.n, _packed(params), params.seed, priority, arrived, timeout_s, interval,
+            min_policy_version=chosen["min_policy_version"],
+        )  # fmt: skip
         size = len(packed)
         for stretch in chosen["known"]:
             size += self._continue(group, message, stretch)
@@ -322,7 +327,7 @@ class ClientSession:
         error = None
         if message.error is not None:
             error = exception_named(message.error, message.text, engines=tuple(message.engines))
-        self._answer(message.call_id, error, None)
+        self._answer(message.call_id, error, {"amount": message.amount})
 
     def _status(self, message: Status) -> None:
         self._answer(message.call_id, None, message.table)
@@ -439,11 +444,13 @@ def _complete(options: RequestOptions) -> RequestOptions:
 def _check_options(options: RequestOptions) -> None:
     priority, timeout_s = options["priority"], options["timeout_s"]
     interval, arrival_time = options["interval"], options["arrival_time"]
+    version = options["min_policy_version"]
     checks: Collection[tuple[str, Any, bool, str]] = (
         ("priority", priority, _whole(priority) and abs(priority) <= MAX_PRIORITY, "an integer in [-2**31, 2**31]"),
         ("timeout_s", timeout_s, timeout_s is None or (_real(timeout_s) and timeout_s > 0), "None or a number above 0"),
         ("interval", interval, _whole(interval) and 0 <= interval < 2**63, "an integer of at least 0"),
         ("arrival_time", arrival_time, arrival_time is None or _real(arrival_time), "None or a number of seconds"),
+        ("min_policy_version", version, _whole(version) and 0 <= version < 2**63, "an integer of at least 0"),
     )
     for name, value, holds, rule in checks:
         if not holds:

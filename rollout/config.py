@@ -204,11 +204,16 @@ class CoordinatorConfig(_Options):
     schedule_output_path: str | None = None
     """Write every routing decision to this JSON file, as it is taken. None: nowhere."""
 
+    schedule_append: bool = False
+    """Go on behind the records that are in that file, as a coordinator does that follows one that has died; False: make it
+    anew."""
+
     seed: int = 0
     """Seeds the requests that bring no seed of their own, in order of arrival."""
 
     tokenizer: str | None = None
-    """Path of a `tokenizer.json`, or its content, for prompts that come as text and engines without a tokenizer."""
+    """Path of a `tokenizer.json`, or its content, for prompts that come as text and engines without a tokenizer. Tokenizers
+    that have no such file are not for the coordinator: whoever uses one sends token ids."""
 
     heartbeat_interval_s: float = 1.0
     """Whoever has been silent for so many seconds says that it lives."""
@@ -256,7 +261,7 @@ class CoordinatorConfig(_Options):
             "a finite number above 0",
         )
         self._check_all(
-            ("insecure", "enable_prefix_caching", "deterministic_mode", "outlive_launcher"),
+            ("insecure", "enable_prefix_caching", "deterministic_mode", "outlive_launcher", "schedule_append"),
             lambda value: isinstance(value, bool),
             "True or False",
         )

@@ -101,7 +101,10 @@ class DataParallelBackend:
                 keys=self._job.keys,
                 loop=self._loop,
                 on_lost=lambda error: self._wake(),
+                follows_version=False,
             )
+            # What comes before the first `generate` is computed by whoever calls it first.
+            self._worker.rest()
             self._worker.start(START_TIMEOUT_S)
             self._join(START_TIMEOUT_S)
             # Whoever begins alone gets all of its own work: what is assigned is not given to those who come later.
@@ -135,7 +138,7 @@ class DataParallelBackend:
         """Connect, and submit what is open."""
 
         async def join() -> None:
-            client = InferenceClient(self._job.address, name=self._name, keys=self._job.keys, member=True)
+            client = InferenceClient(self._job.address, name=self._name, keys=self._job.keys, member=self._world.rank)
             await client.start(timeout_s)
             self._client = client
             for group in list(self._groups.values()):
@@ -267,7 +270,7 @@ class DataParallelBackend:
         try:
             opened = client.open_group(
                 group.prompt, group.params, arrival_time=group.arrival_time, known=group.known(), wanted=wanted,
-                priority=group.priority,
+                priority=group.priority, min_policy_version=self._engine.policy_version,
             )  # fmt: skip
         except RolloutError as exc:
             self._fail(group, exc)
@@ -304,6 +307,7 @@ class DataParallelBackend:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the engine has work, samples have ended, or the barrier is passed; recover what was lost."""
+        self._its_worker().attend()
         if (why := self._lost()) is not None:
             self._recover(why)
             # Where this rank has come to is said again, before anything is waited for.
@@ -449,6 +453,13 @@ class DataParallelBackend:
         computing = (rank["running"] and rank["since_progress_s"] < self._timeout_s for rank in status["ranks"])
         if status["state"] != CoordinatorState.RUNNING or any(computing):
             return
+        if self._has_ended_elsewhere():
+            raise DeadlineError(
+                f"{self._name}: nothing has happened for {self._timeout_s} s (control_timeout_s). This rank was cut off "
+                "from the coordinator for longer than heartbeat_timeout_s; the others have ended this generate() without "
+                "it and have gone on, and what is still open here found no engine; make heartbeat_timeout_s longer than a "
+                "rank may stall"
+            )
         idle = [rank["name"] for rank in status["ranks"] if rank["assigned_samples"]]
         late = [name for name in dict.fromkeys((*status["barrier_waits_for"], *idle)) if name != self._name]
         raise DeadlineError(

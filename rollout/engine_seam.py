@@ -106,6 +106,10 @@ class SeamOfEngine:
             raise EngineStateError(f"{signal}({argument!r}): no engine can do that; use the signals of rollout.state")
         return []
 
+    def flush(self) -> int:
+        """Forget cached blocks that no request holds; how many."""
+        return self.engine.flush_prefix_cache()
+
     def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
         """What has changed in the prefix cache."""
         taken = self._changes.take()

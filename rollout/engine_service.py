@@ -113,7 +113,9 @@ class EngineService:
         )  # fmt: skip
         self._worker.start(START_TIMEOUT_S)
         if self.is_primary:
-            client = InferenceClient(address, name="llm", keys=keys, dial=dial)
+            client = InferenceClient(
+                address, name="llm", keys=keys, dial=dial, control_timeout_s=self.engine.config.control_timeout_s
+            )
             self.loop.run(client.start(START_TIMEOUT_S), START_TIMEOUT_S + 5)
             self._client = client
         self._thread = threading.Thread(target=self._compute, name="rollout-engine", daemon=True)

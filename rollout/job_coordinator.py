@@ -7,7 +7,7 @@ from contextlib import suppress
 import msgpack
 
 from rollout.codec import refuse, unpack_msgpack
-from rollout.config import CoordinatorConfig
+from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.coordinator.launch import CoordinatorHandle, launch_coordinator
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError
@@ -22,9 +22,12 @@ class JobCoordinator:
     """Where the coordinator is, and on rank 0 its process.
 
     Args:
-        config: the user's options; size and block size are the job's, and so is the host where it is loopback and the
-            ranks are on several.
+        config: the user's options; size, block size and seed are the job's, and so is the host where it is loopback and
+            the ranks are on several.
         world: the ranks; None: this process alone.
+
+    Raises:
+        ConfigError: an option says something else than the engine, or than the number of ranks.
 
     Attributes:
         address: of the present one.
@@ -50,11 +53,17 @@ class JobCoordinator:
 
         Raises:
             DeadlineError: rank 0 did not say where it is, or it did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or has ended at once.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or has ended at once; said on every rank.
         """
         key = self._key(self._incarnation + 1)
         if self.primary:
-            self._launch()
+            try:
+                self._launch()
+            except Exception as exc:
+                if self._incarnation < 0:
+                    # The others need not wait for what will not come.
+                    self._publish(key, f"{type(exc).__name__}: {exc}")
+                raise
             self._publish(key)
         else:
             self._learn(key)
@@ -68,6 +77,7 @@ class JobCoordinator:
     def _launch(self) -> None:
         config = self._config
         if self.address:
+            config = config.replace(schedule_append=True)
             # Whoever still talks to the old address is told at once that its session is over.
             with suppress(ConfigError):
                 port = int(self.address.rpartition(":")[2])
@@ -79,17 +89,20 @@ class JobCoordinator:
         address = self.handle.address
         self.address = address if self._world is None else self._world.reachable(address)
 
-    def _publish(self, key: str) -> None:
+    def _publish(self, key: str, failure: str | None = None) -> None:
         if self._world is not None:
             told = None if self.keys is None else self.keys.client_side().serialize()
-            self._world.publish(key, msgpack.packb([self.address, told]))
+            self._world.publish(key, msgpack.packb([self.address, told, failure]))
 
     def _learn(self, key: str) -> None:
         assert self._world is not None
         published = unpack_msgpack(key, self._world.wait_for(key, START_TIMEOUT_S))
-        if type(published) is not list or len(published) != 2:
-            refuse(key, published, "[address, keys]")
-        self.address, told = published
+        if type(published) is not list or len(published) != 3:
+            refuse(key, published, "[address, keys, why there is none]")
+        address, told, failure = published
+        if failure is not None:
+            raise ConfigError(f"rank {self._world.rank}: rank 0 could not start the coordinator: {failure}")
+        self.address = address
         self.keys = None if told is None else JobKeys.deserialize(told)
 
     def _key(self, incarnation: int) -> str:
@@ -101,9 +114,21 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
     host = config.host
     if world is not None and world.rank == 0 and not world.one_host and is_loopback(host):
         host = world.address_for_others()
+    size, block_size, seed = 1 if world is None else world.size, engine.config.block_size_tokens, engine.config.seed
+    _refuse_conflict("data_parallel_size", config.data_parallel_size, size, "the number of ranks")
+    _refuse_conflict("block_size_tokens", config.block_size_tokens, block_size, "InferenceConfig.block_size_tokens")
+    if seed != InferenceConfig.seed:
+        _refuse_conflict("seed", config.seed, seed, "InferenceConfig.seed")
     return config.replace(
-        data_parallel_size=1 if world is None else world.size,
-        block_size_tokens=engine.config.block_size_tokens,
+        data_parallel_size=size,
+        block_size_tokens=block_size,
         enable_prefix_caching=config.enable_prefix_caching and engine.config.enable_prefix_caching,
+        seed=config.seed if seed == InferenceConfig.seed else seed,
         host=host,
     )
+
+
+def _refuse_conflict(name: str, said: int, known: int, where: str) -> None:
+    """A value that differs from its default was meant."""
+    if said not in (known, getattr(CoordinatorConfig, name)):
+        raise ConfigError(f"CoordinatorConfig.{name}={said}: {where} is {known}; leave it out, or give the same")

@@ -11,6 +11,7 @@ a record may hold looks like one. A file only grows, but for an append that fail
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import struct
@@ -318,6 +319,7 @@ def _end_of_records(file: BinaryIO, header: Header) -> tuple[int, int]:
 
 
 def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
-    return JournalError(
-        f"{path} cannot be {what} ({exc.strerror or exc}): free space on that disk, or choose a folder that is writable"
-    )
+    cure = "free space on that disk, or choose a folder that is writable"
+    if exc.errno == errno.ESPIPE:
+        cure = "it is a pipe, and a journal is a file; choose a folder on a disk"
+    return JournalError(f"{path} cannot be {what} ({exc.strerror or exc}): {cure}")

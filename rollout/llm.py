@@ -48,6 +48,7 @@ from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, FinishReason, KVCacheManagementMode, Status
 from rollout.text_stream import GroupText
+from rollout.world import World
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig
@@ -167,8 +168,19 @@ class _LLM:
         return self.engine.stats()
 
     def flush_prefix_cache(self) -> int:
-        """Forget this engine's cached blocks that no request holds; returns how many."""
-        return self.engine.flush_prefix_cache()
+        """Forget cached blocks that no request holds, with a coordinator those of every rank; returns how many.
+
+        It waits for the engines' next step boundary: in a coroutine, `await asyncio.to_thread(llm.flush_prefix_cache)`.
+
+        Raises:
+            RuntimeError: not the primary rank: `llm.engine.flush_prefix_cache()` is this rank's own.
+            ControlError: engines are late; names them.
+        """
+        self._refuse_unless_primary("flush_prefix_cache")
+        if self.direct:
+            return self.engine.flush_prefix_cache()
+        self.loop.refuse_inside("flush_prefix_cache()")
+        return self._service.control(lambda client: client.flush_prefix_cache()).result()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -364,7 +376,8 @@ class _LLM:
             blocking: wait until Ctrl-C or SIGTERM, then stop the server. False: return; `Server.url`, `Server.stop()`.
 
         Raises:
-            RuntimeError: not the primary rank, or it is served already; or an `AsyncLLM` is to wait in a running loop.
+            RuntimeError: not the primary rank (without a coordinator every rank is: each serves its own engine, on a port
+                of its own), or it is served already; or an `AsyncLLM` is to wait in a running loop.
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
             ConfigError: the address is taken or not this machine's, or what serving needs is not installed.
         """
@@ -380,7 +393,16 @@ class _LLM:
             ) from exc
         if self._server is not None and self._server.running:
             raise RuntimeError(f"this LLM is served already, at {self._server.url}; stop() that server first")
-        self._server = serve(self, config, blocking=False)
+        try:
+            self._server = serve(self, config, blocking=False)
+        except ConfigError as exc:
+            world = World.of_torch() if self.direct else None
+            if world is None:
+                raise
+            raise ConfigError(
+                f"rank {world.rank} of {world.size}: {exc}. Without a coordinator every rank serves its own engine: give "
+                f"each its own port (ServerConfig.port + rank), or set use_coordinator=True, where rank 0 serves all"
+            ) from exc
         if blocking:
             self._server.wait()
         return self._server
@@ -643,6 +665,12 @@ def _coordinator(
             raise ConfigError(f"{', '.join(named)} without a coordinator: set use_coordinator=True, or leave it out")
         return None
     chosen = config or CoordinatorConfig()
+    for name, value in (("host", host), ("inference_coordinator_port", port)):
+        said = getattr(chosen, name)
+        if value is not None and said not in (value, getattr(CoordinatorConfig, name)):
+            raise ConfigError(
+                f"coordinator_config.{name}={said!r}, and {value!r} beside it: two values for one option; leave one out"
+            )
     if host is not None:
         chosen = chosen.replace(host=host)
     return chosen if port is None else chosen.replace(inference_coordinator_port=port)

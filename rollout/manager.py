@@ -118,9 +118,14 @@ class RolloutManager:
 
     def _choose_backend(self, coordinator: CoordinatorConfig | bool) -> Backend:
         world = World.of_torch() if coordinator is not False else None
-        if world is None:
-            return LocalBackend(self.engine)
         options = coordinator if isinstance(coordinator, CoordinatorConfig) else None
+        if world is None:
+            if options is not None and options.schedule_output_path is not None:
+                raise ConfigError(
+                    f"CoordinatorConfig.schedule_output_path={options.schedule_output_path!r}: there is one rank, and "
+                    "nothing to route; leave it None, or initialise torch.distributed with several ranks first"
+                )
+            return LocalBackend(self.engine)
         return DataParallelBackend(self.engine, options, world)
 
     # --- generating ---------------------------------------------------------------------------------------------

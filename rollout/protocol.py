@@ -22,11 +22,11 @@
     27 Cancel             coordinator  rank         stop computing this request
     28 Decline            rank         coordinator  the engine refused this request
     ── control ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    40 Control            client       coordinator  pause, unpause, suspend, resume, stop, set_version
+    40 Control            client       coordinator  pause, unpause, suspend, resume, stop, set_version, flush_prefix_cache
     41 Command            coordinator  rank         the same, to one engine
     42 CommandAck         rank         coordinator  done, or why not
     43 ControlDone        coordinator  client       every engine has, or which has not
-    44 EngineMoved        rank         coordinator  state and version have changed by themselves
+    44 EngineMoved        rank         coordinator  state, version or who steps it have changed by themselves
     45 Barrier            client       coordinator  I have come this far
     46 BarrierDone        coordinator  client       so has everybody
     47 StatusQuery        client       coordinator  how do things stand
@@ -78,7 +78,7 @@ from rollout.wire_types import (
     Versions,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message:
@@ -192,8 +192,8 @@ class Connect(Message):
     header = 0
     protocol_version: Count
     name: Name
-    member: Flag = False
-    """Barriers wait for it: it is the training loop of a rank."""
+    member: OptionalCount = None
+    """Barriers wait for it: it is the training loop of this one of the `data_parallel_size` ranks. None: of none."""
 
 
 @dataclass(slots=True)
@@ -294,6 +294,8 @@ class Submit(Message):
     """What is there of a group that is continued (its `request_id` and `attempt` are not looked at)."""
     wanted: Counts = field(default_factory=list)
     """Samples to compute, of a group whose others have ended; empty: all."""
+    min_policy_version: Count = 0
+    """Of the asker's weights: no engine of an older version computes it."""
 
 
 @dataclass(slots=True)
@@ -423,6 +425,8 @@ class CommandAck(Message):
     state: EngineStateName
     policy_version: Count
     error: OptionalText = None
+    amount: Count = 0
+    """Of `flush_prefix_cache`: blocks that were forgotten."""
 
 
 @dataclass(slots=True)
@@ -435,15 +439,19 @@ class ControlDone(Message):
     text: Text = ""
     engines: Names = field(default_factory=list)
     """Those that have not done it."""
+    amount: Count = 0
+    """The engines' together."""
 
 
 @dataclass(slots=True)
 class EngineMoved(Message):
-    """The training loop beside this engine has paused, suspended, resumed it, or changed its weights."""
+    """The training loop beside this engine has paused, suspended, resumed it, changed its weights, left it, or come back."""
 
     header = 44
     state: EngineStateName
     policy_version: Count
+    resting: Flag = False
+    """Nobody steps it: the training loop has left `generate`."""
 
 
 @dataclass(slots=True)

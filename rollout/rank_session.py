@@ -39,7 +39,7 @@ from rollout.protocol import (
 from rollout.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, EngineState
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 
 Key = tuple[int, int]
 """(the engine's request id, sample index)."""
@@ -61,6 +61,10 @@ class EngineSeam(Protocol):
     @property
     def policy_version(self) -> int:
         """Of its weights."""
+
+    @property
+    def resting(self) -> bool:
+        """Whether nobody steps it."""
 
     def next_request_id(self) -> int:
         """A request id of its own that nobody has used."""
@@ -102,6 +106,9 @@ class EngineSeam(Protocol):
             Exception: it could not.
         """
 
+    def flush(self) -> int:
+        """Forget cached blocks that no request holds; how many."""
+
     def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
         """(added, removed, flushed) of the prefix cache since the last call: see `CacheChanges`."""
 
@@ -138,6 +145,8 @@ class RankSession:
         progress_interval: steps after which tokens are reported where an assignment does not say.
         ordered: the engine state that commands of an earlier session led to: whoever put the engine there is who may
             take it out of there. None: none did.
+        follows_version: the engine's weights are those of the version that the coordinator answers `Register` with. False:
+            a training loop beside it counts its own updates, and one that is behind is not said to be ahead.
 
     Attributes:
         entered: the engine has been brought to the state and version that the coordinator answered `Register` with;
@@ -153,14 +162,17 @@ class RankSession:
         send: Callable[[Message], None],
         progress_interval: int = 16,
         ordered: EngineState | None = None,
+        follows_version: bool = True,
     ) -> None:
         self._engine = engine
         self._send = send
         self._interval = progress_interval
+        self._follows_version = follows_version
         self.ordered = ordered
         self.wanted = CoordinatorState.RUNNING
         self.entered = False
         self._said = (engine.state, engine.policy_version)
+        self._said_resting = False
         self._attempts: dict[int, _Assignment] = {}
         self._numbers: dict[int, _Assignment] = {}
         self._newest: dict[tuple[int, int], _Assignment] = {}
@@ -267,16 +279,20 @@ class RankSession:
             self._close(assignment, index)
 
     def _command(self, message: Command) -> list[DynamicInferenceRequestRecord]:
-        error, foreign = None, []
+        error, foreign, amount = None, [], 0
         try:
-            if message.signal != SET_VERSION:
+            if message.signal == FLUSH_PREFIX_CACHE:
+                amount = self._engine.flush()
+                foreign = self.report((), steps=0)
+            elif message.signal != SET_VERSION:
                 acts_in, leads_to, _ = COORDINATOR_TRANSITIONS[ControlSignal(message.signal)]
                 self.wanted = leads_to if self.wanted in acts_in else self.wanted
-            foreign = self._control(message.signal, message.argument)
+            if message.signal != FLUSH_PREFIX_CACHE:
+                foreign = self._control(message.signal, message.argument)
         except Exception as exc:  # noqa: BLE001 - whatever it was, the coordinator is told
             error = f"{type(exc).__name__}: {exc}"
         self._said = (self._engine.state, self._engine.policy_version)
-        self._send(CommandAck(message.command_id, *self._now(), error))
+        self._send(CommandAck(message.command_id, *self._now(), error, amount))
         return foreign
 
     def _enter(self, message: RegisterAck) -> list[DynamicInferenceRequestRecord]:
@@ -284,7 +300,9 @@ class RankSession:
         # What has happened since registration is said below, when the engine is where it must be.
         self._said = (self._engine.state, self._engine.policy_version)
         self.wanted = CoordinatorState(message.state)
-        if message.policy_version > self._engine.policy_version:
+        if not self._follows_version:
+            foreign = []
+        elif message.policy_version > self._engine.policy_version:
             foreign = self._control(SET_VERSION, message.policy_version)
         else:
             # Said again, the version that it has would tell it of other weights.
@@ -293,7 +311,7 @@ class RankSession:
             foreign += self._control(signal, None)
         self._said = (self._engine.state, self._engine.policy_version)
         self.entered = True
-        self._send(EngineMoved(*self._now()))
+        self._say_where_it_is()
         return foreign
 
     def _signals_to(self, state: CoordinatorState) -> list[ControlSignal]:
@@ -353,11 +371,16 @@ class RankSession:
     def moved(self) -> None:
         """The engine may have moved by itself: say so if it has. States on the way to another are not worth a word."""
         now = (self._engine.state, self._engine.policy_version)
-        if self.entered and now != self._said and now[0] in STABLE_ENGINE_STATES:
+        same = now == self._said and self._engine.resting is self._said_resting
+        if self.entered and not same and now[0] in STABLE_ENGINE_STATES:
             if now[0] is not self._said[0]:
                 self.ordered = None
             self._said = now
-            self._send(EngineMoved(*self._now()))
+            self._say_where_it_is()
+
+    def _say_where_it_is(self) -> None:
+        self._said_resting = self._engine.resting
+        self._send(EngineMoved(*self._now(), self._said_resting))
 
     def lost(self) -> None:
         """The session has ended: nothing of it goes on, and nothing of it is said any more."""

@@ -15,6 +15,8 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 SET_VERSION = "set_version"
 """The control call that is no lifecycle signal: its argument is the policy version."""
+FLUSH_PREFIX_CACHE = "flush_prefix_cache"
+"""A command to every engine, in any state."""
 
 TOKEN_BYTES = 4
 """Of a token id on the wire, and of a log-prob."""
@@ -132,7 +134,7 @@ Versions = Annotated[
 OptionalTimes = Annotated[list[float | None] | None, Rule("None, or per sample None or seconds", _times)]
 OptionalBlobs = Annotated[list[bytes | None] | None, Rule("None, or per sample None or bytes", _column_of(bytes))]
 OptionalTexts = Annotated[list[str | None] | None, Rule("None, or per sample None or a string", _column_of(str))]
-Signal = Annotated[str, Rule("a control signal", _in([*ControlSignal, SET_VERSION]))]
+Signal = Annotated[str, Rule("a control signal", _in([*ControlSignal, SET_VERSION, FLUSH_PREFIX_CACHE]))]
 Argument = Annotated[int | str | None, Rule("None, a name or an integer", lambda v: v is None or _name(v) or _count(v))]
 EngineStateName = Annotated[str, Rule("the name of an engine state", _in(EngineState))]
 CoordinatorStateName = Annotated[str, Rule("the name of a coordinator state", _in(CoordinatorState))]

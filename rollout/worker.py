@@ -82,6 +82,7 @@ class EngineWorker:
         on_lost: called with the reason when a session ends that was not stopped here; by a thread of the worker, which
             it must not keep waiting.
         dial: makes the connection; a coordinator in this process brings its own.
+        follows_version: as `RankSession` has it.
 
     Attributes:
         lost: why there is no session; None: there is one, or none was begun or all was stopped.
@@ -98,6 +99,7 @@ class EngineWorker:
         reconnect_timeout_s: float = 60.0,
         on_lost: Callable[[Exception], None] | None = None,
         dial: Dial = Dealer,
+        follows_version: bool = True,
     ) -> None:
         self.engine = engine
         self.address = address
@@ -107,6 +109,7 @@ class EngineWorker:
         self._keys = keys
         self._on_lost = on_lost
         self._dial = dial
+        self._follows_version = follows_version
         self._seam = SeamOfEngine(engine)
         self._loop = loop
         self._owns_loop = loop is None
@@ -230,7 +233,10 @@ class EngineWorker:
             on_message=lambda message: self._arrived(link, message),
             on_lost=lambda error: self._arrived(link, error),
         )
-        session = RankSession(self._seam, lambda message: self._send(link, message), ordered=ordered)
+        session = RankSession(
+            self._seam, lambda message: self._send(link, message), ordered=ordered,
+            follows_version=self._follows_version,
+        )  # fmt: skip
         link = _Link(dealer, session)
 
         async def open_dealer() -> None:
@@ -430,8 +436,16 @@ class EngineWorker:
         else:
             self._ended += ended
 
+    def attend(self) -> None:
+        """Steps are made from here to `rest`: say so."""
+        if self._seam.resting:
+            with self.engine.locked():
+                self._seam.resting = False
+                if self._link is not None and not self._link.cut:
+                    self._link.session.moved()
+
     def rest(self) -> None:
-        """No step is made for a while: say what is known up to here, and that nothing runs."""
+        """No step is made for a while: say what is known up to here, and that nothing runs. Others may get the work."""
         with self.engine.locked():
             self._seam.resting = True
             link = self._link

@@ -104,7 +104,10 @@ class World:
             # Nothing, in whole milliseconds, means for ever.
             self.store.wait([full], timedelta(seconds=max(0.001, timeout_s)))
         except dist.DistNetworkError as exc:
-            raise ConnectionLostError(f"rank {self.rank}: the store of the process group is gone ({exc})") from exc
+            raise ConnectionLostError(
+                f"rank {self.rank}: the store of the process group is gone ({exc}); the process that held it, rank 0 or the "
+                "launcher, has ended: its own error says why"
+            ) from exc
         except RuntimeError:
             return False
         return True
@@ -124,15 +127,14 @@ class World:
 
         Raises:
             DeadlineError: it is not, after `timeout_s`.
+            ConnectionLostError: the store has gone with the process that held it.
         """
-        full = f"{self.prefix}/{key}"
-        try:
-            self.store.wait([full], timedelta(seconds=timeout_s))
-        except RuntimeError as exc:
+        if not self.wait_until(key, timeout_s):
             raise DeadlineError(
-                f"rank {self.rank}: {full} was not published within {timeout_s} s; does every rank build a RolloutManager?"
-            ) from exc
-        return bytes(self.store.get(full))
+                f"rank {self.rank}: {self.prefix}/{key} was not published within {timeout_s} s; does every rank build a "
+                "RolloutManager?"
+            )
+        return bytes(self.store.get(f"{self.prefix}/{key}"))
 
     def address_for_others(self) -> str:
         """This host's address, as the other hosts of the job reach it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -26,7 +27,7 @@ from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.data_parallel import DataParallelBackend
 from rollout.errors import DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
 from rollout.manager import RolloutManager
-from rollout.protocol import BarrierDone
+from rollout.protocol import BarrierDone, Message
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
@@ -234,6 +235,42 @@ def dies(rank: int) -> list[Sample] | None:
         if rank == 1:
             after_steps(rollout, 10, lambda: os.kill(os.getpid(), signal.SIGKILL))
         return samples(generate(rollout, WORK[rank]))
+
+
+def stalls(rank: int) -> list[Sample]:
+    """One rank stands still until the others have gone on without it, to where they wait for it."""
+    with a_manager(heartbeat_timeout_s=1.0, control_timeout_s=30.0) as rollout:
+        if rank == 1:
+            me = os.getpid()
+            order = f"kill -STOP {me}; sleep 3.2; kill -CONT {me}"
+            after_steps(rollout, 10, lambda: subprocess.Popen(["sh", "-c", order]).wait())
+        answers = samples(generate(rollout, WORK[rank]))
+        dist.barrier()
+        answers += samples(generate(rollout, WORK[rank]))
+        dist.barrier()
+        return answers
+
+
+def hears_late_of_the_end(rank: int) -> list[list[int]]:
+    """Rank 1 steps on with the old weights for a moment, while rank 0 has the new ones and asks for more."""
+    versions = []
+    with a_manager() as rollout:
+        if rank == 1:
+            session = rollout._backend._client._session  # type: ignore[attr-defined]
+            receive = session.receive
+
+            def late(message: Message) -> None:
+                if isinstance(message, BarrierDone):
+                    asyncio.get_running_loop().call_later(0.3, receive, message)
+                else:
+                    receive(message)
+
+            session.receive = late
+        for number in range(3):
+            batch = generate(rollout, asks(8, 2, 20, seed=100 * number + rank))
+            versions.append(sorted({version for sample in samples(batch) for version in sample.versions}))
+            rollout.weights_updated()
+    return versions
 
 
 def trains(rank: int, rounds: int) -> dict[str, Any]:

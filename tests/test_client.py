@@ -125,7 +125,7 @@ async def test_start_shakes_hands_once_and_knows_how_things_stand():
     with FakeCoordinator(greet=False, answer=lambda fake, peer, _: fake.say(
         peer, welcome(instance="life-7", state="paused", policy_version=5, next_barrier=3)
     )) as fake:  # fmt: skip
-        client = InferenceClient(fake.address, name="trainer", member=True)
+        client = InferenceClient(fake.address, name="trainer", member=3)
         assert (client.connected, client.state, client.policy_version, client.instance) == (False, None, None, None)
         await client.start()
         await client.start()
@@ -134,7 +134,7 @@ async def test_start_shakes_hands_once_and_knows_how_things_stand():
         assert (client.state, client.policy_version) == (CoordinatorState.PAUSED, 5)
         assert (client.instance, client.next_barrier) == ("life-7", 3)
         await client.stop()
-        assert (await heard(fake))[2] == Connect(PROTOCOL_VERSION, "trainer", True)
+        assert (await heard(fake))[2] == Connect(PROTOCOL_VERSION, "trainer", 3)
         assert isinstance((await heard(fake))[2], Disconnect)
         assert len(fake.peers) == 1
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,15 @@ import torch.distributed as dist
 from rollout.backend import LocalBackend
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.coordinator.core import CoordinatorCore
-from rollout.errors import ConfigError, DeadlineError
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
+from rollout.job_coordinator import JobCoordinator
 from rollout.manager import RolloutManager
 from rollout.protocol import PROTOCOL_VERSION, Barrier, BarrierDone, Connect, Disconnect, Message
 from rollout.sampling_params import SamplingParams
 from rollout.world import World
 from tests import rank_jobs
 from tests.distributed.nursery import Nursery
+from tests.engines import make_engine
 from tests.models import make_tokenizer
 from tests.rank_jobs import WORK, Ask, Sample, asks, generate, samples, share_of, the_model
 from tests.ranks import run_together
@@ -109,6 +113,15 @@ def test_a_rank_that_dies_takes_nothing_of_the_others_with_it(nursery: Nursery) 
     answers = run_together(nursery, 2, rank_jobs.dies)
     assert answers[1] is None
     assert_as_alone(answers[0], WORK[0])
+
+
+def test_a_rank_that_stalls_and_comes_back_gets_its_work_done_though_the_others_wait_for_it(nursery: Nursery) -> None:
+    for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.stalls)):
+        assert_as_alone(answer, [*WORK[rank], *WORK[rank]])
+
+
+def test_weights_that_change_without_a_collective_are_those_of_every_token_asked_for_after_it(nursery: Nursery) -> None:
+    assert run_together(nursery, 2, rank_jobs.hears_late_of_the_end) == [[[0], [1], [2]]] * 2
 
 
 def test_versions_count_optimizer_steps_everywhere_and_every_token_knows_its_own(nursery: Nursery) -> None:
@@ -221,6 +234,34 @@ def test_a_rank_that_is_not_published_is_missed_by_name() -> None:
     assert world.calls_ended() == 3
 
 
+def test_why_rank_0_cannot_start_the_coordinator_is_said_on_every_rank() -> None:
+    store = OneHostStore()
+    engine = make_engine("qwen3")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = CoordinatorConfig(inference_coordinator_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="another process listens there"):
+            JobCoordinator(config, engine, World(0, 2, store, "rollout/0", one_host=True)).launch_or_learn()
+    with pytest.raises(ConfigError, match=r"rank 1: rank 0 could not start the coordinator: .*another process listens"):
+        JobCoordinator(config, engine, World(1, 2, store, "rollout/0", one_host=True)).launch_or_learn()
+
+
+def test_a_store_that_has_gone_is_no_deadline() -> None:
+    class Gone(OneHostStore):
+        def wait(self, keys: list[str], timeout: Any) -> None:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(ConnectionLostError, match=r"the store of the process group is gone .*its own error says why"):
+        World(1, 2, Gone(), "rollout/0", one_host=True).wait_for("coordinator/0", 120.0)
+
+
+def test_one_rank_refuses_the_schedule_that_nobody_would_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"schedule_output_path=.*there is one rank, and nothing to route"):
+        RolloutManager(
+            the_model(), None, InferenceConfig(kv_cache_blocks=64, verify_model=False),
+            coordinator=CoordinatorConfig(schedule_output_path=str(tmp_path / "schedule.json")),
+        )  # fmt: skip
+
+
 def test_listening_everywhere_others_are_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 2, OneHostStore(), "rollout/0", one_host=True)
     assert world.reachable("tcp://0.0.0.0:5000") == "tcp://127.0.0.1:5000"
@@ -234,7 +275,7 @@ def test_listening_everywhere_others_are_told_where(monkeypatch: pytest.MonkeyPa
 def members(count: int) -> CoordinatorCore:
     core = CoordinatorCore(CoordinatorConfig(data_parallel_size=count), "life")
     for rank in range(count):
-        core.receive(b"%d" % rank, 0, Connect(PROTOCOL_VERSION, f"rank-{rank}", True), 0.0)
+        core.receive(b"%d" % rank, 0, Connect(PROTOCOL_VERSION, f"rank-{rank}", rank), 0.0)
     core.take_outbox()
     return core
 
@@ -249,7 +290,7 @@ def test_whoever_has_lost_the_answer_of_a_barrier_asks_again() -> None:
         core.receive(rank, 1, Barrier(0), 0.0)
     assert told(core) == {b"0": BarrierDone(0), b"1": BarrierDone(0)}
     core.receive(b"1", 2, Disconnect(), 0.0)
-    core.receive(b"1 again", 0, Connect(PROTOCOL_VERSION, "rank-1", True), 0.0)
+    core.receive(b"1 again", 0, Connect(PROTOCOL_VERSION, "rank-1", 1), 0.0)
     core.take_outbox()
     core.receive(b"1 again", 1, Barrier(0), 0.0)
     assert told(core) == {b"1 again": BarrierDone(0)}

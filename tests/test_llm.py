@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rollout.block_hash import compute_block_hashes_batched
-from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.errors import (
     ConfigError,
     ConnectionLostError,
@@ -32,13 +32,16 @@ from rollout.errors import (
     RequestTimeoutError,
     WeightsChangedError,
 )
+from rollout.job_coordinator import _completed
 from rollout.llm import LLM, AsyncLLM
 from rollout.model_loading import load
 from rollout.pending import PendingGroup
 from rollout.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.seeds import stream_key
 from rollout.state import EngineState
 from rollout.text_stream import TextDelta
+from rollout.world import World
 from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
 from tests.models import greedy, make_model, make_tokenizer, trainer_logprobs
 from trainer_hooks.optimizer import attach
@@ -789,3 +792,55 @@ def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path
     for bad in ("nn", "float7"):
         with pytest.raises(ConfigError, match=f"dtype='{bad}'"):
             load(tmp_path / "model", dtype=bad)
+
+
+# --- options that the engine and its coordinator share ---------------------------------------------------------------------
+
+
+def job_options(coordinator: CoordinatorConfig, **inference: Any) -> CoordinatorConfig:
+    """What the coordinator of a job of one rank is started with."""
+    return _completed(coordinator, make_engine("qwen3", **inference), None)
+
+
+def test_the_seed_of_the_engine_seeds_the_requests_of_its_coordinator() -> None:
+    assert job_options(CoordinatorConfig(), seed=7).seed == 7
+    assert job_options(CoordinatorConfig(seed=9)).seed == 9
+    assert job_options(CoordinatorConfig(seed=7), seed=7).seed == 7
+    with pytest.raises(ConfigError, match=r"CoordinatorConfig.seed=9: InferenceConfig.seed is 7; leave it out"):
+        job_options(CoordinatorConfig(seed=9), seed=7)
+
+
+def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_name() -> None:
+    assert job_options(CoordinatorConfig(block_size_tokens=4)).block_size_tokens == 4
+    with pytest.raises(ConfigError, match=r"CoordinatorConfig.block_size_tokens=8: InferenceConfig.* is 4"):
+        job_options(CoordinatorConfig(block_size_tokens=8))
+    with pytest.raises(ConfigError, match=r"CoordinatorConfig.data_parallel_size=3: the number of ranks is 1"):
+        job_options(CoordinatorConfig(data_parallel_size=3))
+    with pytest.raises(ConfigError, match=r"coordinator_config.host='127.0.0.2', and '127.0.0.3' beside it"):
+        LLM(
+            shared_model("qwen3"), None, options(), use_coordinator=True, coordinator_host="127.0.0.3",
+            coordinator_config=CoordinatorConfig(host="127.0.0.2"),
+        )  # fmt: skip
+
+
+def test_with_a_coordinator_the_configured_deadline_holds_and_a_flush_reaches_its_engines() -> None:
+    chosen = options(seed=5, control_timeout_s=7.0)
+    with LLM(shared_model("qwen3"), make_tokenizer(), chosen, use_coordinator=True) as llm:
+        assert llm._service._the_client()._control_timeout_s == 7.0
+        (sample,) = llm.generate(token_ids(20), SamplingParams(max_tokens=4))
+        assert sample.seed == stream_key(5, 0)
+        assert llm.context.allocator.findable_hashes()
+        assert llm.flush_prefix_cache() > 0
+        assert not llm.context.allocator.findable_hashes()
+        assert llm.flush_prefix_cache() == 0
+
+
+def test_several_ranks_that_serve_without_a_coordinator_are_told_that_each_needs_its_own_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with blocking() as first, blocking() as second:
+        server = first.serve(ServerConfig(port=0), blocking=False)
+        monkeypatch.setattr(World, "of_torch", lambda: World(1, 2, None, "", one_host=True))  # type: ignore[arg-type]
+        taken = ServerConfig(port=int(server.url.rpartition(":")[2]))
+        with pytest.raises(ConfigError, match=r"rank 1 of 2: .*its own port.*use_coordinator=True"):
+            second.serve(taken, blocking=False)

@@ -41,7 +41,7 @@ def run(test: Callable[[LocalCoordinator], Awaitable[Any]], **options: Any) -> N
 async def greeted(coordinator: LocalCoordinator, name: str = "peer") -> Peer:
     peer = Peer(coordinator, name)
     peer.wire.open()
-    peer.wire.send(Connect(PROTOCOL_VERSION, name, False))
+    peer.wire.send(Connect(PROTOCOL_VERSION, name))
     while not peer.heard:
         await asyncio.sleep(0)
     assert isinstance(peer.heard.pop(), ConnectAck)

@@ -744,3 +744,34 @@ def test_the_coordinator_wants_an_engine_paused_also_while_the_training_loop_has
     assert rank.session.wanted == "paused"
     rank.hears(Command(1, "unpause", None))
     assert (rank.session.wanted, rank.engine.state) == ("running", "suspended")
+
+
+def test_a_training_loop_that_counts_its_own_updates_is_not_said_to_be_ahead() -> None:
+    """Old weights under the label of the new ones, for a rank that came back while the others had updated."""
+    rank = Rank(make_engine("qwen3"), enter=False, follows_version=False)
+    rank.hears(welcome(version=4))
+    assert rank.said == [EngineMoved("running", 0)]
+    rank.engine.weights_updated()
+    rank.session.moved()
+    assert rank.said[-1] == EngineMoved("running", 1)
+
+
+def test_whether_anybody_steps_the_engine_is_said_when_it_changes() -> None:
+    rank = Rank(make_engine("qwen3"), enter=False)
+    rank.seam.resting = True
+    rank.hears(welcome())
+    assert rank.said == [EngineMoved("running", 0, True)]
+    rank.seam.resting = False
+    rank.session.moved()
+    rank.session.moved()
+    assert rank.said[1:] == [EngineMoved("running", 0, False)]
+
+
+def test_a_flush_is_told_with_its_blocks_and_they_are_gone_from_the_coordinators_table() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.engine.generate([token_ids(20)], SamplingParams(max_tokens=2))
+    rank.session.report(())
+    assert rank.cached
+    rank.hears(Command(3, "flush_prefix_cache", None))
+    assert rank.said[-1] == CommandAck(3, "running", 0, None, 5)
+    assert not rank.cached

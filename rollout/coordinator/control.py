@@ -14,7 +14,7 @@ from rollout.coordinator.open_requests import NO_BARRIER, ClientPeer, RankPeer
 from rollout.coordinator.peers import Peers
 from rollout.protocol import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 
 MAX_NAMES = 8
 """Members that are named one by one."""
@@ -33,6 +33,8 @@ class Call:
     """Engines that have not answered: identity → name."""
     failures: dict[str, str] = field(default_factory=dict)
     """Engine name → what it could not do."""
+    amount: int = 0
+    """What the engines have told so far."""
 
 
 class ControlPlane:
@@ -87,6 +89,9 @@ class ControlPlane:
                 return "set_version() while stopping: allowed before; start another coordinator"
             self.policy_version = version
             return None
+        if message.signal == FLUSH_PREFIX_CACHE:
+            stopping = self.state is CoordinatorState.STOPPING
+            return "flush_prefix_cache while stopping: allowed before; start another coordinator" if stopping else None
         signal = ControlSignal(message.signal)
         acts_in, leads_to, harmless_in = COORDINATOR_TRANSITIONS[signal]
         if self.state in acts_in:
@@ -104,6 +109,7 @@ class ControlPlane:
         call = self._calls.get(message.command_id)
         if call is None or call.awaited.pop(rank.identity, None) is None:
             return
+        call.amount += message.amount
         if message.error is not None:
             call.failures[rank.name] = message.error
         self._settle(message.command_id)
@@ -142,7 +148,7 @@ class ControlPlane:
             self._on_stopped()
         client = self._peers.clients.get(call.client)
         if client is not None:
-            self._peers.say(client, ControlDone(call.call_id, error, text, engines))
+            self._peers.say(client, ControlDone(call.call_id, error, text, engines, call.amount))
 
 
 def _failed(call: Call) -> str:
@@ -158,8 +164,8 @@ class Barriers:
     def __init__(self, peers: Peers, size: int) -> None:
         self._peers = peers
         self._size = size
-        self._departed: set[str] = set()
-        self._awaited_until: dict[str, float] = {}
+        self._departed: set[int] = set()
+        self._awaited_until: dict[int, float] = {}
         """Members whose session was lost."""
         self._words: dict[bytes, Barrier] = {}
         """What each member said last."""
@@ -169,20 +175,20 @@ class Barriers:
     def joined(self, client: ClientPeer) -> None:
         """A member has connected; it starts at the next barrier."""
         client.barrier = client.answered = self.passed
-        self._departed.discard(client.name)
-        self._awaited_until.pop(client.name, None)
+        self._departed.discard(_place(client))
+        self._awaited_until.pop(_place(client), None)
 
     def left(self, client: ClientPeer, awaited_until: float) -> None:
         """A member has gone: the others wait for it until then, and no longer."""
-        self._awaited_until[client.name] = awaited_until
+        self._awaited_until[_place(client)] = awaited_until
         self._words.pop(client.identity, None)
 
     def expire(self, now: float) -> None:
         """Wait no longer for members that have not come back in time."""
-        gone = [name for name, until in self._awaited_until.items() if until <= now]
-        for name in gone:
-            del self._awaited_until[name]
-            self._departed.add(name)
+        gone = [place for place, until in self._awaited_until.items() if until <= now]
+        for place in gone:
+            del self._awaited_until[place]
+            self._departed.add(place)
         if gone:
             self._settle()
 
@@ -191,7 +197,7 @@ class Barriers:
         client.barrier = max(client.barrier, message.index)
         # Whoever asks again has lost the answer, with an earlier session.
         client.answered = min(client.answered, message.index - 1)
-        if client.member:
+        if client.member is not None:
             self._words[client.identity] = message
         self._settle()
 
@@ -204,7 +210,7 @@ class Barriers:
         return late + [f"{absent} that have not connected"] * (absent > 0)
 
     def _members(self) -> list[ClientPeer]:
-        return [client for client in self._peers.clients.values() if client.member]
+        return [client for client in self._peers.clients.values() if client.member is not None]
 
     def _settle(self) -> None:
         members = self._members()
@@ -229,6 +235,11 @@ class Barriers:
         if len(said) < 2:
             return ""
         return "; ".join(f"{_some_of(names)}: {word}" for word, names in said.items())
+
+
+def _place(member: ClientPeer) -> int:
+    assert member.member is not None
+    return member.member
 
 
 def _some_of(names: list[str]) -> str:

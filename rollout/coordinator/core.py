@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from rollout.config import CoordinatorConfig
-from rollout.coordinator.control import Barriers, ControlPlane
+from rollout.coordinator.control import MAX_NAMES, Barriers, ControlPlane
 from rollout.coordinator.dispatch import Dispatcher
 from rollout.coordinator.dispatch import ScheduleRecord as ScheduleRecord
 from rollout.coordinator.lazy_heap import LazyHeap
@@ -57,6 +57,10 @@ from rollout.wire_types import TOKEN_BYTES
 
 MAX_PEERS = 65536
 """Sessions at once; more are turned away."""
+
+EXPECTED_INTERVALS = 2
+"""Heartbeat intervals for which a rank that rests, or has older weights, is waited for while others compute. Where routing
+must not depend on timing it is waited for as long as a silent one."""
 
 _FROM_CLIENT = (Submit, Abort, Control, Barrier, StatusQuery, Shutdown)
 _FROM_RANK = (Progress, Decline, CommandAck, EngineMoved)
@@ -186,6 +190,8 @@ class CoordinatorCore:
             # This process itself was stopped: the peers' frames of that time are still to be read.
             for peer in self.peers:
                 peer.heard = now
+            for rank in self.peers.ranks.values():
+                rank.waited_for_since = None
         for peer in self.peers:
             if now - peer.heard > timeout:
                 self._end_session(peer, "silent", f"nothing was heard of it for {timeout} s")
@@ -198,6 +204,8 @@ class CoordinatorCore:
             self._fail(late, "RequestTimeoutError", "its timeout_s has passed")
         self._count_empty_time()
         self._give_up_what_nobody_can_take()
+        if self.state is not CoordinatorState.STOPPING:
+            self._see_who_is_away()
         self._go_on()
 
     def next_deadline(self) -> float:
@@ -274,6 +282,7 @@ class CoordinatorCore:
                     "state": rank.state.value,
                     "policy_version": rank.policy_version,
                     "ready": rank.ready,
+                    "resting": rank.resting,
                     "slots": rank.slots,
                     "assigned_samples": self.router.pending(rank.name),
                     "running": rank.running,
@@ -284,7 +293,7 @@ class CoordinatorCore:
                 for rank in sorted(self.peers.ranks.values(), key=lambda rank: rank.name)
             ],
             "clients": [
-                {"name": client.name, "open_requests": len(client.requests), "member": client.member}
+                {"name": client.name, "open_requests": len(client.requests), "member": client.member is not None}
                 for client in sorted(self.peers.clients.values(), key=lambda client: client.name)
             ],
             "barrier_waits_for": self.barriers.missing(),
@@ -312,12 +321,18 @@ class CoordinatorCore:
             self._welcome_rank(identity, message)
 
     def _welcome_client(self, identity: bytes, message: Connect) -> None:
-        for older in [each for each in self.peers.clients.values() if message.member and each.member]:
-            if older.name == message.name:
-                self._end_session(older, "replaced", f"another process has connected as {message.name!r}")
+        size = self.config.data_parallel_size
+        if message.member is not None and message.member >= size:
+            text = f"member={message.member}: must be below data_parallel_size={size}"
+            self.refuse(identity, "malformed", text)
+            return
+        for older in [each for each in self.peers.clients.values() if each.member is not None]:
+            if older.member == message.member:
+                text = f"another process has connected as member {message.member}, {message.name!r}"
+                self._end_session(older, "replaced", text)
         client = ClientPeer(identity, message.name, self._now, self._now, _begun(), message.member)
         self.peers.clients[identity] = client
-        if client.member:
+        if client.member is not None:
             self.barriers.joined(client)
         self.peers.say(
             client,
@@ -374,7 +389,7 @@ class CoordinatorCore:
         if isinstance(peer, ClientPeer):
             for request in list(peer.requests.values()):
                 self._close(request)
-            if peer.member:
+            if peer.member is not None:
                 self.barriers.left(peer, self._now + self.config.heartbeat_timeout_s * died)
                 self.barriers.expire(self._now)
         else:
@@ -411,9 +426,32 @@ class CoordinatorCore:
         for request in list(self.dispatcher.too_new):
             request.too_new_since = _since(request.too_new_since, True, self._now)
             if not request.closed and self._now - cast(float, request.too_new_since) >= limit:
-                why = f"no rank has reached policy version {request.newest_version} of its tokens for {limit} s"
+                why = (
+                    f"no rank has reached policy version {request.newest_version}, of its tokens or its asker, for {limit} "
+                    f"s (no_rank_timeout_s); {self._versions()}"
+                )
                 self._fail(request, "RequestTimeoutError", why)
         self.dispatcher.too_new = [request for request in self.dispatcher.too_new if not request.closed]
+
+    def _versions(self) -> str:
+        ranks = sorted((rank.name, rank.policy_version) for rank in self.peers.ranks.values())
+        named = ", ".join(f"{name} has {version}" for name, version in ranks[:MAX_NAMES])
+        return named + (f" and {len(ranks) - MAX_NAMES} more ranks have others" if len(ranks) > MAX_NAMES else "")
+
+    def _see_who_is_away(self) -> None:
+        """Ranks come to `generate` one after the other: only who stays out of it for long loses its share."""
+        ranks = list(self.peers.ranks.values())
+        computing = [rank.policy_version for rank in ranks if rank.ready and not rank.resting]
+        newest = max(computing, default=0)
+        for rank in ranks:
+            behind = rank.resting or rank.policy_version < newest
+            rank.waited_for_since = _since(rank.waited_for_since, bool(computing) and behind, self._now)
+        config = self.config
+        patience = EXPECTED_INTERVALS * config.heartbeat_interval_s
+        before = self._now - (config.heartbeat_timeout_s if config.deterministic_mode else patience)
+        self.dispatcher.set_away(
+            [rank for rank in ranks if rank.waited_for_since is not None and rank.waited_for_since <= before]
+        )
 
     def _open_requests(self) -> list[OpenRequest]:
         return [request for client in self.peers.clients.values() for request in client.requests.values()]
@@ -436,6 +474,7 @@ class CoordinatorCore:
             if message.signal == ControlSignal.STOP and self.state is CoordinatorState.STOPPING:
                 self._stop_queued()
         elif isinstance(message, Barrier):
+            self._asker_has(client, message.policy_version)
             self.barriers.come(client, message)
         elif isinstance(message, StatusQuery):
             self.peers.say(client, Status(message.call_id, self.status()))
@@ -468,6 +507,7 @@ class CoordinatorCore:
             float("inf") if message.timeout_s is None else self._now + message.timeout_s,
             len(message.prompt),
         )
+        request.newest_version = message.min_policy_version
         request.open = set(message.wanted) or set(range(message.n))
         request.queued = set(request.open)
         try:
@@ -487,7 +527,13 @@ class CoordinatorCore:
             self._start_text_job(request, None, text=message.prompt)
         else:
             request.prompt = message.prompt
+        self._asker_has(client, message.min_policy_version)
         self.dispatcher.enqueue(request)
+
+    def _asker_has(self, client: ClientPeer, policy_version: int) -> None:
+        if client.member is not None and policy_version > client.policy_version:
+            client.policy_version = policy_version
+            self.dispatcher.asker_moved(client.requests.values(), policy_version)
 
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
         if self.state is CoordinatorState.STOPPING:
@@ -514,7 +560,8 @@ class CoordinatorCore:
         if isinstance(message.prompt, str) and self.config.tokenizer is None:
             return (
                 "InvalidRequestError",
-                "its prompt is text and there is no tokenizer here: send token ids, or set CoordinatorConfig.tokenizer",
+                "its prompt is text and the coordinator has no tokenizer (a rank's own does not reach so far): send token "
+                "ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which save_pretrained() writes",
             )
         return None
 
@@ -552,17 +599,17 @@ class CoordinatorCore:
             self._progress(rank, message)
         elif isinstance(message, Decline):
             assignment = rank.assignments.get(message.attempt)
-            if assignment is not None and assignment.request.request_id == message.request_id:
+            if assignment is not None and not assignment.held and assignment.request.request_id == message.request_id:
                 self._fail(assignment.request, message.error, message.text)
         elif isinstance(message, EngineMoved):
+            rank.resting, rank.waited_for_since, rank.ready = message.resting, None, True
             self._moved(rank, EngineState(message.state), message.policy_version)
-            rank.ready = True
-            self.dispatcher.rank_moved()
+            self.dispatcher.rank_moved(rank)
             self._count_empty_time()
         elif isinstance(message, CommandAck):
             self._moved(rank, EngineState(message.state), message.policy_version)
             self.control.acknowledged(rank, message)
-            self.dispatcher.rank_moved()
+            self.dispatcher.rank_moved(rank)
 
     def _moved(self, rank: RankPeer, state: EngineState, policy_version: int) -> None:
         rank.state = state
@@ -583,7 +630,7 @@ class CoordinatorCore:
         for stretch in message.stretches:
             assignment = rank.assignments.get(stretch.attempt)
             # Unknown: it was cancelled while these tokens were on their way.
-            if assignment is None or assignment.request.request_id != stretch.request_id:
+            if assignment is None or assignment.held or assignment.request.request_id != stretch.request_id:
                 continue
             if not assignment.samples.issuperset(stretch.indices):
                 self._end_session(rank, "malformed", f"samples {stretch.indices} are not of attempt {stretch.attempt}")

@@ -48,7 +48,8 @@ class Peer:
 class ClientPeer(Peer):
     """Whoever submits and controls."""
 
-    member: bool = False
+    member: int | None = None
+    """Which rank's training loop it is."""
     barrier: int = NO_BARRIER
     """The furthest barrier it has come to."""
     answered: int = NO_BARRIER
@@ -56,6 +57,8 @@ class ClientPeer(Peer):
     last_request_id: int = -1
     open_bytes: int = 0
     """Of the prompts of its open requests."""
+    policy_version: int = 0
+    """Of its weights, as a member has told."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """By the client's own id."""
     stretches: list[Stretch] = field(default_factory=list)
@@ -72,7 +75,11 @@ class RankPeer(Peer):
     state: EngineState = EngineState.RUNNING
     policy_version: int = 0
     ready: bool = False
-    """It has reached the state and version it was told at registration."""
+    """It has answered its registration: it is in the state it was told."""
+    resting: bool = False
+    """Nobody steps its engine: its training loop has left `generate`."""
+    waited_for_since: float | None = None
+    """Since when others compute while it rests, or has older weights; None: it does not."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
@@ -92,6 +99,8 @@ class Assignment:
     """Those that have not ended."""
     claim: Claim
     """What the router remembers it by."""
+    held: bool = False
+    """The rank has not been told: its weights are older than they must be."""
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +129,8 @@ class OpenRequest:
     queued: set[int] = field(default_factory=set)
     """Of those, the ones that no rank has."""
     in_queue: bool = False
+    placed: bool = False
+    """Some rank was chosen for it once."""
     closed: bool = False
     """It has ended, or failed."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
@@ -128,7 +139,7 @@ class OpenRequest:
     rows: list[Stretch] = field(default_factory=list)
     """What is known of samples that have not ended, in order."""
     newest_version: int = 0
-    """Of any known token: an engine of an older version cannot go on from it."""
+    """Of any known token and of its asker: no engine of an older version computes it."""
     losses: int = 0
     """Ranks that died under it since its last new token."""
     too_new_since: float | None = None

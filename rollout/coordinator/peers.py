@@ -6,7 +6,7 @@ for one client leave as one message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from rollout.coordinator.open_requests import ClientPeer, Peer, RankPeer
 from rollout.protocol import Message, Stretch, Update
@@ -47,6 +47,10 @@ class Peers:
     def has_rank(self, name: str) -> bool:
         """Whether a rank of that name is here."""
         return name in self._ranks_by_name
+
+    def rank_names(self) -> Set[str]:
+        """Names of all ranks."""
+        return self._ranks_by_name.keys()
 
     def rank_named(self, name: str) -> RankPeer:
         """The rank of that name.

@@ -121,8 +121,12 @@ class DataParallelInferenceCoordinator:
         """
         config = self._config
         if config.schedule_output_path is not None:
-            policy = config.prefix_caching_coordinator_policy
-            self._schedule = ScheduleFile(config.schedule_output_path, policy, config.data_parallel_size)
+            self._schedule = ScheduleFile(
+                config.schedule_output_path,
+                self._core.dispatcher.policy,
+                config.data_parallel_size,
+                append=config.schedule_append,
+            )
         # Its own: a context has room for one gatekeeper.
         self._context = Context()
         if self._keys is not None:
@@ -357,8 +361,13 @@ class DataParallelInferenceCoordinator:
         identity = self._core.peers.rank_named(name).identity
         self._core.unreachable(identity, "it was removed", time.monotonic())
 
-    def _send_to_engine(self, name: str, message: Message) -> None:
+    def _send_to_engine(self, name: str, message: Message) -> bool:
+        """Whether it could be sent: False where no such rank is here, or it has just been found to be gone."""
+        if not self._core.peers.has_rank(name):
+            return False
         self._core.peers.say(self._core.peers.rank_named(name), message)
+        self._send(time.monotonic())
+        return self._core.peers.has_rank(name)
 
 
 def _router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | None, ipv6: bool) -> Socket:

@@ -42,6 +42,7 @@ class FakeEngine:
     def __init__(self, slots: int, rng: random.Random, version: int) -> None:
         self.state = EngineState.RUNNING
         self.policy_version = version
+        self.resting = False
         self.cache: dict[int, None] = {}
         self._slots = slots
         self._rng = rng
@@ -140,6 +141,14 @@ class FakeEngine:
                 self.discard(*key)
                 self.add(key[0], [key[1]], first.prompt_tokens, first.sampling_params, 0, None)
 
+    def flush(self) -> int:
+        forgotten = len(self.cache)
+        self.cache.clear()
+        self._added.clear()
+        self._removed.clear()
+        self._flushed = True
+        return forgotten
+
     def take_changes(self) -> tuple[list[int], list[int], bool]:
         taken = (list(self._added), list(self._removed), self._flushed)
         self._added, self._removed, self._flushed = {}, {}, False
@@ -151,7 +160,7 @@ class FakeEngine:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return self.state is EngineState.RUNNING and bool(self._samples)
+        return self.state is EngineState.RUNNING and bool(self._samples) and not self.resting
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """One token for each running sample."""

@@ -77,13 +77,17 @@ class Job:
         self.core = CoordinatorCore(self.config, "this life")
         self.now = 0.0
         self.lines: dict[bytes, Line] = {}
+        self._members: dict[str, int] = {}
+        """Name → which rank's training loop it is."""
         self._in_turn = False
         self.core.tick(self.now)
 
     def client(self, name: str = "client", *, member: bool = False) -> Line:
         """A client that has connected."""
         client = Line(self, name.encode())
-        client.say(Connect(PROTOCOL_VERSION, name, member))
+        client.say(
+            Connect(PROTOCOL_VERSION, name, self._members.setdefault(name, len(self._members)) if member else None)
+        )
         client.told = client.hear(ConnectAck)
         return client
 

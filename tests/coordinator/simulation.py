@@ -46,7 +46,7 @@ from rollout.protocol import (
 from rollout.rank_session import RankSession
 from rollout.sampling_params import SamplingParams
 from rollout.state import CoordinatorState, EngineState, PrefixCachingCoordinatorPolicy
-from rollout.wire_types import SET_VERSION
+from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 from tests.coordinator.fake_engine import BLOCK, CACHE_BLOCKS, FakeEngine, length_of, token_at
 
 PROMPTS = [
@@ -99,6 +99,8 @@ class Wanted:
     prompt: tuple[int, ...]
     params: SamplingParams
     timeout_s: float | None
+    min_version: int = 0
+    """Of its asker's weights."""
     ends: int = 0
     seed: int | None = None
     aborted: bool = False
@@ -109,7 +111,7 @@ class SimClient(Peer):
     """A client's process."""
 
     session: ClientSession = None  # type: ignore[assignment]
-    member: bool = False
+    member: int | None = None
     barrier: int = -1
     ready: bool = False
     open: list[Wanted] = field(default_factory=list)
@@ -145,7 +147,7 @@ class World:
         self.text_jobs: list[Any] = []
         self.version = 0
         self.faults = True
-        self.last_fresh = -1
+        self.last_fresh: dict[int, int] = {}
         self.assigned: set[int] = set()
         self.joined: set[str] = set()
         """Clients that have connected at least once."""
@@ -160,7 +162,7 @@ class World:
             self.start_rank(f"rank-{number}")
         members = rng.random() < 0.4
         for number in range(self.config.data_parallel_size if members else rng.choice([1, 1, 2, 3])):
-            self.start_client(f"client-{number}", member=members)
+            self.start_client(f"client-{number}", member=number if members else None)
 
     def say(self, *words: object) -> None:
         if self.trace:
@@ -184,7 +186,7 @@ class World:
         state, version = rank.engine.state.value, rank.engine.policy_version
         rank.send(Register(PROTOCOL_VERSION, rank.name, rank.engine._slots, BLOCK, state, version, hashes))
 
-    def start_client(self, name: str, *, member: bool) -> None:
+    def start_client(self, name: str, *, member: int | None) -> None:
         client = SimClient(name, member=member)
         self.clients.append(client)
         self.join(client)
@@ -213,14 +215,12 @@ class World:
         """Put what the core says on its way; whom it cannot reach it is told."""
         self.touched = True
         self.text_jobs += self.core.take_text_jobs()
-        self.core.take_decisions()
+        self.check_order()
         for _ in range(100):
             outbox = self.core.take_outbox()
             if not outbox:
                 return
             for identity, sequence, message in outbox:
-                if isinstance(message, Assign):
-                    self.check_order(message)
                 assert not isinstance(message, Refused) or message.code not in ("malformed", "not_yours"), message
                 peer = self.peers.get(identity)
                 if peer is None or not peer.alive or not peer.connected:
@@ -239,10 +239,11 @@ class World:
     def deliver_to_core(self, peer: Peer) -> None:
         sequence, message = peer.outbox.popleft()
         self.say(peer.name, "→", message)
-        if isinstance(message, Connect):
-            self.joined.add(peer.name)
         for _ in range(2 if self.faults and self.rng.random() < 0.1 else 1):
             self.core.receive(peer.identity, sequence, self.carry(sequence, message), self.now)
+        if isinstance(message, Connect) and peer.identity in self.core.peers.clients:
+            # A job that is stopping lets nobody in.
+            self.joined.add(peer.name)
         self.flush_core()
 
     def deliver(self, peer: Peer) -> None:
@@ -309,14 +310,17 @@ class World:
         text = next((text for text, tokens in TEXTS.items() if tokens == prompt), "")
         as_text = self.config.tokenizer is not None and not known and self.rng.random() < 0.5
         timeout_s = self.rng.choice([None, None, None, 3.0, 15.0])
+        # Its own weights are as new as anybody's, are newer than everybody's, or nobody knows of them.
+        min_version = self.rng.choice([0, 0, self.version, self.version, max(0, self.version - 1)])
         group = client.session.submit(
             text if as_text else list(prompt),
             params,
             known=known,
             timeout_s=timeout_s,
             interval=self.rng.choice([0, 0, 1]),
+            min_policy_version=min_version,
         )
-        wanted = Wanted(group, prompt, params, timeout_s, seed=params.seed)
+        wanted = Wanted(group, prompt, params, timeout_s, min_version, seed=params.seed)
         group.on_done = lambda group: self.ended(wanted)
         group.on_update = lambda group, stretch: self.check_stretch(wanted, stretch)
         client.open.append(wanted)
@@ -347,11 +351,11 @@ class World:
 
         def done(call: Call) -> None:
             if call.error is None:
-                late = [each.name for each in self.clients if each.member and each.alive and each.ready
+                late = [each.name for each in self.clients if each.member is not None and each.alive and each.ready
                         and each.connected and each.barrier < index]  # fmt: skip
                 known = {client.name for client in self.core.peers.clients.values()}
                 assert not set(late) & known, f"barrier {index} passed without {late}"
-                members = {each.name for each in self.clients if each.member}
+                members = {each.name for each in self.clients if each.member is not None}
                 assert members <= self.joined, f"barrier {index} passed before {members - self.joined} came"
 
         call.on_done = done
@@ -414,13 +418,13 @@ class World:
             wanted.aborted = True
             client.session.abort(wanted.group.request_id)
         elif choice < 0.80:
-            self.call(client, rng.choice(["pause", "unpause", "suspend", "resume"]))
+            self.call(client, rng.choice(["pause", "unpause", "suspend", "resume", FLUSH_PREFIX_CACHE]))
         elif choice < 0.90:
             self.version += 1
             self.call(client, SET_VERSION, self.version)
         elif choice < 0.905:
             self.call(client, "stop")
-        elif client.member:
+        elif client.member is not None:
             self.come_to_barrier(client)
 
     def pass_time(self, seconds: float) -> None:
@@ -465,12 +469,21 @@ class World:
             number = rng.randrange(self.config.data_parallel_size + 1)
             self.say(f"rank-{number} arrives")
             self.start_rank(f"rank-{number}")
-        elif isinstance(peer, SimRank):
+        elif isinstance(peer, SimRank) and rng.random() < 0.5:
             self.version += 1
+            self.say(peer.name, "updates its weights")
             peer.engine.weights_updated(self.version)
             peer.session.moved()
+        elif isinstance(peer, SimRank):
+            self.let(peer, rest=not peer.engine.resting)
         if rng.random() < 0.1:
             peer.send(Disconnect("going"))
+
+    def let(self, rank: SimRank, *, rest: bool) -> None:
+        """Its training loop leaves `generate`, or comes back."""
+        self.say(rank.name, "rests" if rest else "attends")
+        rank.engine.resting = rest
+        rank.session.report([], everything=True)
 
     def kill(self, peer: Peer) -> None:
         peer.alive = peer.connected = False
@@ -518,18 +531,32 @@ class World:
             if isinstance(sim, SimRank) and sim.alive:
                 theirs = set(sim.session._newest)
                 ours = {
-                    (each.request.request_id, index) for each in rank.assignments.values() for index in each.samples
+                    (each.request.request_id, index)
+                    for each in rank.assignments.values()
+                    for index in each.samples
+                    if not each.held
                 }
                 assert theirs == ours, f"{sim.name} computes {theirs}, and should {ours}"
 
-    def check_order(self, message: Assign) -> None:
-        """Requests leave for the ranks in the order in which they arrived, but for those that come back, or were text."""
-        first_time = message.request_id not in self.assigned
-        self.assigned.add(message.request_id)
+    def check_order(self) -> None:
+        """Requests get their ranks in the order in which they arrived, but for those that come back, or were text.
+
+        Those that need a version that not every rank has wait among themselves.
+        """
+        open_requests = {
+            request.request_id: request
+            for client in self.core.peers.clients.values()
+            for request in client.requests.values()
+        }
         overtakes = self.config.tokenizer is not None and not self.config.deterministic_mode
-        if first_time and not message.known and not overtakes:
-            assert message.request_id > self.last_fresh, f"request {message.request_id} after {self.last_fresh}"
-            self.last_fresh = message.request_id
+        for number in [record.request_id for record in self.core.take_decisions()]:
+            request = open_requests.get(number)
+            first_time = number not in self.assigned
+            self.assigned.add(number)
+            if request is not None and first_time and not request.rows and not overtakes:
+                last = self.last_fresh.get(request.newest_version, -1)
+                assert number > last, f"request {number} after {last}"
+                self.last_fresh[request.newest_version] = number
 
     def check_stretch(self, wanted: Wanted, stretch: Stretch) -> None:
         """Every token that reaches a client is the right one, under the version that sampled it."""
@@ -541,6 +568,9 @@ class World:
             ]
             sampled = np.frombuffer(log_probs, "<f4").astype(int).tolist()
             assert labels == sampled, f"tokens of {sampled} are labelled {labels}"
+            assert min(labels, default=wanted.min_version) >= wanted.min_version, (
+                f"an asker of version {wanted.min_version} gets tokens of {labels}"
+            )
             assert len(labels) == count
 
     def check_error(self, wanted: Wanted, error: RolloutError) -> None:
@@ -587,15 +617,16 @@ class World:
         for number in range(self.config.data_parallel_size if self.config.deterministic_mode else 0):
             if not any(rank.alive and rank.name == f"rank-{number}" for rank in self.ranks):
                 self.start_rank(f"rank-{number}")
-        self.start_client("operator", member=False)
+        self.start_client("operator", member=None)
         operator = self.clients[-1]
         quiet = 0
         for turn in range(600):
+            self.wake_one_if_all_rest()
             self.drain()
             # Whoever has lost frames is found out by the next one, a heartbeat at the latest.
             quiet = quiet + 1 if self.settled() else 0
             # Members whose session was lost are waited for at their barriers, for as long as a peer may be silent.
-            if quiet == (14 if self.clients[0].member else 3):
+            if quiet == (14 if self.clients[0].member is not None else 3):
                 break
             if turn == 50 and not self.core.peers.ranks:
                 self.start_rank("rank-0")
@@ -605,6 +636,13 @@ class World:
         else:
             raise AssertionError(f"not settled: {self.core.status()}")
         self.check_the_end()
+
+    def wake_one_if_all_rest(self) -> None:
+        """As long as one rank computes, nothing depends on those that never come back."""
+        here = [self.peers.get(identity) for identity in self.core.peers.ranks]
+        ranks = [each for each in here if isinstance(each, SimRank) and each.alive]
+        if ranks and all(rank.engine.resting for rank in ranks):
+            self.let(self.rng.choice(ranks), rest=False)
 
     def drain(self) -> None:
         for _ in range(100_000):
@@ -631,7 +669,8 @@ class World:
             self.call(operator, "resume")
         if self.core.state is CoordinatorState.PAUSED:
             self.call(operator, "unpause")
-        if self.core.dispatcher.too_new:
+        held = any(each.held for rank in self.core.peers.ranks.values() for each in rank.assignments.values())
+        if self.core.dispatcher.too_new or held:
             self.version += 1
             self.call(operator, SET_VERSION, self.version)
 
@@ -671,8 +710,8 @@ class World:
                 else:
                     assert held <= set(sim.engine.cache)
         self.core.router.check()
-        members = [each for each in self.clients if each.member and each.alive and each.ready]
-        everybody_came = {each.name for each in self.clients if each.member} <= self.joined
+        members = [each for each in self.clients if each.member is not None and each.alive and each.ready]
+        everybody_came = {each.name for each in self.clients if each.member is not None} <= self.joined
         for client in members if everybody_came else []:
             for index in client.session._barriers:
                 assert any(each.barrier < index for each in members), f"barrier {index} should have been passed"

@@ -7,7 +7,19 @@ import re
 import numpy as np
 import pytest
 
-from rollout.protocol import PROTOCOL_VERSION, Abort, Cancel, Decline, EngineMoved, Refused, Register, Update
+from rollout.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    Barrier,
+    BarrierDone,
+    Cancel,
+    Decline,
+    EngineMoved,
+    Refused,
+    Register,
+    Stretch,
+    Update,
+)
 from tests.coordinator.job import BLOCK, LONG, Job, Line, int32, lose, stretch
 
 
@@ -284,3 +296,157 @@ def test_every_decision_is_told_with_what_was_found():
         (2, 1, 0, 0),
     ]
     assert job.core.take_decisions() == []
+
+
+# --- weights of the asker, and ranks that rest ----------------------------------------------------------------------------
+
+
+def test_a_rank_with_older_weights_than_the_asker_computes_nothing_for_it():
+    """Ranks update one after the other: the first asked before the second had heard that the round before was over."""
+    job = Job(data_parallel_size=2)
+    first, second = job.client("rank-0", member=True), job.client("rank-1", member=True)
+    a, b = job.rank("rank-0"), job.rank("rank-1")
+    for member in (first, second):
+        member.say(Barrier(0, "generate()", 0))
+    first.hear(BarrierDone)
+    # The second one's BarrierDone is still on its way: it is in generate, and steps whatever it has.
+    a.say(EngineMoved("running", 1))
+    first.submit((1, 2), min_policy_version=1)
+    first.submit((3, 4), min_policy_version=1)
+    assert a.assigned().request_id == 0
+    assert b.quiet()
+    assert [rank["assigned_samples"] for rank in job.core.status()["ranks"]] == [1, 1]
+    second.hear(BarrierDone)
+    b.say(EngineMoved("running", 1))
+    held = b.assigned()
+    assert held.request_id == 1
+    b.finish(held, version=1)
+    assert first.stretches()[0].versions == [[1, 1, 1]]
+
+
+def test_what_is_held_for_a_rank_that_stays_behind_goes_to_one_that_has_the_weights():
+    job = Job(heartbeat_interval_s=1.0)
+    client = job.client()
+    old, new = job.rank("old"), job.rank("new", version=1)
+    client.submit(min_policy_version=1)
+    client.submit(min_policy_version=1)
+    assert new.assigned().request_id == 0
+    job.wait(4.0)
+    assert new.assigned().request_id == 1
+    assert old.quiet()
+    assert job.core.status()["ranks"][1]["assigned_samples"] == 0
+
+
+def test_what_is_held_for_a_rank_is_aborted_and_lost_without_a_word_to_it():
+    job = Job(max_rank_losses=1)
+    client = job.client()
+    old, new = job.rank("old"), job.rank("new", version=1)
+    for _ in range(4):
+        client.submit(min_policy_version=1)
+    assert new.assigned_ids() == [0, 3]
+    client.say(Abort(1))
+    client.failed("RequestAbortedError")
+    assert old.quiet()
+    lose(job, old)
+    assert client.quiet()
+    assert new.assigned_ids() == [2]
+
+
+def test_what_is_held_waits_for_another_rank_when_the_only_one_that_had_the_weights_is_lost():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    old, new = job.rank("old"), job.rank("new", version=2)
+    client.submit(min_policy_version=2)
+    client.submit(min_policy_version=2)
+    new.finish(new.assigned(), version=2)
+    lose(job, new)
+    client.heard.clear()
+    job.wait(22.0)
+    text = client.failed("RequestTimeoutError").text
+    assert "no rank has reached policy version 2, of its tokens or its asker, for 20.0 s (no_rank_timeout_s)" in text
+    assert "old has 0" in text
+    assert old.quiet()
+
+
+def test_what_waits_from_before_an_update_of_its_asker_needs_the_new_weights_too():
+    job = Job()
+    client, other = job.client("loop", member=True), job.client("other")
+    rank = job.rank(slots=1)
+    other.submit(n=2)
+    client.submit()
+    client.submit(min_policy_version=1)
+    rank.finish(rank.assigned())
+    assert rank.quiet()
+    rank.say(EngineMoved("running", 1))
+    assert rank.assigned_ids() == [1, 2]
+
+
+def test_another_life_of_the_coordinator_holds_what_the_first_one_held():
+    job = Job()
+    client, rank = job.client("loop", member=True), job.rank(version=3)
+    known = Stretch(0, 0, [0], [0], [1], int32(5), b"\0\0\0\0", [[3, 3, 1]])
+    client.submit(n=2, known=[known], min_policy_version=4)
+    assert rank.quiet()
+    assert job.core.status()["queued_samples"] == 2
+    rank.say(EngineMoved("running", 4))
+    assert rank.assigned().known[0].token_ids == int32(5)
+
+
+def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_it():
+    """It had stalled, the others went on without it; back again it waits for them, and they for it."""
+    job = Job(heartbeat_interval_s=1.0)
+    client = job.client()
+    back, resting = job.rank("back"), job.rank("gone-on")
+    resting.say(EngineMoved("running", 0, True))
+    client.submit(n=2)
+    client.submit(n=2)
+    back.assigned()
+    left = resting.assigned()
+    resting.progress(stretch(left, {0: (0, [7])}))
+    client.heard.clear()
+    job.wait(4.0)
+    assert resting.hear(Cancel).attempt == left.attempt
+    again = back.assigned()
+    assert (again.request_id, again.indices, again.known[0].token_ids) == (left.request_id, [0, 1], int32(7))
+    client.submit()
+    assert back.assigned().request_id == 2
+    assert resting.quiet()
+    resting.say(EngineMoved("running", 0, False))
+    for _ in range(2):
+        client.submit()
+    assert resting.assigned().request_id == 3
+
+
+def test_while_everybody_rests_nothing_is_taken_from_anybody():
+    job = Job()
+    client = job.client()
+    ranks = [job.rank("a"), job.rank("b")]
+    client.submit(n=2)
+    client.submit(n=2)
+    for rank in ranks:
+        rank.assigned()
+        rank.say(EngineMoved("running", 0, True))
+    job.wait(60.0)
+    assert all(rank.quiet() for rank in ranks)
+    # The first to come back waits for the other one a moment, as in every round.
+    ranks[0].say(EngineMoved("running", 0, False))
+    job.wait(1.0)
+    ranks[1].say(EngineMoved("running", 0, False))
+    job.wait(60.0)
+    assert all(rank.quiet() for rank in ranks)
+
+
+def test_what_only_a_full_rank_may_take_holds_up_no_idle_one():
+    job = Job(heartbeat_interval_s=1.0)
+    client = job.client()
+    old, new = job.rank("old", slots=4), job.rank("new", slots=1, version=1)
+    job.wait(4.0)
+    for _ in range(4):
+        client.submit(min_policy_version=1)
+    assert new.assigned_ids() == [0, 1]
+    for _ in range(4):
+        client.submit()
+    assert old.assigned_ids() == [4, 5, 6, 7]
+    # And a rank that both may use is kept for those that came first.
+    client.submit()
+    assert new.quiet()

@@ -218,7 +218,7 @@ def test_a_member_is_replaced_by_name_and_other_clients_may_share_one():
     plain.say(Connect(PROTOCOL_VERSION, "loop"))
     assert not member.is_gone()
     again = Line(job, b"again")
-    again.say(Connect(PROTOCOL_VERSION, "loop", True))
+    again.say(Connect(PROTOCOL_VERSION, "loop", 0))
     assert member.hear(Refused).code == "replaced"
     assert not plain.is_gone()
     assert not again.is_gone()
@@ -286,6 +286,25 @@ def test_a_member_that_does_not_come_back_is_given_up():
     assert first.hear(BarrierDone).index == 0
 
 
+def test_whoever_is_no_rank_of_the_job_opens_no_barrier_and_is_not_remembered():
+    """A wrong name that came and went used to count as a member that had left."""
+    job = Job(data_parallel_size=2)
+    first = job.client("rank-0", member=True)
+    stranger = Line(job, b"stranger")
+    stranger.say(Connect(PROTOCOL_VERSION, "rank-00", 2))
+    refusal = stranger.hear(Refused)
+    assert (refusal.code, refusal.text) == ("malformed", "member=2: must be below data_parallel_size=2")
+    for life in range(20):
+        again = Line(job, b"again%d" % life)
+        again.say(Connect(PROTOCOL_VERSION, f"rank-{life}", 1), Disconnect())
+    second = job.client("rank-1", member=True)
+    first.say(Barrier(0))
+    assert first.quiet()
+    second.say(Barrier(0))
+    assert first.hear(BarrierDone).index == 0
+    assert len(job.core.barriers._departed) == 0
+
+
 def test_on_shutdown_every_peer_is_told_why():
     job = Job()
     client, rank = job.client("boss"), job.rank()
@@ -335,8 +354,8 @@ def test_the_status_says_how_things_stand():
     (seen,) = table.pop("ranks")
     assert seen.pop("silent_for_s") == seen.pop("since_progress_s") == 2.0
     assert seen == {
-        "name": "a", "state": "running", "policy_version": 0, "ready": True, "slots": 1, "assigned_samples": 3,
-        "running": 1, "waiting": 2,
+        "name": "a", "state": "running", "policy_version": 0, "ready": True, "resting": False, "slots": 1,
+        "assigned_samples": 3, "running": 1, "waiting": 2,
     }  # fmt: skip
     assert table == {
         "instance": "this life",

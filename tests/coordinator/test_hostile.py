@@ -186,7 +186,7 @@ GOOD_VALUES: dict[str, Callable[[random.Random], Any]] = {
     "text": lambda rng: "why",
     "reason": lambda rng: "why",
     "over": lambda rng: True,
-    "member": lambda rng: rng.choice([True, False]),
+    "member": lambda rng: rng.choice([None, 0, 1, 7]),
     "flushed": lambda rng: rng.choice([True, False]),
     "code": lambda rng: "malformed",
     "params": lambda rng: b"\x80",

@@ -504,7 +504,8 @@ def test_the_schedule_file_is_valid_and_complete_after_a_kill(tmp_path):
     }  # fmt: skip
     assert [record["request_id"] for record in schedule["records"]] == list(range(300))
     assert all(record["rank_index"] in (0, 1) for record in schedule["records"])
-    assert set(schedule["records"][0]) == {"request_id", "rank_index", "num_hashes", "num_matched"}
+    assert set(schedule["records"][0]) == {"request_id", "rank_index", "rank", "num_hashes", "num_matched"}
+    assert {(record["rank_index"], record["rank"]) for record in schedule["records"]} <= {(0, "a"), (1, "b")}
 
 
 def test_the_schedule_file_is_valid_after_every_record(tmp_path):
@@ -520,6 +521,40 @@ def test_the_schedule_file_is_valid_after_every_record(tmp_path):
     file.close()
     file.append([ScheduleRecord(1000, 0, 0, 0)])
     assert json.loads(path.read_text())["num_requests"] == written
+
+
+@pytest.mark.parametrize("torn", [0, 1, 30, 60, 75, 200])
+def test_a_coordinator_that_follows_a_killed_one_loses_no_more_than_its_last_record(tmp_path, torn):
+    path = tmp_path / "schedule.json"
+    file = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2)
+    file.append([ScheduleRecord(0, 0, 3, 2, "rank-0"), ScheduleRecord(0, 1, 3, 2, "rank-1", False)])
+    file.append([ScheduleRecord(1, 1, 3, 2, "rank-1")])
+    file.close()
+    before = json.loads(path.read_text())
+    assert before["num_requests"] == 2
+    path.write_bytes(path.read_bytes()[: -torn or None])
+    again = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2, append=True)
+    kept = json.loads(path.read_text())
+    assert kept["records"] == before["records"][: len(kept["records"])]
+    # The longest of these takes the last record and a part of the one before it along.
+    assert len(kept["records"]) == {200: 1}.get(torn, 3 if torn < 30 else 2)
+    again.append([ScheduleRecord(0, 0, 0, 0, "rank-0")])
+    again.close()
+    schedule = json.loads(path.read_text())
+    ids = [record["request_id"] for record in schedule["records"]]
+    assert ids[-1] == max(ids[:-1]) + 1
+    assert schedule["num_requests"] == len(set(ids))
+
+
+def test_what_another_policy_decided_is_not_continued_and_what_is_not_there_is_begun(tmp_path):
+    path = tmp_path / "schedule.json"
+    ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2, append=True).close()
+    with pytest.raises(ConfigError, match=r"round_robin.*load_balanced.*choose another file"):
+        ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.LOAD_BALANCED, 2, append=True)
+    assert json.loads(path.read_text())["policy"] == "round_robin"
+    with never_started(enable_prefix_caching=False, schedule_output_path=str(path)) as coordinator:
+        coordinator.bind()
+        assert json.loads(path.read_text())["policy"] == "load_balanced"
 
 
 @pytest.mark.parametrize("taken", [None, 30])
@@ -544,7 +579,7 @@ def test_on_a_disk_that_takes_no_more_the_schedule_stays_valid_and_one_warning_i
     file.close()
     assert path.read_text() == whole
     (warning,) = caplog.messages
-    assert f"{str(path)!r} ends after 1 records" in warning
+    assert f"{str(path)!r} ends after 1 requests" in warning
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -704,7 +739,7 @@ def test_the_next_rank_is_the_first_of_those_that_are_there_and_the_best_one_hol
 def test_a_message_can_be_sent_to_one_engine():
     with turning() as (coordinator, address, turn):
         first, second = joined(["a", "b"], address, turn)
-        coordinator._send_to_engine("b", Command(9, "pause", None))
-        turn()
+        assert coordinator._send_to_engine("b", Command(9, "pause", None))
+        assert not coordinator._send_to_engine("c", Command(9, "pause", None))
         assert second.hear(Command).command_id == 9
         assert not any(isinstance(message, Command) for message in first.heard)
