@@ -2,9 +2,9 @@
 
 libzmq hands over a message when its last frame is there. It limits neither the frames that it collects until then nor
 the handshakes of strangers, only the length of each frame. So the kernel's count of what libzmq has read from a
-connection (`tcp_info`) is looked at beside what was taken: one that has sent more than the messages that libzmq reads
-ahead can have, and none of it could be taken, is closed. Of strangers, who have not said anything yet, much less is
-waited for, and where all of them together hold too much, the one that holds most is closed.
+connection (`tcp_info`) is looked at beside what was taken: one that has sent more than the longest messages have, and
+nothing of it is there when everything has been taken that can be, is closed. Of strangers, who have not said anything
+yet, much less is waited for, and where all of them together hold too much, the one that holds most is closed.
 
 Always true: a peer whose messages are no longer than they may be is never closed, however long nobody reads. Costs a
 thread that sleeps while nothing arrives. Where the kernel does not count (not Linux), nothing is watched.
@@ -21,7 +21,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import zmq
@@ -46,7 +46,7 @@ _RECEIVED_AT = 128
 class _Connection:
     """One connection of libzmq's. `taken` is the loop's, the rest is the thread's, once it has been greeted."""
 
-    __slots__ = ("counted", "mark", "received", "taken")
+    __slots__ = ("counted", "mark", "received", "suspected", "taken")
 
     def __init__(self) -> None:
         self.taken = 0
@@ -56,6 +56,8 @@ class _Connection:
         self.mark = 0
         """Bytes received when something was last seen to have been taken."""
         self.received = 0
+        self.suspected: int | None = None
+        """`ConnectionWatch._emptied`, when more was waiting than the longest messages have."""
 
     @property
     def waiting(self) -> int:
@@ -70,14 +72,20 @@ class ConnectionWatch:
 
     Args:
         router: not listening yet.
-        limit_bytes: most that an honest connection can have sent while nothing of it was taken.
+        limit_bytes: of two of the longest messages, one read and one on its way. A connection that holds more is closed
+            if nothing of it was there when everything had been taken that could be.
+        read_ahead: messages of a connection that libzmq reads before they are taken.
+        wake: makes the owner take what is there; from any thread.
     """
 
-    def __init__(self, router: Socket, limit_bytes: int) -> None:
+    def __init__(self, router: Socket, limit_bytes: int, read_ahead: int, wake: Callable[[], None]) -> None:
         self.closed = 0
         """Connections so far."""
         self._router = router
         self._limit_bytes = limit_bytes
+        self._hard_limit_bytes = limit_bytes * (read_ahead + 1)
+        self._wake = wake
+        self._emptied = 0
         self._connections: dict[int, _Connection] = {}
         """By libzmq's descriptor."""
         self.events: Socket = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
@@ -105,15 +113,17 @@ class ConnectionWatch:
                     self._arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
                 # What had arrived before is no arrival.
                 self._look(descriptor, self._limit_bytes)
+                self._look_at_strangers()
 
-    def took(self, messages: Mapping[int, int]) -> None:
-        """So many messages that came over these descriptors were read."""
+    def took(self, messages: Mapping[int, int], emptied: bool) -> None:
+        """So many messages that came over these descriptors were read; `emptied`: no further one was there."""
         # Whoever has sent one was accepted before: a descriptor that is in use again starts afresh.
         self.greet()
         for descriptor, count in messages.items():
             connection = self._connections.get(descriptor)
             if connection is not None:
                 connection.taken += count
+        self._emptied += emptied
 
     def close(self) -> None:
         """End; before the socket is closed. Harmless when repeated."""
@@ -172,8 +182,8 @@ class ConnectionWatch:
                     self._again.add(descriptor)
                 known.received = _RECEIVED.unpack_from(info, _RECEIVED_AT)[0] - unread
                 if known.taken != known.counted:
-                    known.counted, known.mark = known.taken, known.received
-                if known.waiting > (limit_bytes if known.taken else min(limit_bytes, STRANGER_BYTES)):
+                    known.counted, known.mark, known.suspected = known.taken, known.received, None
+                if self._is_too_much(descriptor, known, limit_bytes):
                     self.closed += 1
                     connection.shutdown(socket.SHUT_RDWR)
                     known.mark = known.received
@@ -181,3 +191,17 @@ class ConnectionWatch:
             # It has left; or the kernel does not count.
             if self._connections.get(descriptor) is known:
                 del self._connections[descriptor]
+
+    def _is_too_much(self, descriptor: int, known: _Connection, limit_bytes: int) -> bool:
+        if not known.taken:
+            return known.waiting > min(limit_bytes, STRANGER_BYTES)
+        if known.waiting <= limit_bytes or known.waiting > self._hard_limit_bytes:
+            return known.waiting > limit_bytes
+        if known.suspected is None:
+            known.suspected = self._emptied
+        # The first may have begun before.
+        if self._emptied >= known.suspected + 2:
+            return True
+        self._again.add(descriptor)
+        self._wake()
+        return False

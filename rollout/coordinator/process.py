@@ -60,8 +60,7 @@ MAX_BYTES_TOGETHER = 2 << 20
 """Of a message's frames besides the longest. A message of more is refused unread: libzmq takes turns by messages."""
 
 PIPE_MESSAGES = 16
-READ_AHEAD_MESSAGES = 2
-"""Messages of one peer that libzmq holds, to it and from it; few, because one may be as long as a frame may be."""
+"""Messages of one peer that libzmq holds in either direction; small, because one may be as long as a frame may be."""
 
 LONGEST_MESSAGE = MAX_FRAME_BYTES + MAX_BYTES_TOGETHER + (64 << 10)
 
@@ -140,8 +139,7 @@ class DataParallelInferenceCoordinator:
             self._poll.register(self._gatekeeper.socket.fileno(), select.POLLIN)
         self._router = _router_socket(self._context, config, self._keys, ":" in self._interface)
         self._poll.register(self._router.fileno(), select.POLLIN)
-        # One more than are read ahead is on its way.
-        self._connections = ConnectionWatch(self._router, (READ_AHEAD_MESSAGES + 1) * LONGEST_MESSAGE)
+        self._connections = ConnectionWatch(self._router, 2 * LONGEST_MESSAGE, PIPE_MESSAGES, self._wake)
         self._poll.register(self._connections.events.fileno(), select.POLLIN)
         self._outgoing = Outgoing(
             lambda parts: self._router.send_multipart(parts, zmq.NOBLOCK), config.max_backlog_mb << 20
@@ -290,11 +288,13 @@ class DataParallelInferenceCoordinator:
     def _receive(self, now: float) -> None:
         room, frames_left = BYTES_PER_TURN, FRAMES_PER_TURN
         taken: dict[int, int] = defaultdict(int)
+        emptied = False
         while frames_left > 0 and room > 0 and time.monotonic() < now + TURN_S:
             try:
                 # Not copied: what libzmq knows of a message (where it came from) is not known of its bytes.
                 address, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                emptied = True
                 break
             # Unknown of a peer that speaks a protocol older than ours can be: it stays a stranger.
             with suppress(zmq.ZMQError):
@@ -302,7 +302,7 @@ class DataParallelInferenceCoordinator:
             frames_left -= max(1, len(frames))
             room -= self._take_message(address.bytes, frames, now)
         if self._connections is not None:
-            self._connections.took(taken)
+            self._connections.took(taken, emptied)
 
     def _take_message(self, peer: bytes, frames: Sequence[zmq.Frame], now: float) -> int:
         sizes = [len(frame) for frame in frames]
@@ -397,7 +397,7 @@ def _router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | 
     # A peer whose connection broke is back before this side has noticed.
     router.router_handover = True
     router.maxmsgsize = MAX_FRAME_BYTES + (64 << 10)
-    router.sndhwm, router.rcvhwm = PIPE_MESSAGES, READ_AHEAD_MESSAGES
+    router.sndhwm = router.rcvhwm = PIPE_MESSAGES
     router.linger = int(GOODBYE_S * 1000)
     router.ipv6 = ipv6
     router.backlog = PENDING_CONNECTIONS

@@ -27,7 +27,7 @@ class Bench:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.rcvhwm = 1
-        self.watch = ConnectionWatch(self.router, LIMIT)
+        self.watch = ConnectionWatch(self.router, LIMIT, 4, lambda: None)
         self.listen()
 
     def listen(self, secret: bytes | None = None) -> None:
@@ -59,7 +59,7 @@ class Bench:
         """The next message; the watch hears of it."""
         assert self.router.poll(PATIENCE_S * 1000)
         address, *frames = self.router.recv_multipart(copy=False)
-        self.watch.took({int(address.get(zmq.SRCFD)): 1})
+        self.watch.took({int(address.get(zmq.SRCFD)): 1}, False)
         return b"".join(frame.bytes for frame in frames)
 
     def goes_on(self, seconds: float = 0.2) -> None:
@@ -103,7 +103,10 @@ def sent_until_closed(bench: Bench, connection: socket.socket, part: bytes, most
         while sent < most:
             connection.sendall(part)
             sent += len(part)
-            bench.watch.greet()
+            bench.watch.took({}, True)
+        while bench.watch.closed == 0:
+            bench.watch.took({}, True)
+            time.sleep(0.005)
         while connection.recv(1 << 16):
             pass
     except (BrokenPipeError, ConnectionResetError):
