@@ -66,7 +66,7 @@ def refuse(what: str, value: object, rule: str) -> NoReturn:
     raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
 
 
-def unpack_msgpack(what: str, packed: bytes, **options: Any) -> Any:
+def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any:
     """What msgpack holds.
 
     Args:

@@ -235,7 +235,10 @@ class CoordinatorConfig(_Options):
     """Groups one client may have open."""
 
     max_open_mb: int = 1024
-    """Prompts one client may have open, in MiB."""
+    """What the open groups of one client may hold, in MiB: prompts, parameters, known tokens, very large groups."""
+
+    max_total_open_mb: int = 4096
+    """The same of all clients together."""
 
     max_backlog_mb: int = 256
     """Unsent bytes after which a peer that does not read counts as dead."""
@@ -250,7 +253,7 @@ class CoordinatorConfig(_Options):
         self._check_all(
             (
                 "data_parallel_size", "block_size_tokens", "max_hashes_per_rank", "progress_interval", "max_rank_losses",
-                "max_open_requests", "max_open_mb", "max_backlog_mb",
+                "max_open_requests", "max_open_mb", "max_total_open_mb", "max_backlog_mb",
             ),
             lambda value: _is_int(value) and value >= 1,
             "an integer of at least 1",

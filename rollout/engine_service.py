@@ -320,4 +320,5 @@ def _local_config(engine: DynamicInferenceEngine) -> CoordinatorConfig:
         # Whoever asks has the memory that it takes.
         max_open_requests=1 << 62,
         max_open_mb=1 << 30,
+        max_total_open_mb=1 << 30,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import struct
 from pathlib import Path
 
 from rollout.errors import EngineStateError
@@ -17,21 +18,31 @@ FILE = "lock"
 _held: dict[tuple[int, int], int] = {}
 """(device, inode) of the lock files held by this process → its id: the system's lock does not exclude its own holder."""
 
+_folders: dict[tuple[int, int], int] = {}
+"""The same for the folders: a lock file that was removed is no reason to let a second writer in."""
+_FLOCK = struct.Struct("hhqqi")
+"""`struct flock`: type, whence, start, length, process."""
+
 
 class FolderLock:
     """Taken when built, until `release` or the end of the process.
 
     Raises:
-        EngineStateError: somebody has it; names the process.
+        EngineStateError: somebody has it, names the process; or what is there is no lock file.
         OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
-        if path.exists() and _held.get(_identity(os.stat(path))) == os.getpid():
+        self._folder = _identity(os.stat(folder))
+        if _held_here(path) or _folders.get(self._folder) == os.getpid():
             # Not even opened: closing it again would release the lock that is held.
             raise EngineStateError(f"{folder} is open in this process already: close() the other one first")
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise EngineStateError(f"{path} is no regular file, and so no lock: remove it, or choose another folder")
+        # Through a link, whoever can write the folder would choose which file of ours is overwritten.
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        self._path = path
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
@@ -42,7 +53,7 @@ class FolderLock:
                 "folder of its own (each rank needs one)"
             ) from exc
         self._key = _identity(os.fstat(self._file))
-        _held[self._key] = os.getpid()
+        _held[self._key] = _folders[self._folder] = os.getpid()
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -50,11 +61,45 @@ class FolderLock:
         """Let others in. Harmless when repeated, and in a forked child, which does not have it."""
         if _held.get(self._key) == os.getpid():
             del _held[self._key]
+            _folders.pop(self._folder, None)
             os.close(self._file)
 
     def is_mine(self) -> bool:
         """Whether this process has it."""
         return _held.get(self._key) == os.getpid()
+
+    def is_intact(self) -> bool:
+        """Whether the file is still the one that another process would lock."""
+        try:
+            return _identity(os.stat(self._path, follow_symlinks=False)) == self._key
+        except OSError:
+            return False
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether somebody has the lock of a folder, be it this process; False where nobody can tell."""
+    path = folder / FILE
+    if _held_here(path):
+        return True
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_ = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        return bool(kind != fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+def _held_here(path: Path) -> bool:
+    try:
+        return _held.get(_identity(os.stat(path, follow_symlinks=False))) == os.getpid()
+    except OSError:
+        return False
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -26,8 +26,12 @@ MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
 """Of a prompt and what is known of its samples: with all the rest it must fit into one frame again."""
 SMALL_BYTES = 1 << 17
 """Up to here a frame's values need no counting."""
+MAX_STRETCHES = 1 << 14
+"""In one frame: each takes as long as a hundred numbers."""
 MAX_ITEMS = 1 << 20
 """Values in the lists and maps of a frame; a legitimate one carries its numbers in buffers."""
+MAX_KEYS = 1 << 10
+"""Of one map in a large frame."""
 
 
 class _Row:
@@ -82,6 +86,10 @@ _STRETCH = _Row(Stretch)
 def _read_stretches(name: str, value: Any) -> list[Stretch]:
     if type(value) is not list or any(type(row) is not list for row in value):
         refuse(name, value, "a list of stretches")
+    if len(value) > MAX_STRETCHES:
+        raise SerializationError(
+            f"{name}: {len(value)} stretches: at most {MAX_STRETCHES} are taken; send several frames"
+        )
     return [Stretch(*row) if _surely_right(row) else _looked_at(row) for row in value]
 
 
@@ -141,7 +149,7 @@ def encode(sequence: int, message: Message) -> bytes:
     return packed
 
 
-def decode(frame: bytes) -> tuple[int, Message]:
+def decode(frame: bytes | memoryview) -> tuple[int, Message]:
     """(sequence, message); the inverse of `encode`.
 
     Raises:
@@ -173,7 +181,7 @@ def _limits() -> dict[str, Any]:
             raise ValueError(f"more than {MAX_ITEMS} values")
         return items
 
-    return {"list_hook": count, "object_hook": count, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS}
+    return {"list_hook": count, "object_hook": count, "max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS}
 
 
 class LostFramesError(SerializationError):

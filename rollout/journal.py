@@ -238,6 +238,11 @@ class Journal:
     def _check_mine(self) -> None:
         if not self._lock.is_mine():
             raise JournalError(f"{self.folder} is not open in process {os.getpid()}: closed, or opened before a fork")
+        if not self._lock.is_intact():
+            raise JournalError(
+                f"{self.folder}: its lock file was removed or replaced, so that another process may be writing it; end "
+                "that one, if there is one, and open the journal anew"
+            )
 
 
 def _sync_folder(folder: Path) -> None:

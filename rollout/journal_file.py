@@ -82,12 +82,13 @@ class Gap:
 
 
 def segments(folder: Path) -> list[SegmentName]:
-    """The files of a journal, oldest first. Others are ignored."""
+    """The files of a journal, oldest first. Others are ignored, and what is no file: opening a pipe waits."""
     found = []
-    for name in os.listdir(folder):
-        number, dash, mark = name.removesuffix(SUFFIX).partition("-")
-        if name.endswith(SUFFIX) and dash and number.isascii() and number.isdigit():
-            found.append(SegmentName(int(number), mark))
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            number, dash, mark = entry.name.removesuffix(SUFFIX).partition("-")
+            if entry.name.endswith(SUFFIX) and dash and number.isascii() and number.isdigit() and entry.is_file():
+                found.append(SegmentName(int(number), mark))
     return sorted(found)
 
 
@@ -129,16 +130,16 @@ def read_header(file: BinaryIO, path: Path, job: str | None) -> Header | None:
     return Header(file.tell(), STR.decode(plain[1]))
 
 
-def walk(file: BinaryIO, mark: str, start: int) -> Iterator[Record | Gap]:
+def walk(file: BinaryIO, mark: str, start: int, expected: int = 0) -> Iterator[Record | Gap]:
     """Records and gaps in the order of their bytes, which they cover from `start` to the end without overlap.
 
     Args:
         mark: of the header or, where that is damaged, of the file's name.
         start: of the first record; 0: not known.
+        expected: its sequence number.
     """
     marker, size = _marker(mark), file.seek(0, os.SEEK_END)
     reached = position = start
-    expected = 0
     while position < size:
         record = _record_at(file, marker, position, size)
         if record is None or record.sequence < expected:
@@ -319,7 +320,15 @@ def _end_of_records(file: BinaryIO, header: Header) -> tuple[int, int]:
 
 
 def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
-    cure = "free space on that disk, or choose a folder that is writable"
-    if exc.errno == errno.ESPIPE:
-        cure = "it is a pipe, and a journal is a file; choose a folder on a disk"
+    cure = _CURES.get(exc.errno or 0, "choose a folder on a local disk, where this is a regular file")
     return JournalError(f"{path} cannot be {what} ({exc.strerror or exc}): {cure}")
+
+
+_FULL = "free space on that disk, or choose a folder on another one"
+_NOT_OURS = "choose a folder that is writable"
+_CURES = {
+    errno.ESPIPE: "it is a pipe, and a journal is a file; choose a folder on a disk",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT), _NOT_OURS),
+    errno.EIO: "the disk fails: choose a folder on another one",
+}

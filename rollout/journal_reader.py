@@ -10,11 +10,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgpack
 
 from rollout.codec import OPAQUE, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.errors import JournalError, RolloutError, SerializationError
+from rollout.folder_lock import is_locked
 from rollout.journal_file import Gap, Record, SegmentName, read_body, read_header, segments, walk
 from rollout.request import DynamicInferenceRequest
 
@@ -57,15 +59,20 @@ class FinishedGroup:
 class GroupReader:
     """The groups of a journal, one at a time: the memory it needs is that of the largest.
 
+    Args:
+        live: somebody may be writing: a file that was removed since is no longer needed, and half a record at the end
+            of the newest is on its way.
+
     Attributes:
         damage: what could not be read so far; complete when the iteration has ended.
     """
 
-    def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None) -> None:
+    def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None, *, live: bool = False) -> None:
         self.damage: list[Damage] = []
         self._folder = folder
         self._names = names
         self._job = job
+        self._live = live
 
     def __iter__(self) -> Iterator[FinishedGroup]:
         self.damage.clear()
@@ -73,24 +80,48 @@ class GroupReader:
             path = name.path(self._folder)
             try:
                 yield from self._groups(path, name.mark)
+            except FileNotFoundError as exc:
+                # Its writer has made checkpoints meanwhile, and no longer needs it.
+                if not self._live or not any(each > name for each in segments_of(self._folder)):
+                    raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
             except OSError as exc:
                 raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
 
     def _groups(self, path: Path, mark: str) -> Iterator[FinishedGroup]:
         with path.open("rb") as file:
-            header = read_header(file, path, self._job)
-            # The name repeats what is needed of a header that is damaged.
-            start, mark = header or (0, mark)
-            for found in walk(file, mark, start):
-                if isinstance(found, Gap):
-                    self._note(path, found, _what(found))
-                    continue
-                try:
-                    samples, key = unpack_group(read_body(file, found))
-                except RolloutError as exc:
-                    self._note(path, Gap(found.start, found.end, 1), f"record {found.sequence}: {exc}")
-                else:
-                    yield FinishedGroup(samples, key, Place(path, found))
+            reached, expected = 0, 0
+            tail: Gap | None = Gap(0, 0, None)
+            while tail is not None:
+                header = read_header(file, path, self._job)
+                # The name repeats what is needed of a header that is damaged.
+                start, mark = header or (0, mark)
+                tail = None
+                for found in walk(file, mark, max(start, reached), expected):
+                    if isinstance(found, Gap):
+                        if found.lost is None:
+                            tail = found
+                        else:
+                            self._note(path, found, _what(found))
+                        continue
+                    reached, expected = found.end, found.sequence + 1
+                    try:
+                        samples, key = unpack_group(read_body(file, found))
+                    except RolloutError as exc:
+                        self._note(path, Gap(found.start, found.end, 1), f"record {found.sequence}: {exc}")
+                    else:
+                        yield FinishedGroup(samples, key, Place(path, found))
+                if tail is not None and not self._grows(file, tail):
+                    if not self._is_being_written(path):
+                        self._note(path, tail, _what(tail))
+                    return
+
+    def _grows(self, file: BinaryIO, tail: Gap) -> bool:
+        """Whether it has changed since a tail was found that is no record: one that was on its way has come."""
+        return self._live and os.fstat(file.fileno()).st_size != tail.end
+
+    def _is_being_written(self, path: Path) -> bool:
+        """Whether a tail that is no record is one on its way."""
+        return self._live and is_locked(self._folder) and segments_of(self._folder)[-1].path(self._folder) == path
 
     def _note(self, path: Path, gap: Gap, what: str) -> None:
         self.damage.append(Damage(path, gap.start, gap.end, gap.lost, what))
@@ -105,7 +136,7 @@ def read_groups(folder: str | os.PathLike[str], *, job: str | None = None) -> Gr
         SerializationError: while iterating: a file of another version.
         ConfigError: while iterating: the journal of another job.
     """
-    return GroupReader(Path(folder), segments_of(Path(folder)), job)
+    return GroupReader(Path(folder), segments_of(Path(folder)), job, live=True)
 
 
 def segments_of(folder: Path) -> list[SegmentName]:

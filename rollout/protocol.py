@@ -152,6 +152,15 @@ class Stretch:
         for column, (index, start, count, (low, high)) in enumerate(columns):
             yield index, start, count, self.token_ids[low:high], self.log_probs[low:high], column
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Of its tokens, log-probs, top-n rows, texts, outcomes and events."""
+        size = len(self.token_ids) + len(self.log_probs)
+        for column in (self.top_n, self.texts, self.outcomes, self.events):
+            if column is not None:
+                size += sum(len(each) for each in column if each is not None)
+        return size
+
     def only(self, indices: set[int]) -> Stretch:
         """The columns of some samples."""
         if indices.issuperset(self.indices):

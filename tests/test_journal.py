@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout import journal_file
+from rollout import journal_file, journal_reader
 from rollout.errors import ConfigError, EngineStateError, JournalError, SerializationError
 from rollout.folder_lock import FolderLock
 from rollout.journal import Journal
@@ -400,6 +401,104 @@ os.wait()
     done = run(program, tmp_path)
     assert (done.stderr, "opened before a fork" in done.stdout) == ("", True)
     assert len(list(read_groups(tmp_path))) == 1
+
+
+def test_a_lock_that_is_a_link_or_a_pipe_is_refused_and_what_it_leads_to_is_not_touched(tmp_path):
+    folder, precious = tmp_path / "journal", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("mine")
+    (folder / "lock").symlink_to(precious)
+    with pytest.raises(EngineStateError, match="no regular file"):
+        Journal(folder)
+    assert precious.read_text() == "mine"
+    (folder / "lock").unlink()
+    os.mkfifo(folder / "lock")
+    with pytest.raises(EngineStateError, match="no regular file"):
+        Journal(folder)
+
+
+def test_a_lock_file_that_was_removed_lets_no_second_writer_in_unnoticed(tmp_path):
+    first = Journal(tmp_path)
+    fill(first, range(1))
+    (tmp_path / "lock").unlink()
+    with pytest.raises(EngineStateError, match="is open in this process already"):
+        Journal(tmp_path)
+    second = run("import sys; from rollout.journal import Journal; Journal(sys.argv[1]).append([])", tmp_path)
+    assert second.returncode == 0, second.stderr
+    with pytest.raises(JournalError, match="its lock file was removed or replaced"):
+        fill(first, range(1, 2))
+    first.close()
+    assert [len(each.samples) for each in read_groups(tmp_path)] == [1, 0]
+
+
+# --- reading what somebody writes -----------------------------------------------------------------------------------
+
+
+def test_a_reader_passes_over_files_that_the_writer_removes_meanwhile(tmp_path):
+    with Journal(tmp_path) as journal:
+        fill(journal, range(2))
+        reader = iter(read_groups(tmp_path))
+        assert next(reader).samples[0].request_id == 0
+        late = read_groups(tmp_path)
+        for step in range(1, 4):
+            journal.checkpoint(step)
+            fill(journal, range(10 * step, 10 * step + 1))
+        assert [each.samples[0].request_id for each in reader] == [1]
+        assert list(late) == []
+        assert late.damage == []
+        names = journal_reader.segments_of(tmp_path)
+        newest(tmp_path).unlink()
+        with pytest.raises(JournalError, match="cannot be read"):
+            list(journal_reader.GroupReader(tmp_path, names, None, live=True))
+
+
+def test_a_record_on_its_way_is_no_damage_while_somebody_writes(tmp_path, caplog):
+    with Journal(tmp_path) as journal:
+        fill(journal, range(2))
+        whole = newest(tmp_path).read_bytes()
+        os.truncate(newest(tmp_path), len(whole) - 5)
+        reader = read_groups(tmp_path)
+        assert [each.samples[0].request_id for each in reader] == [0]
+        assert reader.damage == []
+        # The rest of it comes while the reader is there.
+        groups = iter(reader)
+        assert next(groups).samples[0].request_id == 0
+        newest(tmp_path).write_bytes(whole)
+        assert [each.samples[0].request_id for each in groups] == [1]
+        os.truncate(newest(tmp_path), len(whole) - 5)
+        program = "import sys; from rollout.journal_reader import read_groups as read; "
+        program += "reader = read(sys.argv[1]); list(reader); print(len(reader.damage))"
+        assert run(program, tmp_path).stdout == "0\n"
+    assert run(program, tmp_path).stdout == "1\n"
+
+
+def test_a_pipe_among_the_files_is_passed_over(tmp_path):
+    with Journal(tmp_path) as journal:
+        fill(journal, range(1))
+        os.mkfifo(SegmentName(99, "x").path(tmp_path))
+        assert ids_in(tmp_path) == [0]
+    with Journal(tmp_path) as journal:
+        fill(journal, range(1, 2))
+    assert ids_in(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EROFS, "writable"),
+        (errno.ESPIPE, "regular file"),
+        (errno.EIO, "disk fails"),
+    ],
+)
+def test_the_cure_fits_the_error(tmp_path, monkeypatch, number, cure):
+    def fails(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with Journal(tmp_path, fsync="never") as journal:
+        monkeypatch.setattr(os, "pwrite", fails)
+        with pytest.raises(JournalError, match=cure):
+            fill(journal, range(1))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

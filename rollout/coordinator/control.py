@@ -10,14 +10,21 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rollout.coordinator.lazy_heap import LazyHeap
 from rollout.coordinator.open_requests import NO_BARRIER, ClientPeer, RankPeer
-from rollout.coordinator.peers import Peers
+from rollout.coordinator.peers import Peers, shortened
 from rollout.protocol import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
 from rollout.wire_types import FLUSH_PREFIX_CACHE, SET_VERSION
 
 MAX_NAMES = 8
 """Members that are named one by one."""
+
+MAX_CALLS = 64
+"""Of one client, open at once."""
+
+MAX_TIMEOUT_S = 30 * 86400.0
+"""Longest deadline of a call."""
 
 
 @dataclass(eq=False)
@@ -50,6 +57,10 @@ class ControlPlane:
         self.policy_version = 0
         self._peers = peers
         self._calls: dict[int, Call] = {}
+        self._of_client: dict[bytes, set[int]] = defaultdict(set)
+        self._awaited_of: dict[bytes, set[int]] = defaultdict(set)
+        """Engine → the calls that it has not answered."""
+        self._deadlines = LazyHeap[int](lambda command_id: command_id in self._calls)
         self._next_command = 0
 
     @property
@@ -61,9 +72,9 @@ class ControlPlane:
 
     def call(self, client: ClientPeer, message: Control, now: float) -> None:
         """Relay a call to every engine, or refuse it."""
-        refusal = self._move(message)
+        refusal = self._too_much(client, message) or self._move(message)
         if refusal is not None:
-            self._peers.say(client, ControlDone(message.call_id, "ControlError", refusal))
+            self._peers.say(client, ControlDone(message.call_id, "ControlError", shortened(refusal)))
             return
         command_id = self._next_command
         self._next_command += 1
@@ -76,9 +87,19 @@ class ControlPlane:
             message.timeout_s,
             {rank.identity: rank.name for rank in ranks},
         )
+        self._of_client[client.identity].add(command_id)
+        self._deadlines.put(now + message.timeout_s, command_id)
         for rank in ranks:
+            self._awaited_of[rank.identity].add(command_id)
             self._peers.say(rank, Command(command_id, message.signal, message.argument))
         self._settle(command_id)
+
+    def _too_much(self, client: ClientPeer, message: Control) -> str | None:
+        if message.timeout_s > MAX_TIMEOUT_S:
+            return f"{message.signal}(timeout_s={message.timeout_s}): at most {MAX_TIMEOUT_S:.0f}, 30 days"
+        if len(self._of_client.get(client.identity, ())) >= MAX_CALLS:
+            return f"{message.signal}: {MAX_CALLS} calls of this client are open; wait for some, or set a shorter timeout_s"
+        return None
 
     def _move(self, message: Control) -> str | None:
         if message.signal == SET_VERSION:
@@ -110,28 +131,33 @@ class ControlPlane:
         if call is None or call.awaited.pop(rank.identity, None) is None:
             return
         call.amount += message.amount
+        self._awaited_of[rank.identity].discard(message.command_id)
         if message.error is not None:
-            call.failures[rank.name] = message.error
+            call.failures[rank.name] = shortened(message.error)
         self._settle(message.command_id)
 
     def lost(self, identity: bytes) -> None:
-        """A peer has gone: nobody waits for it, and it waits for nothing."""
-        for command_id, call in list(self._calls.items()):
-            if call.awaited.pop(identity, None) is not None:
-                self._settle(command_id)
+        """A peer has gone: nobody waits for it, and it waits for nothing. A STOP that it asked for goes on."""
+        for command_id in self._of_client.pop(identity, ()):
+            if self._calls[command_id].signal != ControlSignal.STOP:
+                self._forget(command_id)
+        for command_id in self._awaited_of.pop(identity, ()):
+            del self._calls[command_id].awaited[identity]
+            self._settle(command_id)
 
     def next_deadline(self) -> float:
         """When a call is due."""
-        return min((call.deadline for call in self._calls.values()), default=float("inf"))
+        due = self._deadlines.head_key()
+        return float("inf") if due is None else float(due)
 
     def expire(self, now: float) -> None:
         """End the calls whose deadline has passed, naming the engines that have not answered."""
-        for command_id, call in list(self._calls.items()):
-            if call.deadline <= now:
-                late = sorted(call.awaited.values())
-                text = f"{call.signal}: {', '.join(late)} did not answer within {call.timeout_s} s"
-                text += f"; {_failed(call)}" if call.failures else "; all others have"
-                self._end(command_id, "ControlError", text, sorted({*late, *call.failures}))
+        while (command_id := self._deadlines.head()) is not None and self._calls[command_id].deadline <= now:
+            call = self._calls[command_id]
+            late = sorted(call.awaited.values())
+            text = f"{call.signal}: {_some_of(late)} did not answer within {call.timeout_s} s"
+            text += f"; {_failed(call)}" if call.failures else "; all others have"
+            self._end(command_id, "ControlError", text, sorted({*late, *call.failures}))
 
     def _settle(self, command_id: int) -> None:
         call = self._calls[command_id]
@@ -143,12 +169,20 @@ class ControlPlane:
         self._end(command_id, "ControlError", f"{call.signal}: {_failed(call)}", sorted(call.failures))
 
     def _end(self, command_id: int, error: str | None, text: str, engines: list[str]) -> None:
-        call = self._calls.pop(command_id)
+        call = self._forget(command_id)
         if call.signal == ControlSignal.STOP:
             self._on_stopped()
         client = self._peers.clients.get(call.client)
         if client is not None:
-            self._peers.say(client, ControlDone(call.call_id, error, text, engines, call.amount))
+            self._peers.say(client, ControlDone(call.call_id, error, shortened(text), engines, call.amount))
+
+    def _forget(self, command_id: int) -> Call:
+        call = self._calls.pop(command_id)
+        if (own := self._of_client.get(call.client)) is not None:
+            own.discard(command_id)
+        for identity in call.awaited:
+            self._awaited_of[identity].discard(command_id)
+        return call
 
 
 def _failed(call: Call) -> str:

@@ -10,19 +10,22 @@ Promises:
 from __future__ import annotations
 
 import math
+import reprlib
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from rollout.config import CoordinatorConfig
+from rollout.coordinator.admission import Admission, cost_besides_prompt
 from rollout.coordinator.control import MAX_NAMES, Barriers, ControlPlane
 from rollout.coordinator.dispatch import Dispatcher
 from rollout.coordinator.dispatch import ScheduleRecord as ScheduleRecord
 from rollout.coordinator.lazy_heap import LazyHeap
-from rollout.coordinator.open_requests import MAX_SAMPLES, Assignment, ClientPeer, OpenRequest, Peer, RankPeer
-from rollout.coordinator.peers import Peers
+from rollout.coordinator.open_requests import Assignment, ClientPeer, OpenRequest, Peer, RankPeer
+from rollout.coordinator.open_requests import TextJob as TextJob
+from rollout.coordinator.peers import Peers, shortened
 from rollout.coordinator.routing import Router
 from rollout.errors import SerializationError
 from rollout.frames import MAX_REQUEST_BYTES, LostFramesError, Sequencer
@@ -30,6 +33,7 @@ from rollout.protocol import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
+    Assign,
     Barrier,
     CommandAck,
     Connect,
@@ -50,6 +54,7 @@ from rollout.protocol import (
     StatusQuery,
     Stretch,
     Submit,
+    Update,
 )
 from rollout.seeds import stream_key
 from rollout.state import ControlSignal, CoordinatorState, EngineState
@@ -62,17 +67,20 @@ EXPECTED_INTERVALS = 2
 """Heartbeat intervals for which a rank that rests, or has older weights, is waited for while others compute. Where routing
 must not depend on timing it is waited for as long as a silent one."""
 
+HASHES_AT_ONCE = 1 << 16
+"""Of one message are looked at, a tenth of a second of work; the first: of one prompt they are worth most."""
+HASH_BYTES = 8
+
 _FROM_CLIENT = (Submit, Abort, Control, Barrier, StatusQuery, Shutdown)
 _FROM_RANK = (Progress, Decline, CommandAck, EngineMoved)
 
 
-@dataclass(frozen=True, slots=True)
-class TextJob:
-    """Work for a tokenizer: a text to be tokens, or completions (int32 token ids) to be texts."""
+class _TextOnItsWay(NamedTuple):
+    """What becomes of a `TextJob`, and what it holds until then, also when its request has ended."""
 
-    job_id: int
-    text: str | None = None
-    token_ids: list[bytes] | None = None
+    request: OpenRequest
+    stretch: Stretch | None
+    size: int
 
 
 class CoordinatorCore:
@@ -90,9 +98,10 @@ class CoordinatorCore:
         self.control = ControlPlane(self.peers, lambda: self._end_everything("the engines were stopped"))
         self.barriers = Barriers(self.peers, config.data_parallel_size)
         self.dispatcher = Dispatcher(config, self.peers)
+        self.admission = Admission(config)
         self._deadlines = LazyHeap[OpenRequest](lambda request: not request.closed)
         self._text_jobs: list[TextJob] = []
-        self._texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
+        self._texts: dict[int, _TextOnItsWay] = {}
         self._next_request_id = 0
         self._next_job = 0
         self._last_tick: float | None = None
@@ -153,11 +162,7 @@ class CoordinatorCore:
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
         """A frame of this peer was no good; it hears why, and goes on."""
-        peer = self.peers.get(identity)
-        if peer is None:
-            self.peers.say_to_stranger(identity, Refused(code, text, True))
-        else:
-            self.peers.say(peer, Refused(code, text, False))
+        self.peers.refuse(identity, code, text)
 
     def unreadable(self, identity: bytes, text: str) -> None:
         """A frame of this peer could not be read: it hears why, and goes on."""
@@ -172,6 +177,25 @@ class CoordinatorCore:
         for peer in self.peers:
             self.peers.say(peer, Disconnect(why[:256]))
         self.finished = True
+
+    def too_long(self, identity: bytes, message: Message, size: int, now: float) -> None:
+        """What was to be said takes more than a frame and was not sent: the requests that it is about fail."""
+        self._now = now
+        why = f"a {type(message).__name__} of it takes {size} bytes, more than a frame may have; ask for less at once"
+        peer = self.peers.get(identity)
+        if isinstance(peer, RankPeer) and isinstance(message, Assign):
+            assignment = peer.assignments.get(message.attempt)
+            if assignment is not None:
+                self._fail(assignment.request, "InvalidRequestError", why)
+        elif isinstance(peer, ClientPeer) and isinstance(message, Update | Accepted):
+            told = message.stretches if isinstance(message, Update) else [message]
+            for number in dict.fromkeys(each.request_id for each in told):
+                request = peer.requests.get(number)
+                if request is not None:
+                    self._fail(request, "InvalidRequestError", why)
+                else:
+                    self._say_failed(peer, number, "InvalidRequestError", why)
+        self._go_on()
 
     def unreachable(self, identity: bytes, why: str, now: float) -> None:
         """Nothing can be sent to this peer any more."""
@@ -222,8 +246,8 @@ class CoordinatorCore:
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:
         """The tokens of a text prompt, or why there are none."""
         self._now = now
-        request, _ = self._texts.pop(job_id, (None, None))
-        if request is None or not request.open:
+        request, _ = self._text_done(job_id)
+        if request is None:
             return
         refusal = self._take_tokens(request, tokens)
         if refusal is not None:
@@ -236,8 +260,8 @@ class CoordinatorCore:
         prompt = np.asarray(tokens, "<i4").tobytes()
         if len(prompt) > MAX_REQUEST_BYTES:
             return f"its prompt is {len(tokens)} tokens: at most {MAX_REQUEST_BYTES // TOKEN_BYTES} are taken"
-        request.client.open_bytes += len(prompt) - request.prompt_bytes
-        request.prompt, request.prompt_bytes = prompt, len(prompt)
+        self._charge(request, len(prompt))
+        request.prompt = prompt
         self.peers.say(request.client, Accepted(request.client_request_id, prompt))
         self.dispatcher.enqueue(request)
         return None
@@ -245,19 +269,32 @@ class CoordinatorCore:
     def detokenized(self, job_id: int, texts: Sequence[str | None], now: float) -> None:
         """The texts of completions that have ended."""
         self._now = now
-        request, stretch = self._texts.pop(job_id, (None, None))
+        request, stretch = self._text_done(job_id)
         if request is not None and stretch is not None:
             remaining = iter(texts)
             outcomes = stretch.outcomes or []
             stretch.texts = [None if outcome is None else next(remaining) for outcome in outcomes]
-            request.texts_due -= 1
             self._forward(request, stretch)
+
+    def _text_done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
+        """Its request, if that is open, and what waits for the text."""
+        done = self._texts.pop(job_id, None)
+        if done is None:
+            return None, None
+        self.admission.charge(done.request.client, -done.size)
+        done.request.text_jobs.pop(job_id, None)
+        return (None, None) if done.request.closed else (done.request, done.stretch)
 
     # --- out --------------------------------------------------------------------------------------------------------
 
     def take_outbox(self) -> list[tuple[bytes, int, Message]]:
         """(identity, sequence, message) of all that is to be sent, in order."""
         return self.peers.take_outbox(self._now)
+
+    @property
+    def has_more_to_say(self) -> bool:
+        """Whether `take_outbox` would give anything."""
+        return self.peers.has_more_to_say
 
     def take_text_jobs(self) -> list[TextJob]:
         """Work for the tokenizer; each is answered by `tokenized` or `detokenized`."""
@@ -364,7 +401,7 @@ class CoordinatorCore:
             message.policy_version, progressed=self._now,
         )  # fmt: skip
         self.peers.add_rank(rank)
-        self.dispatcher.add_rank(rank, np.frombuffer(message.hashes, "<i8").tolist())
+        self.dispatcher.add_rank(rank, _hashes(message.hashes))
         self.control.policy_version = max(self.control.policy_version, rank.policy_version)
         self.peers.say(
             rank,
@@ -380,7 +417,7 @@ class CoordinatorCore:
         )
 
     def _end_session(self, peer: Peer, code: str, text: str) -> None:
-        self.peers.say(peer, Refused(code, text, True))
+        self.peers.say(peer, Refused(code, shortened(text), True))
         self._leave(peer, text, died=True)
 
     def _leave(self, peer: Peer, why: str, *, died: bool) -> None:
@@ -491,7 +528,7 @@ class CoordinatorCore:
         client.last_request_id = message.request_id
         refusal = self._refusal(client, message)
         if refusal is not None:
-            self._refuse_request(client, message, *refusal)
+            self._say_failed(client, message.request_id, *refusal)
             return
         number = self._next_request_id
         request = OpenRequest(
@@ -505,7 +542,6 @@ class CoordinatorCore:
             0.0 if message.arrival_time is None else message.arrival_time,
             message.interval or self.config.progress_interval,
             float("inf") if message.timeout_s is None else self._now + message.timeout_s,
-            len(message.prompt),
         )
         request.newest_version = message.min_policy_version
         request.open = set(message.wanted) or set(range(message.n))
@@ -516,16 +552,18 @@ class CoordinatorCore:
                     raise SerializationError("a sample that has ended is not continued")
                 request.absorb(row)
         except SerializationError as exc:
-            self._refuse_request(client, message, "InvalidRequestError", f"what is known of it does not fit: {exc}")
+            why = f"what is known of it does not fit: {exc}"
+            self._say_failed(client, message.request_id, "InvalidRequestError", why)
             return
         self._next_request_id += 1
         client.requests[message.request_id] = request
-        client.open_bytes += len(message.prompt)
+        self._charge(request, cost_besides_prompt(message))
         if request.deadline != float("inf"):
             self._deadlines.put(request.deadline, request)
         if isinstance(message.prompt, str):
-            self._start_text_job(request, None, text=message.prompt)
+            self._start_text_job(request, None, sys.getsizeof(message.prompt), text=message.prompt)
         else:
+            self._charge(request, len(message.prompt))
             request.prompt = message.prompt
         self._asker_has(client, message.min_policy_version)
         self.dispatcher.enqueue(request)
@@ -538,50 +576,30 @@ class CoordinatorCore:
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
         if self.state is CoordinatorState.STOPPING:
             return "EngineStateError", "the job is stopping: it takes no more work; start another coordinator"
-        if not 1 <= message.n <= MAX_SAMPLES:
-            return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
-        if any(index >= message.n for index in message.wanted):
-            return "InvalidRequestError", f"wanted={message.wanted}: must be samples below n={message.n}"
-        if len(client.requests) >= self.config.max_open_requests:
-            limit = self.config.max_open_requests
-            return "QueueFullError", f"{limit} requests of this client are open (max_open_requests); wait for some"
-        size = len(message.prompt) + sum(len(row.token_ids) + len(row.log_probs) for row in message.known)
-        if size > MAX_REQUEST_BYTES:
-            return (
-                "InvalidRequestError",
-                f"{size} bytes of prompt and known tokens: at most {MAX_REQUEST_BYTES} are taken",
-            )
-        if client.open_bytes + size > self.config.max_open_mb << 20:
-            limit = self.config.max_open_mb
-            return (
-                "QueueFullError",
-                f"this client's open prompts would take more than max_open_mb={limit}; wait for some",
-            )
-        if isinstance(message.prompt, str) and self.config.tokenizer is None:
-            return (
-                "InvalidRequestError",
-                "its prompt is text and the coordinator has no tokenizer (a rank's own does not reach so far): send token "
-                "ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which save_pretrained() writes",
-            )
-        return None
-
-    def _refuse_request(self, client: ClientPeer, message: Submit, error: str, why: str) -> None:
-        text = f"request {message.request_id} of client {client.name!r}: {why}"
-        self.peers.say(client, RequestFailed(message.request_id, error, text))
+        return self.admission.refusal(client, message)
 
     def _fail(self, request: OpenRequest, error: str, why: str) -> None:
         client = request.client
-        text = f"request {request.client_request_id} of client {client.name!r}: {why}"
         self._close(request)
-        self.peers.say(client, RequestFailed(request.client_request_id, error, text))
+        self._say_failed(client, request.client_request_id, error, why)
+
+    def _say_failed(self, client: ClientPeer, request_id: int, error: str, why: str) -> None:
+        text = f"request {request_id} of client {client.name!r}: {why}"
+        self.peers.say(client, RequestFailed(request_id, error, shortened(text)))
 
     def _close(self, request: OpenRequest) -> None:
         self.dispatcher.cancel(request)
         request.closed = True
         request.open.clear()
         request.rows.clear()
-        if request.client.requests.pop(request.client_request_id, None) is not None:
-            request.client.open_bytes -= request.prompt_bytes
+        for job in request.text_jobs.values():
+            job.drop()
+        self._charge(request, -request.charged)
+        request.client.requests.pop(request.client_request_id, None)
+
+    def _charge(self, request: OpenRequest, size: int) -> None:
+        request.charged += size
+        self.admission.charge(request.client, size)
 
     def _stop_queued(self) -> None:
         for request in self._open_requests():
@@ -621,19 +639,17 @@ class CoordinatorCore:
     def _progress(self, rank: RankPeer, message: Progress) -> None:
         rank.running, rank.waiting, rank.progressed = message.running, message.waiting, self._now
         if message.blocks_added or message.blocks_removed or message.flushed:
-            self.router.reported(
-                rank.name,
-                np.frombuffer(message.blocks_added, "<i8").tolist(),
-                np.frombuffer(message.blocks_removed, "<i8").tolist(),
-                message.flushed,
-            )
+            # Removed more than is looked at: what is left is not known, and less is only a worse guess where to go.
+            flushed = message.flushed or len(message.blocks_removed) > HASHES_AT_ONCE * HASH_BYTES
+            self.router.reported(rank.name, _hashes(message.blocks_added), _hashes(message.blocks_removed), flushed)
         for stretch in message.stretches:
             assignment = rank.assignments.get(stretch.attempt)
             # Unknown: it was cancelled while these tokens were on their way.
             if assignment is None or assignment.held or assignment.request.request_id != stretch.request_id:
                 continue
             if not assignment.samples.issuperset(stretch.indices):
-                self._end_session(rank, "malformed", f"samples {stretch.indices} are not of attempt {stretch.attempt}")
+                samples = reprlib.repr(stretch.indices)
+                self._end_session(rank, "malformed", f"samples {samples} are not of attempt {stretch.attempt}")
                 return
             try:
                 self._advance(assignment, stretch)
@@ -644,6 +660,7 @@ class CoordinatorCore:
     def _advance(self, assignment: Assignment, stretch: Stretch) -> None:
         request = assignment.request
         ended = request.absorb(stretch)
+        self._charge(request, stretch.buffer_bytes)
         if request.losses and any(stretch.counts):
             # It is not what kills them: whatever it reaches is known, so that it gets further every time.
             request.losses = 0
@@ -658,8 +675,8 @@ class CoordinatorCore:
         if going_on:
             self._forward(request, stretch.only(going_on))
             stretch = stretch.only(set(ended))
-        request.texts_due += 1
-        self._start_text_job(request, stretch, token_ids=token_ids)
+        size = stretch.buffer_bytes + sum(map(len, token_ids))
+        self._start_text_job(request, stretch, size, token_ids=token_ids)
 
     def _forward(self, request: OpenRequest, stretch: Stretch) -> None:
         client = request.client
@@ -667,19 +684,22 @@ class CoordinatorCore:
             return
         stretch.request_id, stretch.attempt = request.client_request_id, 0
         self.peers.say_stretch(client, stretch)
-        if not request.open and not request.texts_due:
+        if not request.open and not request.text_jobs:
             self._close(request)
 
     def _start_text_job(
         self,
         request: OpenRequest,
         stretch: Stretch | None,
+        size: int,
         text: str | None = None,
         token_ids: list[bytes] | None = None,
     ) -> None:
         job = TextJob(self._next_job, text, token_ids)
         self._next_job += 1
-        self._texts[job.job_id] = (request, stretch)
+        self._texts[job.job_id] = _TextOnItsWay(request, stretch, size)
+        self.admission.charge(request.client, size)
+        request.text_jobs[job.job_id] = job
         self._text_jobs.append(job)
 
 
@@ -687,6 +707,12 @@ def _begun() -> Sequencer:
     frames = Sequencer()
     frames.accept(0)
     return frames
+
+
+def _hashes(packed: bytes) -> list[int]:
+    count = min(len(packed) // HASH_BYTES, HASHES_AT_ONCE)
+    hashes: list[int] = np.frombuffer(packed, "<i8", count).tolist()
+    return hashes
 
 
 def _since(before: float | None, holds: bool, now: float) -> float | None:

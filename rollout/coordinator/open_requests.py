@@ -56,7 +56,7 @@ class ClientPeer(Peer):
     """The furthest barrier it was told of."""
     last_request_id: int = -1
     open_bytes: int = 0
-    """Of the prompts of its open requests."""
+    """What its open requests hold, as `Admission` counts."""
     policy_version: int = 0
     """Of its weights, as a member has told."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
@@ -89,6 +89,19 @@ class RankPeer(Peer):
 
 
 @dataclass(eq=False, slots=True)
+class TextJob:
+    """Work for a tokenizer: a text to be tokens, or completions (int32 token ids) to be texts; neither: nobody waits."""
+
+    job_id: int
+    text: str | None = None
+    token_ids: list[bytes] | None = None
+
+    def drop(self) -> None:
+        """Nobody waits for it any more; from any thread."""
+        self.text = self.token_ids = None
+
+
+@dataclass(eq=False, slots=True)
 class Assignment:
     """Samples of one request on one rank."""
 
@@ -118,8 +131,8 @@ class OpenRequest:
     interval: int
     deadline: float
     """Monotonic seconds."""
-    prompt_bytes: int
-    """Of the prompt; of a text, characters until it has become tokens."""
+    charged: int = 0
+    """Bytes its client pays for until it ends."""
     prompt: bytes | None = None
     """int32; None until a text has become tokens."""
     hashes: list[int] | None = None
@@ -144,8 +157,8 @@ class OpenRequest:
     """Ranks that died under it since its last new token."""
     too_new_since: float | None = None
     """Since when it waits for a rank of `newest_version`; None: it does not."""
-    texts_due: int = 0
-    """Stretches that wait for their text."""
+    text_jobs: dict[int, TextJob] = field(default_factory=dict)
+    """By their ids: its prompt, or completions that wait for their text."""
 
     def absorb(self, stretch: Stretch) -> list[int]:
         """Add new tokens to what is known.

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from rollout.coordinator.open_requests import ClientPeer, Peer, RankPeer
-from rollout.protocol import Message, Stretch, Update
+from rollout.protocol import Message, Refused, Stretch, Update
 
 UPDATE_BYTES = 4 << 20
 """Beyond so much no further stretch joins an `Update`: it must fit into a frame, by bytes and by values."""
 
 SAMPLE_BYTES = 64
 """What a sample's part of a stretch counts besides its buffers and texts."""
+
+MAX_ERROR_CHARACTERS = 2000
+"""Of what a peer is told went wrong: whoever caused it may have sent megabytes."""
 
 
 class Peers:
@@ -73,18 +76,27 @@ class Peers:
             self._flush(self._with_stretches.pop(peer.identity))
         self._put(peer, message)
 
+    def refuse(self, identity: bytes, code: str, text: str) -> None:
+        """A frame of this peer was no good; it hears why, and goes on. A stranger begins anew."""
+        peer = self.get(identity)
+        if peer is None:
+            self._outbox.append((identity, 0, Refused(code, shortened(text), True)))
+        else:
+            self.say(peer, Refused(code, shortened(text), False))
+
     def say_stretch(self, client: ClientPeer, stretch: Stretch) -> None:
         """Put a stretch into the client's next `Update`."""
-        size = _size(stretch)
+        size = stretch.buffer_bytes + SAMPLE_BYTES * len(stretch.indices)
         if client.stretches and client.stretch_bytes + size > UPDATE_BYTES:
             self._flush(client)
         client.stretches.append(stretch)
         client.stretch_bytes += size
         self._with_stretches[client.identity] = client
 
-    def say_to_stranger(self, identity: bytes, message: Message) -> None:
-        """Answer somebody without a session; such a frame has number 0."""
-        self._outbox.append((identity, 0, message))
+    @property
+    def has_more_to_say(self) -> bool:
+        """Whether anything was said since the last `take_outbox`."""
+        return bool(self._outbox or self._with_stretches)
 
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
         """(identity, sequence, message) of everything said since the last call."""
@@ -106,9 +118,9 @@ class Peers:
         self._outbox.append((peer.identity, peer.frames.next(), message))
 
 
-def _size(stretch: Stretch) -> int:
-    size = len(stretch.token_ids) + len(stretch.log_probs) + SAMPLE_BYTES * len(stretch.indices)
-    for column in (stretch.top_n, stretch.texts, stretch.outcomes, stretch.events):
-        if column is not None:
-            size += sum(len(each) for each in column if each is not None)
-    return size
+def shortened(text: str) -> str:
+    """An error's text, of bounded length."""
+    if len(text) <= MAX_ERROR_CHARACTERS:
+        return text
+    half = MAX_ERROR_CHARACTERS // 2
+    return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"

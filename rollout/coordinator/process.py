@@ -4,7 +4,8 @@
 
 Promises:
 - nothing in a turn waits but its beginning, which a frame, a text, a signal or a deadline ends;
-- work and memory of a turn are bounded, and libzmq takes turns between peers: one that floods starves nobody;
+- work and memory of a turn are bounded, and libzmq takes turns between peers: one that floods starves nobody, and what
+  libzmq itself holds of a peer before that is bounded by `ConnectionWatch`;
 - a peer that does not read is given up after `max_backlog_mb`; one that was killed, at the next heartbeat to it.
 
 A full pipe of a ROUTER empties without an event of its own. Its reader's progress wakes the socket's descriptor most
@@ -23,6 +24,7 @@ import signal
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -32,6 +34,7 @@ import zmq
 
 from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import CoordinatorConfig
+from rollout.coordinator.connections import ConnectionWatch
 from rollout.coordinator.core import CoordinatorCore
 from rollout.coordinator.outgoing import Outgoing
 from rollout.coordinator.schedule_file import ScheduleFile
@@ -39,7 +42,7 @@ from rollout.coordinator.text import TextCodec, TextResult, TextWorker
 from rollout.errors import ConfigError, DeadlineError, SerializationError
 from rollout.frames import MAX_FRAME_BYTES, decode, encode
 from rollout.keys import Context, Gatekeeper, JobKeys, Socket, is_loopback
-from rollout.protocol import Message
+from rollout.protocol import Heartbeat, Message
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -49,11 +52,17 @@ FRAMES_PER_TURN = 64
 BYTES_PER_TURN = 32 << 20
 """Taken from the socket before anything is sent: few, so that ranks and clients work while the next ones are taken."""
 
-MAX_FRAMES_PER_MESSAGE = 4096
-"""A message of more is refused unread."""
+TURN_S = 0.05
+"""After so long no further message is taken in a turn; one message takes some tenths of a second at worst."""
+
+MAX_FRAMES_PER_MESSAGE = 512
+MAX_BYTES_TOGETHER = 2 << 20
+"""Of a message's frames besides the longest. A message of more is refused unread: libzmq takes turns by messages."""
 
 PIPE_MESSAGES = 16
 """Messages of one peer that libzmq holds in either direction; small, because one may be as long as a frame may be."""
+
+LONGEST_MESSAGE = MAX_FRAME_BYTES + MAX_BYTES_TOGETHER + (64 << 10)
 
 RETRY_S = 0.02
 LONGEST_WAIT_S = 60.0
@@ -64,7 +73,6 @@ HANDSHAKE_S = 10
 """A connection that has not introduced itself by then is closed."""
 
 PENDING_CONNECTIONS = 4096
-REFUSAL_CHARACTERS = 1000
 
 
 class DataParallelInferenceCoordinator:
@@ -105,6 +113,7 @@ class DataParallelInferenceCoordinator:
         self._context: Context | None = None
         self._schedule: ScheduleFile | None = None
         self._gatekeeper: Gatekeeper | None = None
+        self._connections: ConnectionWatch | None = None
         self._router: Socket
         self._outgoing: Outgoing
 
@@ -134,6 +143,8 @@ class DataParallelInferenceCoordinator:
             self._poll.register(self._gatekeeper.socket.fileno(), select.POLLIN)
         self._router = _router_socket(self._context, config, self._keys, ":" in self._interface)
         self._poll.register(self._router.fileno(), select.POLLIN)
+        self._connections = ConnectionWatch(self._router, 2 * LONGEST_MESSAGE, PIPE_MESSAGES, self._wake)
+        self._poll.register(self._connections.events.fileno(), select.POLLIN)
         self._outgoing = Outgoing(
             lambda parts: self._router.send_multipart(parts, zmq.NOBLOCK), config.max_backlog_mb << 20
         )
@@ -174,6 +185,8 @@ class DataParallelInferenceCoordinator:
         self._texts.close()
         if self._schedule is not None:
             self._schedule.close()
+        if self._connections is not None:
+            self._connections.close()
         if self._context is not None:
             self._context.destroy(linger=int(GOODBYE_S * 1000))
         self._woken.close()
@@ -278,25 +291,39 @@ class DataParallelInferenceCoordinator:
 
     def _receive(self, now: float) -> None:
         room, frames_left = BYTES_PER_TURN, FRAMES_PER_TURN
-        while frames_left > 0 and room > 0:
+        taken: dict[int, int] = defaultdict(int)
+        emptied = False
+        while frames_left > 0 and room > 0 and time.monotonic() < now + TURN_S:
             try:
-                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                # Not copied: what libzmq knows of a message (where it came from) is not known of its bytes.
+                address, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                emptied = True
+                break
+            # Unknown of a peer that speaks a protocol older than ours can be: it stays a stranger.
+            with suppress(zmq.ZMQError):
+                taken[int(address.get(zmq.SRCFD))] += 1
             frames_left -= max(1, len(frames))
-            if len(frames) > MAX_FRAMES_PER_MESSAGE:
-                text = f"message of {len(frames)} frames: at most {MAX_FRAMES_PER_MESSAGE} are taken; send several"
-                self._core.refuse(peer, "malformed", text)
-                continue
-            for frame in frames:
-                self._take(peer, frame, now)
-                room -= len(frame)
+            room -= self._take_message(address.bytes, frames, now)
+        if self._connections is not None:
+            self._connections.took(taken, emptied)
 
-    def _take(self, peer: bytes, frame: bytes, now: float) -> None:
+    def _take_message(self, peer: bytes, frames: Sequence[zmq.Frame], now: float) -> int:
+        sizes = [len(frame) for frame in frames]
+        if len(frames) > MAX_FRAMES_PER_MESSAGE or sum(sizes) - max(sizes, default=0) > MAX_BYTES_TOGETHER:
+            text = f"message of {len(frames)} frames and {sum(sizes)} bytes: at most {MAX_FRAMES_PER_MESSAGE} are taken"
+            text += f", with at most {MAX_BYTES_TOGETHER} bytes besides the longest; send several messages"
+            self._core.refuse(peer, "malformed", text)
+        else:
+            for frame in frames:
+                self._take(peer, frame.buffer, now)
+        return sum(sizes)
+
+    def _take(self, peer: bytes, frame: memoryview, now: float) -> None:
         try:
             sequence, message = decode(frame)
         except SerializationError as exc:
-            self._core.unreadable(peer, str(exc)[:REFUSAL_CHARACTERS])
+            self._core.unreadable(peer, str(exc))
         else:
             self._core.receive(peer, sequence, message, now)
 
@@ -309,13 +336,16 @@ class DataParallelInferenceCoordinator:
     def _send(self, now: float) -> None:
         while True:
             for peer, sequence, message in self._core.take_outbox():
-                self._outgoing.put(peer, encode(sequence, message))
-            lost = self._outgoing.flush()
-            if not lost:
-                return
-            # What was theirs goes elsewhere, or is to be cancelled: there is more to send.
-            for peer, why in lost:
+                frame = encode(sequence, message)
+                if len(frame) > MAX_FRAME_BYTES:
+                    self._core.too_long(peer, message, len(frame), now)
+                    frame = encode(sequence, Heartbeat())
+                self._outgoing.put(peer, frame)
+            # What was theirs goes elsewhere, or is to be cancelled.
+            for peer, why in self._outgoing.flush():
                 self._core.unreachable(peer, why, now)
+            if not self._core.has_more_to_say:
+                return
 
     def _say_goodbye(self) -> None:
         now = time.monotonic()

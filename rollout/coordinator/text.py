@@ -25,7 +25,7 @@ from rollout.errors import ConfigError, InvalidRequestError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from rollout.coordinator.core import TextJob
+    from rollout.coordinator.open_requests import TextJob
 
 _log = logging.getLogger(__name__)
 
@@ -173,11 +173,14 @@ class _Lane:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None and not self._ended:
             self._done(self._result(job))
+            # This thread may wait long for the next job, and would keep the text meanwhile.
+            job.drop()
 
     def _result(self, job: TextJob) -> TextResult:
-        if job.text is None:
+        text = job.text
+        if text is None:
             return TextResult(job.job_id, None, self._codec.detokenize(job.token_ids or []))
         try:
-            return TextResult(job.job_id, self._codec.tokenize(job.text), None)
+            return TextResult(job.job_id, self._codec.tokenize(text), None)
         except InvalidRequestError as exc:
             return TextResult(job.job_id, exc, None)

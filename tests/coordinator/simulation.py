@@ -497,7 +497,8 @@ class World:
             if job.text is not None:
                 self.core.tokenized(job.job_id, list(TEXTS[job.text]), self.now)
             else:
-                self.core.detokenized(job.job_id, [f"{len(each) // 4} tokens" for each in job.token_ids], self.now)
+                completions = job.token_ids or []
+                self.core.detokenized(job.job_id, [f"{len(each) // 4} tokens" for each in completions], self.now)
 
     # --- what must hold ---------------------------------------------------------------------------------------------
 
@@ -508,6 +509,12 @@ class World:
             return
         self.touched = False
         open_requests = [request for client in core.peers.clients.values() for request in client.requests.values()]
+        waiting = core._texts.values()
+        held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
+        assert core.admission.total_bytes == held, "what is charged is not what is held"
+        for client in core.peers.clients.values():
+            texts = sum(each.size for each in waiting if each.request.client is client)
+            assert client.open_bytes == sum(each.charged for each in client.requests.values()) + texts
         for request in open_requests:
             parts = [request.queued, *(each.samples for each in request.assignments.values())]
             assert sum(map(len, parts)) == len(request.open), "a sample is lost, or twice somewhere"

@@ -21,12 +21,13 @@ import msgpack
 import numpy as np
 import psutil
 import pytest
+import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.config import CoordinatorConfig
 from rollout.coordinator.launch import launch_coordinator
-from rollout.coordinator.process import MAX_FRAMES_PER_MESSAGE
+from rollout.coordinator.process import MAX_BYTES_TOGETHER, MAX_FRAMES_PER_MESSAGE
 from rollout.errors import SerializationError
 from rollout.frames import MAX_FRAME_BYTES, decode, encode
 from rollout.protocol import (
@@ -421,13 +422,15 @@ def test_another_version_is_told_which_side_to_upgrade(site, version):
 
 
 def test_a_frame_that_is_too_long_is_refused_and_a_longer_one_costs_the_connection(site):
-    peer = RawPeer(site.address)
+    peer = connect(site.address)
     peer.socket.send(bytes(MAX_FRAME_BYTES + 1))
     assert "at most" in peer.hear(Refused).text
     site.serves()
-    monster = RawPeer(site.address)
+    peer.vanish()
+    monster = connect(site.address)
     monster.socket.send(bytes(MAX_FRAME_BYTES + (1 << 20)))
     site.serves(20)
+    monster.vanish()
     site.check()
 
 
@@ -438,6 +441,23 @@ def test_a_message_of_too_many_frames_is_refused_unread(site):
     assert f"{MAX_FRAMES_PER_MESSAGE + 1} frames" in peer.hear(Refused).text
     peer.socket.send_multipart([heartbeat] * 100_000)
     assert "100000 frames" in peer.hear(Refused).text
+    peer.vanish()
+    site.check()
+
+
+def test_a_message_of_too_many_bytes_besides_the_longest_frame_is_refused_unread(site):
+    peer = connect(site.address)
+    peer.socket.send_multipart([bytes(MAX_BYTES_TOGETHER), bytes(MAX_BYTES_TOGETHER), b"x"])
+    assert f"at most {MAX_BYTES_TOGETHER} bytes besides the longest" in peer.hear(Refused).text
+    status(peer)
+
+
+def test_a_stranger_whose_message_never_ends_is_cut_off(site):
+    """It was held until the connection ended: 1.5 GB for 1.5 GB."""
+    stranger = RawPeer(site.address)
+    stranger.socket.send_multipart([bytes(1 << 18)] * 400, zmq.NOBLOCK)
+    site.serves(20)
+    stranger.vanish()
     site.check()
 
 
