@@ -216,6 +216,42 @@ def test_trls_importance_weights_come_from_our_log_probs_and_are_one(make_run, m
     assert run.metric("rollout/logprob_diff_mean") == pytest.approx(theirs, abs=1e-7)
 
 
+SHAPED = [{"top_k": 5}, {"top_p": 0.6}, {"repetition_penalty": 1.5}, {"generation_kwargs": {"min_tokens": 4}}]
+
+
+@pytest.mark.filterwarnings("ignore:.*are drawn from another distribution:UserWarning")
+@pytest.mark.parametrize("shape", SHAPED, ids=str)
+def test_what_is_drawn_from_a_part_of_the_distribution_is_trained_on_as_by_default(make_run, shape):
+    """Against log-probs of the part that was drawn from, weights of whole completions were 1e-40: nothing was learnt."""
+    options = {"temperature": 0.8, "max_steps": 1} | shape
+    ours, default = make_run("attach", **options), make_run("default", **options)
+    ours.trainer.train()
+    replay(default.model, ours.marker.ids)
+    default.trainer.train()
+    assert ours.metric("sampling/importance_sampling_ratio/min") == pytest.approx([1], abs=1e-4)
+    assert max(ours.metric("rollout/logprob_diff_max")) < 1e-4
+    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-3, abs=1e-6)
+    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-3)
+    assert max(default.metric("grad_norm")) > 1e-3
+
+
+def test_a_cut_distribution_is_named_with_the_cure_and_a_whole_one_is_not(make_run, recwarn):
+    cut, whole = make_run("default", top_k=5, top_p=0.9), make_run("default", temperature=0.5)
+    with pytest.warns(
+        UserWarning, match=r"^top_k=5, top_p=0.9: completions are drawn from another .*\(top_k=0, "
+    ) as told:
+        attach(cut.trainer, cut.rollout)
+    assert told[0].filename == __file__
+    attach(whole.trainer, whole.rollout)
+    assert not [each for each in recwarn if "are drawn from" in str(each.message)]
+
+
+def test_greedy_log_probs_are_at_the_trainers_temperature(make_run):
+    run = make_run("attach", temperature=0.5, generation_kwargs={"do_sample": False}, max_steps=1)
+    run.trainer.train()
+    assert run.metric("sampling/importance_sampling_ratio/min") == pytest.approx([1], abs=1e-4)
+
+
 def test_the_correction_can_be_switched_off(make_run):
     run = make_run("attach", vllm_importance_sampling_correction=False)
     run.trainer.train()
@@ -447,10 +483,15 @@ def test_tools_are_refused_where_their_turns_would_not_come_here(make_run):
         rollout_func(run.rollout)(PROMPTS, run.trainer)
 
 
-def test_vespo_is_corrected_by_token_as_trl_demands(make_run):
+def test_vespo_is_corrected_by_token_whatever_grpo_config_says(make_run):
     run = make_run("default", loss_type="vespo")
-    with pytest.raises(ValueError, match="'sequence_mask' with loss_type='vespo'"):
-        attach(run.trainer, run.rollout)
+    with pytest.warns(UserWarning, match="'sequence_mask': loss_type='vespo' is corrected token by token"):
+        attachment = attach(run.trainer, run.rollout)
+    run.trainer.train()
+    assert run.metric("sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=1e-4)
+    assert min(run.metric("grad_norm")) > 1e-3
+    attachment.detach()
+    assert run.trainer.vllm_importance_sampling_mode == "sequence_mask"
 
 
 def test_sampling_is_what_grpo_config_says(make_run):
@@ -463,7 +504,8 @@ def test_sampling_is_what_grpo_config_says(make_run):
     params = sampling_params(run.trainer)
     assert (params.min_tokens, params.presence_penalty, params.stop_token_ids) == (3, 0.5, (2, 40))
     run.trainer.args.generation_kwargs = {"do_sample": False}
-    assert sampling_params(run.trainer).greedy
+    params = sampling_params(run.trainer)
+    assert (params.top_k, params.top_p, params.min_p, params.temperature) == (1, 1.0, 0.0, 0.9)
 
 
 @pytest.mark.parametrize("name", ["num_beams", "n", "seed", "eos_token_id"])

@@ -31,7 +31,14 @@ from rollout.manager import RolloutManager
 from rollout.state import KVCacheManagementMode
 from trainer_hooks import optimizer as optimizer_hook
 from trainer_hooks.optimizer import Attachment
-from trainer_hooks.trl_config import check_choices, check_correction, check_trainer, refuse_tools, sampling_params
+from trainer_hooks.trl_config import (
+    check_choices,
+    check_trainer,
+    correction_mode,
+    refuse_tools,
+    sampling_params,
+    warn_of_shaping,
+)
 
 OnError = Literal["raise", "mask"]
 Mode = KVCacheManagementMode | str | None
@@ -167,10 +174,11 @@ class TrlAttachment:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def take_vllms_place(self) -> None:
-        """From here TRL generates with this object, and corrects the loss by its log-probs."""
+    def take_vllms_place(self, correction: str) -> None:
+        """From here TRL generates with this object, and corrects the loss by its log-probs, in the mode `correction`."""
         # "server": else TRL looks for the longest sequence in vLLM's own engine.
         self._put(vllm_generation=self, use_vllm=True, vllm_mode="server", _last_loaded_step=-1)
+        self._put(vllm_importance_sampling_mode=correction)
         score = self.trainer._generate_and_score_completions
         self._put(_generate_and_score_completions=lambda inputs: self._observed(score(inputs)))
         if self._on_error == "mask":
@@ -237,7 +245,9 @@ def attach(trainer: Any, rollout: RolloutManager, *, mode: Mode = None, on_error
     Trainer's names). With `on_error="mask"` the trainer's `rollout_func` and `_calculate_rewards` are replaced too.
 
     Sampling follows `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
-    `generation_kwargs` of GRPOConfig. Random streams come from `InferenceConfig.seed`. Completions end with the
+    `generation_kwargs` of GRPOConfig. Where these draw from another distribution than the trained one, a warning says
+    so, and the log-probs handed over are those of the trained one (see `sampling_params`); `loss_type="vespo"` is
+    corrected by token, which is said too where GRPOConfig says otherwise. Random streams come from `InferenceConfig.seed`. Completions end with the
     trainer's `eos_token_ids`. For checkpoints that carry the rollout's version and random streams, give the trainer
     the `RolloutCallback(rollout)` of `trainer_hooks.transformers` before attaching.
 
@@ -266,11 +276,11 @@ def attach(trainer: Any, rollout: RolloutManager, *, mode: Mode = None, on_error
         raise ValueError("this trainer is attached to a rollout already: keep that attachment, or detach() it first")
     check_trainer(trainer, rollout.model)
     check_choices(trainer, mode, on_error)
-    check_correction(trainer)
     if on_error == "mask":
         refuse_tools(trainer)
     attachment = TrlAttachment(trainer, rollout, mode, on_error)
-    attachment.take_vllms_place()
+    attachment.take_vllms_place(correction_mode(trainer, stacklevel=2))
+    warn_of_shaping(trainer, stacklevel=2)
     return attachment
 
 
@@ -298,6 +308,7 @@ def rollout_func(
             check_trainer(trainer, rollout.model)
             check_choices(trainer, mode, on_error)
             refuse_tools(trainer)
+            warn_of_shaping(trainer, stacklevel=2)
             attachment = TrlAttachment(trainer, rollout, mode, on_error)
             for other in tied:
                 other.detach()
