@@ -55,7 +55,8 @@ class RolloutManager:
 
     Args:
         model: the Hugging Face causal model being trained, as it is or in its wrapper (DDP, FSDP1, torch.compile). Where
-            FSDP has spread its weights over the ranks, every rank builds its manager at the same time.
+            FSDP has spread its weights over the ranks, every rank builds its manager at the same time. A model that
+            FSDP2 shards later (a trainer's own wrapping) is taken as it is then by the next `generate`.
         tokenizer: its tokenizer; None where prompts are token ids and no text is asked for.
         config: see `InferenceConfig`; None: defaults.
         engine: an engine of this model made elsewhere; then without `config`.
@@ -166,6 +167,7 @@ class RolloutManager:
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
         self._ensure_running()
+        self._follow_sharding()
         self.engine.check_weights()
         mine = self.submit(prompts, sampling_params, metadata=metadata)
         try:
@@ -260,6 +262,7 @@ class RolloutManager:
         return self._as_completed(chosen, on_error)
 
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
+        self._follow_sharding()
         self.engine.check_weights()
         with self._gathering.held():
             try:
@@ -565,6 +568,17 @@ class RolloutManager:
                 batch,
             )
         return batch
+
+    def _follow_sharding(self) -> None:
+        """Sample with weights that the trainer has sharded by FSDP2 since the manager was built; every rank comes here."""
+        if not self.engine.sharded_since():
+            return
+        self._ensure_running()
+        if not self._gathering.collective:
+            self._gathering = Gathering(self.engine, self._backend, World.of_torch())
+        with self._gathering.held():
+            self._gathering.ensure()
+            self.engine.rebuild()
 
     def _ensure_running(self) -> None:
         if self._closed:
