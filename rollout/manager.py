@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
@@ -454,6 +454,12 @@ class RolloutManager:
                 f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later",
                 stacklevel=stacklevel,
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a RolloutManager cannot be pickled or copied: it holds the KV cache beside the very model that is trained; "
+            "build one where it is to sample (state_dict() carries what is in flight)"
+        )
 
     def __enter__(self) -> RolloutManager:
         return self
