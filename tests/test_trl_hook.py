@@ -16,7 +16,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from rollout.errors import ConfigError, RolloutFailedError
 from rollout.manager import RolloutManager
 from rollout.state import EngineState
+from tests.distributed.nursery import Nursery
 from tests.models import make_model, make_tokenizer
+from tests.ranks import run_together
 from tests.rollouts import assert_nothing_leaked, make_rollout
 from trainer_hooks.optimizer import attach as attach_optimizer
 from trainer_hooks.trl import attach, rollout_func
@@ -24,6 +26,8 @@ from trainer_hooks.trl_config import sampling_params
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+
+from tests import trl_jobs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -92,6 +96,8 @@ def make_run(tmp_path: Path) -> Iterator[Maker]:
 
     def make(kind: str, *, on_error: Any = "raise", prompts: Any = PROMPTS, engine: Any = None, **options: Any) -> Run:
         model, tokenizer, marker = make_model("qwen3", num_hidden_layers=1), make_tokenizer(), Marker()
+        # As long as there are layers: else it cannot be saved.
+        model.config.layer_types = model.config.layer_types[:1]
         tokenizer.chat_template = CHAT_TEMPLATE
         config = trl.GRPOConfig(
             **{
@@ -390,6 +396,66 @@ def test_a_callback_of_ones_own_that_follows_the_optimizer_is_left_to_it(make_ru
     assert run.rollout.policy_version == 2
 
 
+class Attaches(TrainerCallback):
+    """Calls `attach` as soon as training begins; how often it was told so."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.began = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.began += 1
+        attach(self.run.trainer, self.run.rollout)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_attached_when_training_begins_it_follows_from_the_first_step_on(make_run, others):
+    """The door put its callback into the list that the trainer was going through: the one before was called again."""
+    run = make_run("default")
+    callbacks = [Attaches(run), *(TrainerCallback() for _ in range(others))]
+    for callback in callbacks:
+        run.trainer.add_callback(callback)
+    run.trainer.train()
+    assert callbacks[0].began == 1
+    assert run.rollout.policy_version == 2
+    assert run.metric("rollout/policy_version") == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+def test_a_resumed_training_goes_on_with_version_and_random_streams(make_run, tmp_path, kind):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    through = make_run(kind, **options)
+    through.trainer.train()
+    resumed = make_run(kind, **options)
+    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.marker.ids == through.marker.ids[1:]
+    assert resumed.rollout.policy_version == 2
+    assert resumed.metric("rollout/policy_version") == [1, 2]
+
+
+def test_resumed_from_a_checkpoint_without_us_the_version_is_the_trainers_step_and_a_warning_says_so(
+    make_run, tmp_path
+):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_run("default", **options).trainer.train()
+    run = make_run("attach", **options)
+    with pytest.warns(UserWarning, match=r"stands at step 1, .*checkpoint-1: .* goes on from 1, .* begin anew"):
+        run.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert run.rollout.policy_version == 2
+    assert run.metric("rollout/policy_version") == [2]
+
+
+def test_only_the_metrics_that_are_asked_for_join_the_logs(make_run):
+    none, some, refused = (make_run("default", max_steps=1) for _ in range(3))
+    attach(none.trainer, none.rollout, log=False)
+    attach(some.trainer, some.rollout, log=["rollout/policy_version"])
+    for run, names in ((none, set()), (some, {"rollout/policy_version"})):
+        run.trainer.train()
+        assert {name for entry in run.trainer.state.log_history for name in entry if "rollout/" in name} == names
+    with pytest.raises(KeyError, match="did you mean rollout/policy_version"):
+        attach(refused.trainer, refused.rollout, log=["rollout/policy_versoin"])
+
+
 def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
     run = make_run("attach", max_steps=1)
     seen = []
@@ -401,6 +467,23 @@ def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
     run.trainer.train()
     assert seen == [False]
     assert "forward" in vars(run.model)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(tmp_path):
+    nursery = Nursery()
+    try:
+        answers = run_together(nursery, 2, trl_jobs.trains_sharded, folder=str(tmp_path))
+    finally:
+        nursery.close()
+    for answer in answers:
+        assert (answer["version"], answer["sharded"]) == (2, True)
+        assert max(answer["rollout/logprob_diff_max"]) < 1e-5
+        assert min(answer["grad_norm"]) > 1e-3
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
