@@ -39,6 +39,11 @@ class Gathering:
         self._holders = 0
         self._meetings = 0
 
+    @property
+    def collective(self) -> bool:
+        """Whether the ranks meet before."""
+        return self._world is not None
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Whatever `ensure` gathers inside stays until the end of the outermost such block, however that ends."""

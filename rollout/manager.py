@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
@@ -62,7 +62,8 @@ class RolloutManager:
 
     Args:
         model: the Hugging Face causal model being trained, as it is or in its wrapper (DDP, FSDP1, torch.compile). Where
-            FSDP has spread its weights over the ranks, every rank builds its manager at the same time.
+            FSDP has spread its weights over the ranks, every rank builds its manager at the same time. A model that
+            FSDP2 shards later (a trainer's own wrapping) is taken as it is then by the next `generate`.
         tokenizer: its tokenizer; None where prompts are token ids and no text is asked for.
         config: see `InferenceConfig`; None: defaults.
         engine: an engine of this model made elsewhere; then without `config`.
@@ -188,6 +189,7 @@ class RolloutManager:
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
         with self.engine.turns.taken(timeout_s):
             self._ensure_running()
+            self._follow_sharding()
             self.engine.check_weights()
             mine = self.submit(prompts, sampling_params, metadata=metadata)
             try:
@@ -293,6 +295,7 @@ class RolloutManager:
         return self._as_completed(chosen, on_error)
 
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
+        self._follow_sharding()
         self.engine.check_weights()
         with self._gathering.held():
             try:
@@ -501,6 +504,12 @@ class RolloutManager:
                 stacklevel=stacklevel,
             )
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a RolloutManager cannot be pickled or copied: it holds the KV cache beside the very model that is trained; "
+            "build one where it is to sample (state_dict() carries what is in flight)"
+        )
+
     def __enter__(self) -> RolloutManager:
         return self
 
@@ -615,6 +624,17 @@ class RolloutManager:
                 batch,
             )
         return batch
+
+    def _follow_sharding(self) -> None:
+        """Sample with weights that the trainer has sharded by FSDP2 since the manager was built; every rank comes here."""
+        if not self.engine.sharded_since():
+            return
+        self._ensure_running()
+        if not self._gathering.collective:
+            self._gathering = Gathering(self.engine, self._backend, World.of_torch())
+        with self._gathering.held():
+            self._gathering.ensure()
+            self.engine.rebuild()
 
     def _ensure_running(self) -> None:
         if self._closed:

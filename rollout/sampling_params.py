@@ -88,7 +88,8 @@ class SamplingParams:
     """The same for the prompt's tokens, from the second on."""
 
     logprobs_mode: str = "processed"
-    """`processed`: of the distribution sampled from (greedy: at temperature 1). `raw`: of the model's own logits."""
+    """`processed`: of the distribution sampled from (greedy: at temperature 1). `raw`: of the model's own logits.
+    `tempered`: of these at the temperature, without what penalties, biases and filters make of them."""
 
     def __post_init__(self) -> None:
         for name, (convert, rule) in _RULES.items():
@@ -179,7 +180,7 @@ def _truth(value: Any) -> bool:
 
 
 def _mode(value: Any) -> str:
-    _demand(isinstance(value, str) and value in ("processed", "raw"))
+    _demand(isinstance(value, str) and value in ("processed", "raw", "tempered"))
     return str(value)
 
 
@@ -235,5 +236,5 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "logprobs": (_optional, "None or an integer in [0, 2**31)"),
     "prompt_logprobs": (_optional, "None or an integer in [0, 2**31)"),
-    "logprobs_mode": (_mode, "'processed' or 'raw'"),
+    "logprobs_mode": (_mode, "'processed', 'raw' or 'tempered'"),
 }

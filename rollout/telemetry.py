@@ -64,7 +64,8 @@ class RolloutMetrics(MetricsRecorder):
         """Bring counters and gauges up to date with the engine's."""
         before, self._counted = self._counted, self._counters_now()
         for name, value in self._counted.items():
-            self.add(f"rollout/{name}", value - before[name])
+            # An engine that was built anew counts from 0.
+            self.add(f"rollout/{name}", value - before[name] if value >= before[name] else value)
         self._set_gauges(samples_missing)
         self.set("rollout/policy_version", self._engine.policy_version)
         self.set("rollout/groups_in_flight", groups_in_flight)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import os
+import pickle
 import random
 import signal
 import sys
@@ -951,6 +953,15 @@ def test_close_warns_of_what_it_gives_up_and_may_be_repeated(model):
         rollout._groups.drop([0])
     with pytest.raises(EngineStateError, match="stopped"):
         rollout.submit([[5]])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_cannot_be_copied_and_says_what_to_do_instead(model, copied):
+    with (
+        make_rollout(model) as rollout,
+        pytest.raises(TypeError, match=r"cannot be pickled or copied: .* build one where"),
+    ):
+        copied(rollout)
 
 
 def test_the_optimizer_hook_of_a_closed_rollout_has_nothing_to_do(model):

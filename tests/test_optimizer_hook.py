@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from rollout.errors import ConfigError
 from rollout.state import KVCacheManagementMode
+from tests import deepspeed_jobs
+from tests.distributed.nursery import Nursery
+from tests.ranks import run_together
 from trainer_hooks.optimizer import attach
 
 
@@ -314,3 +318,90 @@ def test_a_detached_rollout_is_not_kept_alive(model):
     del rollout
     gc.collect()
     assert gone() is None
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+class FakeZero:
+    """Shaped as DeepSpeed's optimizers: steps a flat copy by the torch optimizer inside, and skips by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.bit16_groups = [list(model.parameters())]
+        self.flat = nn.Parameter(torch.cat([each.detach().flatten() for each in model.parameters()]))
+        self.optimizer = torch.optim.SGD([self.flat], lr=0.1)
+        self.param_groups = self.optimizer.param_groups
+        self.overflow = False
+
+    def step(self, closure: object = None) -> None:
+        grad = torch.cat([each.grad.flatten() for each in self.bit16_groups[0] if each.grad is not None])
+        self.overflow = not bool(grad.isfinite().all())
+        if self.overflow:
+            return
+        self.flat.grad = grad
+        self.optimizer.step()
+        with torch.no_grad():
+            start = 0
+            for each in self.bit16_groups[0]:
+                each.copy_(self.flat[start : start + each.numel()].view(each.shape))
+                start += each.numel()
+
+
+FakeZero.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+
+def test_deepspeeds_own_step_counts_and_not_those_of_the_optimizer_in_it_nor_a_skipped_one(model, rollout):
+    zero = FakeZero(model)
+    attachment = attach(SimpleNamespace(optimizer=zero), rollout)
+    start = rollout.weights()
+    backward(model)
+    zero.step()
+    assert rollout.told == [("before", None, start), ("after", rollout.weights())]
+    assert rollout.weights() != start
+    backward(model, scale=float("inf"))
+    zero.step()
+    assert (attachment.steps, rollout.policy_version, len(rollout.told)) == (1, 1, 3)
+
+
+def test_a_deepspeed_optimizer_is_given_back_and_tells_several_rollouts_each_once(model, rollout):
+    zero, other = FakeZero(model), FakeRollout(model)
+    backward(model)
+    with attach(zero, rollout):
+        with pytest.raises(ValueError, match="attached to this rollout already"):
+            attach(zero, rollout)
+        with attach(zero, other):
+            zero.step()
+        zero.step()
+    zero.step()
+    assert (rollout.policy_version, other.policy_version) == (2, 1)
+    assert "step" not in vars(zero)
+
+
+def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_the_cure(model, rollout):
+    critic, unknown = FakeZero(nn.Linear(4, 1)), FakeZero(model)
+    with pytest.raises(ValueError, match=r"FakeZero steps 2 parameters.*of DeepSpeed, pass the engine"):
+        attach(critic, rollout)
+    del unknown.bit16_groups
+    with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*rollout.weights_updated\(\) after every engine.step"):
+        attach(unknown, rollout)
+
+
+def test_the_optimizer_inside_of_deepspeeds_is_refused_for_what_it_steps(model, rollout):
+    with pytest.raises(ValueError, match=r"none of them belongs.*of DeepSpeed, pass the engine.*weights_updated\(\)"):
+        attach(FakeZero(model).optimizer, rollout)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_deepspeed_engines_of_every_stage_count_the_steps_they_made():
+    """What `FakeZero` stands for; also through accelerate."""
+    pytest.importorskip("deepspeed")
+    nursery = Nursery()
+    try:
+        for stage in (1, 2, 3):
+            for answer in run_together(nursery, 2, deepspeed_jobs.is_stepped, stage=stage):
+                assert answer == {"versions": [0, 1, 1, 1, 1, 1], "right": True, "skipped": True, "steps": 1}
+        for answer in run_together(nursery, 2, deepspeed_jobs.is_prepared):
+            assert answer == {"versions": [0, 1, 1, 2], "optimizer": "DeepSpeedOptimizerWrapper"}
+    finally:
+        nursery.close()

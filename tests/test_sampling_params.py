@@ -39,7 +39,7 @@ def params(draw):
         seed=draw(st.none() | st.integers(0, 2**63 - 1)),
         logprobs=draw(st.none() | st.integers(0, 20)),
         prompt_logprobs=draw(st.none() | st.integers(0, 20)),
-        logprobs_mode=draw(st.sampled_from(["processed", "raw"])),
+        logprobs_mode=draw(st.sampled_from(["processed", "raw", "tempered"])),
     )
 
 

@@ -89,8 +89,19 @@ def test_a_forward_that_the_trainer_put_into_an_fsdp1_unit_is_there_again_after_
     run_together(nursery, 2, weights_jobs.keeps_a_forward_put_into_a_unit)
 
 
+@pytest.mark.parametrize("coordinator", [True, False])
+def test_weights_that_fsdp2_shards_after_the_rollout_was_built_are_gathered_from_then_on(nursery, coordinator):
+    for answer in run_together(nursery, 2, weights_jobs.is_sharded_later, coordinator=coordinator):
+        assert answer["version"] == 2
+        assert answer["generated"] > 0
+
+
+def test_what_is_sharded_into_another_dtype_later_has_its_cache_in_that(nursery):
+    assert set(run_together(nursery, 2, weights_jobs.is_sharded_later_into_another_dtype)) == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("fingerprints", ["off", "sampled"])
-def test_weights_that_are_sharded_after_the_rollout_was_built_are_refused_before_anybody_waits(nursery, fingerprints):
+def test_weights_that_fsdp1_shards_after_the_rollout_was_built_are_refused_before_anybody_waits(nursery, fingerprints):
     for said in run_together(nursery, 2, weights_jobs.is_sharded_too_late, fingerprints=fingerprints):
         assert "was sharded after the rollout was built" in said
         assert "accelerator.prepare" in said

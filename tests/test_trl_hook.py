@@ -16,7 +16,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from rollout.errors import ConfigError, RolloutFailedError
 from rollout.manager import RolloutManager
 from rollout.state import EngineState
+from tests.distributed.nursery import Nursery
 from tests.models import make_model, make_tokenizer
+from tests.ranks import run_together
 from tests.rollouts import assert_nothing_leaked, make_rollout
 from trainer_hooks.optimizer import attach as attach_optimizer
 from trainer_hooks.trl import attach, rollout_func
@@ -24,6 +26,8 @@ from trainer_hooks.trl_config import sampling_params
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+
+from tests import trl_jobs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -92,6 +96,8 @@ def make_run(tmp_path: Path) -> Iterator[Maker]:
 
     def make(kind: str, *, on_error: Any = "raise", prompts: Any = PROMPTS, engine: Any = None, **options: Any) -> Run:
         model, tokenizer, marker = make_model("qwen3", num_hidden_layers=1), make_tokenizer(), Marker()
+        # As long as there are layers: else it cannot be saved.
+        model.config.layer_types = model.config.layer_types[:1]
         tokenizer.chat_template = CHAT_TEMPLATE
         config = trl.GRPOConfig(
             **{
@@ -214,6 +220,42 @@ def test_trls_importance_weights_come_from_our_log_probs_and_are_one(make_run, m
     assert max(run.metric("sampling/sampling_logp_difference/max")) < 1e-4
     theirs = run.metric("sampling/sampling_logp_difference/mean")
     assert run.metric("rollout/logprob_diff_mean") == pytest.approx(theirs, abs=1e-7)
+
+
+SHAPED = [{"top_k": 5}, {"top_p": 0.6}, {"repetition_penalty": 1.5}, {"generation_kwargs": {"min_tokens": 4}}]
+
+
+@pytest.mark.filterwarnings("ignore:.*are drawn from another distribution:UserWarning")
+@pytest.mark.parametrize("shape", SHAPED, ids=str)
+def test_what_is_drawn_from_a_part_of_the_distribution_is_trained_on_as_by_default(make_run, shape):
+    """Against log-probs of the part that was drawn from, weights of whole completions were 1e-40: nothing was learnt."""
+    options = {"temperature": 0.8, "max_steps": 1} | shape
+    ours, default = make_run("attach", **options), make_run("default", **options)
+    ours.trainer.train()
+    replay(default.model, ours.marker.ids)
+    default.trainer.train()
+    assert ours.metric("sampling/importance_sampling_ratio/min") == pytest.approx([1], abs=1e-4)
+    assert max(ours.metric("rollout/logprob_diff_max")) < 1e-4
+    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-3, abs=1e-6)
+    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-3)
+    assert max(default.metric("grad_norm")) > 1e-3
+
+
+def test_a_cut_distribution_is_named_with_the_cure_and_a_whole_one_is_not(make_run, recwarn):
+    cut, whole = make_run("default", top_k=5, top_p=0.9), make_run("default", temperature=0.5)
+    with pytest.warns(
+        UserWarning, match=r"^top_k=5, top_p=0.9: completions are drawn from another .*\(top_k=0, "
+    ) as told:
+        attach(cut.trainer, cut.rollout)
+    assert told[0].filename == __file__
+    attach(whole.trainer, whole.rollout)
+    assert not [each for each in recwarn if "are drawn from" in str(each.message)]
+
+
+def test_greedy_log_probs_are_at_the_trainers_temperature(make_run):
+    run = make_run("attach", temperature=0.5, generation_kwargs={"do_sample": False}, max_steps=1)
+    run.trainer.train()
+    assert run.metric("sampling/importance_sampling_ratio/min") == pytest.approx([1], abs=1e-4)
 
 
 def test_the_correction_can_be_switched_off(make_run):
@@ -354,6 +396,66 @@ def test_a_callback_of_ones_own_that_follows_the_optimizer_is_left_to_it(make_ru
     assert run.rollout.policy_version == 2
 
 
+class Attaches(TrainerCallback):
+    """Calls `attach` as soon as training begins; how often it was told so."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.began = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.began += 1
+        attach(self.run.trainer, self.run.rollout)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_attached_when_training_begins_it_follows_from_the_first_step_on(make_run, others):
+    """The door put its callback into the list that the trainer was going through: the one before was called again."""
+    run = make_run("default")
+    callbacks = [Attaches(run), *(TrainerCallback() for _ in range(others))]
+    for callback in callbacks:
+        run.trainer.add_callback(callback)
+    run.trainer.train()
+    assert callbacks[0].began == 1
+    assert run.rollout.policy_version == 2
+    assert run.metric("rollout/policy_version") == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+def test_a_resumed_training_goes_on_with_version_and_random_streams(make_run, tmp_path, kind):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    through = make_run(kind, **options)
+    through.trainer.train()
+    resumed = make_run(kind, **options)
+    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.marker.ids == through.marker.ids[1:]
+    assert resumed.rollout.policy_version == 2
+    assert resumed.metric("rollout/policy_version") == [1, 2]
+
+
+def test_resumed_from_a_checkpoint_without_us_the_version_is_the_trainers_step_and_a_warning_says_so(
+    make_run, tmp_path
+):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_run("default", **options).trainer.train()
+    run = make_run("attach", **options)
+    with pytest.warns(UserWarning, match=r"stands at step 1, .*checkpoint-1: .* goes on from 1, .* begin anew"):
+        run.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert run.rollout.policy_version == 2
+    assert run.metric("rollout/policy_version") == [2]
+
+
+def test_only_the_metrics_that_are_asked_for_join_the_logs(make_run):
+    none, some, refused = (make_run("default", max_steps=1) for _ in range(3))
+    attach(none.trainer, none.rollout, log=False)
+    attach(some.trainer, some.rollout, log=["rollout/policy_version"])
+    for run, names in ((none, set()), (some, {"rollout/policy_version"})):
+        run.trainer.train()
+        assert {name for entry in run.trainer.state.log_history for name in entry if "rollout/" in name} == names
+    with pytest.raises(KeyError, match="did you mean rollout/policy_version"):
+        attach(refused.trainer, refused.rollout, log=["rollout/policy_versoin"])
+
+
 def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
     run = make_run("attach", max_steps=1)
     seen = []
@@ -365,6 +467,23 @@ def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
     run.trainer.train()
     assert seen == [False]
     assert "forward" in vars(run.model)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(tmp_path):
+    nursery = Nursery()
+    try:
+        answers = run_together(nursery, 2, trl_jobs.trains_sharded, folder=str(tmp_path))
+    finally:
+        nursery.close()
+    for answer in answers:
+        assert (answer["version"], answer["sharded"]) == (2, True)
+        assert max(answer["rollout/logprob_diff_max"]) < 1e-5
+        assert min(answer["grad_norm"]) > 1e-3
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -447,10 +566,15 @@ def test_tools_are_refused_where_their_turns_would_not_come_here(make_run):
         rollout_func(run.rollout)(PROMPTS, run.trainer)
 
 
-def test_vespo_is_corrected_by_token_as_trl_demands(make_run):
+def test_vespo_is_corrected_by_token_whatever_grpo_config_says(make_run):
     run = make_run("default", loss_type="vespo")
-    with pytest.raises(ValueError, match="'sequence_mask' with loss_type='vespo'"):
-        attach(run.trainer, run.rollout)
+    with pytest.warns(UserWarning, match="'sequence_mask': loss_type='vespo' is corrected token by token"):
+        attachment = attach(run.trainer, run.rollout)
+    run.trainer.train()
+    assert run.metric("sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=1e-4)
+    assert min(run.metric("grad_norm")) > 1e-3
+    attachment.detach()
+    assert run.trainer.vllm_importance_sampling_mode == "sequence_mask"
 
 
 def test_sampling_is_what_grpo_config_says(make_run):
@@ -463,7 +587,8 @@ def test_sampling_is_what_grpo_config_says(make_run):
     params = sampling_params(run.trainer)
     assert (params.min_tokens, params.presence_penalty, params.stop_token_ids) == (3, 0.5, (2, 40))
     run.trainer.args.generation_kwargs = {"do_sample": False}
-    assert sampling_params(run.trainer).greedy
+    params = sampling_params(run.trainer)
+    assert (params.top_k, params.top_p, params.min_p, params.temperature) == (1, 1.0, 0.0, 0.9)
 
 
 @pytest.mark.parametrize("name", ["num_beams", "n", "seed", "eos_token_id"])

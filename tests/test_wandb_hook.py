@@ -242,6 +242,13 @@ def test_the_environment_variable_of_wandb_is_honoured(fake, monkeypatch):
     assert fake.asked["mode"] == "disabled"
 
 
+def test_an_empty_environment_variable_is_none(fake, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_MODE", "")
+    WandbLogger("p")
+    assert fake.asked["mode"] == "online"
+
+
 def test_online_without_a_login_is_refused_instead_of_asking(fake):
     with pytest.raises(ValueError, match=r"wandb login.*mode='offline'"):
         WandbLogger("p", mode="online")

@@ -6,6 +6,7 @@ import json
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ def records(log: bytes) -> Iterator[Any]:
             position += left
             continue
         length, kind = struct.unpack_from("<HB", log, position + 4)
+        if position + 7 + length > len(log):
+            # The rest is being written.
+            return
         message += log[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):
@@ -33,13 +37,17 @@ def records(log: bytes) -> Iterator[Any]:
 
 def read_run(directory: Path) -> dict[str, list[Any]]:
     """Records by type, once the service has written the last one."""
+    from google.protobuf.message import DecodeError
+
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         by_type: dict[str, list[Any]] = {}
         for path in directory.glob("wandb/offline-run-*/run-*.wandb"):
-            for record in records(path.read_bytes()):
-                kind = record.WhichOneof("record_type")
-                by_type.setdefault(kind, []).append(getattr(record, kind))
+            # What is being written may be there in part.
+            with suppress(DecodeError):
+                for record in records(path.read_bytes()):
+                    kind = record.WhichOneof("record_type")
+                    by_type.setdefault(kind, []).append(getattr(record, kind))
         if "exit" in by_type:
             return by_type
         time.sleep(0.02)

@@ -341,10 +341,44 @@ def keeps_a_forward_put_into_a_unit(rank: int) -> None:
     assert vars(unit)["forward"] is forward
 
 
+def is_sharded_later(rank: int, coordinator: bool) -> dict[str, Any]:
+    """Built of whole weights, with groups in flight when FSDP2 comes; then trained, beside one process's model."""
+    model, alone = make_model("llama"), make_model("llama")
+    long = GREEDY.replace(max_tokens=20)
+    with a_manager(model, coordinator=coordinator) as rollout:
+        rollout.generate([[3, 4]], GREEDY)
+        rollout.weights_updated()
+        rollout.submit([[9, 8 + rank]], long)
+        made = tokens(rollout.generate([[5, 6]], GREEDY, min_groups=1, progress=False))
+        sharded(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach(optimizer, rollout)
+        mine = prompts(rank, 0)
+        assert tokens(rollout.generate(mine, GREEDY, progress=False)) == [greedy(alone, each, NEW) for each in mine]
+        made += tokens(rollout.generate([], min_groups=rollout.groups_in_flight, progress=False))
+        assert sorted(made) == sorted([greedy(alone, [5, 6], NEW), greedy(alone, [9, 8 + rank], 20)])
+        assert is_sharded(model)
+        metrics = rollout.metrics()
+        loss_of(model, rank).backward()
+        optimizer.step()
+        torch.stack([loss_of(alone, each) for each in range(2)]).mean().backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        assert tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], NEW)]
+    return {"version": rollout.policy_version, "generated": metrics["rollout/generated_tokens"]}
+
+
+def is_sharded_later_into_another_dtype(rank: int) -> torch.dtype:
+    model = make_model("llama")
+    with a_manager(model, coordinator=False) as rollout:
+        sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        rollout.generate(prompts(rank, 0), GREEDY)
+        return rollout.engine.cache.dtype
+
+
 def is_sharded_too_late(rank: int, fingerprints: str) -> str:
     model = make_model("llama")
     with a_manager(model, coordinator=False, weight_fingerprints=fingerprints) as rollout:
-        sharded(model)
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
         with pytest.raises(EngineStateError) as refused:
             rollout.generate(prompts(rank, 0))
     return str(refused.value)

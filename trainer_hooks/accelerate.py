@@ -105,8 +105,7 @@ def attach(
 
     Changes: the hooks of `trainer_hooks.optimizer` on each torch optimizer that steps parameters of `rollout.model`; a
     critic's optimizer is left alone, and two that step the policy count two versions per round. Accumulated
-    micro-batches and steps that a GradScaler skips do not count. Optimizers that step copies of the parameters (those
-    of DeepSpeed ZeRO) are refused. Nothing is logged unless `log` is called.
+    micro-batches and steps that a GradScaler skips do not count. Nothing is logged unless `log` is called.
 
     With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` (how many ranks, and the policy
     version; `<i>` counts the registered objects) and `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` on every rank (its
@@ -150,11 +149,7 @@ def _optimizers_of(accelerator: Accelerator, rollout: SavedRollout) -> list[Any]
             "attach(accelerator, rollout)"
         )
     ours = {id(parameter) for parameter in rollout.model.parameters()}
-    found = [
-        each
-        for each in prepared
-        if any(id(parameter) in ours for group in each.param_groups for parameter in group["params"])
-    ]
+    found = [each for each in prepared if not ours.isdisjoint(optimizer_hook.stepped_parameters(each))]
     if not found:
         raise ValueError(
             f"none of the {len(prepared)} optimizers that this Accelerator has prepared steps a parameter of the "

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from rollout.errors import ConfigError
 from rollout.state import KVCacheManagementMode
+from trainer_hooks import deepspeed
 
 
 class Rollout(Protocol):
@@ -40,21 +41,25 @@ class Attachment:
     """An optimizer tied to a rollout, until `detach()` or the end of the `with` block. Built by `attach`.
 
     Attributes:
-        optimizer: the torch optimizer that carries the hooks.
+        optimizer: the torch optimizer, or the one of DeepSpeed's, that carries the hooks.
         rollout: what it tells.
         mode: passed to `rollout.before_optimizer_step`.
         steps: how many steps changed the weights since the attachment.
     """
 
-    def __init__(self, optimizer: Optimizer, rollout: Rollout, mode: KVCacheManagementMode | None) -> None:
+    def __init__(self, optimizer: Any, rollout: Rollout, mode: KVCacheManagementMode | None) -> None:
         self.optimizer = optimizer
         self.rollout = rollout
         self.mode = mode
         self.steps = 0
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles: list[Any]
+        if deepspeed.steps_by_itself(optimizer):
+            self._handles = [deepspeed.Handle(optimizer, self._before_step, self._after_step)]
+        else:
+            self._handles = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
 
     def detach(self) -> None:
         """Take the hooks off the optimizer. Harmless when repeated."""
@@ -70,13 +75,13 @@ class Attachment:
         self.detach()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer):
             return
         self.rollout.before_optimizer_step(self.mode)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer) or _skipped_for_inf(optimizer):
             return
         self.rollout.weights_updated()
@@ -89,7 +94,8 @@ def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode |
     Needs a torch optimizer, or a wrapper that keeps one as `.optimizer` (accelerate's `AcceleratedOptimizer`), which
     holds parameters of `rollout.model`. Adds one step pre-hook and one post-hook to the innermost torch optimizer, and
     changes nothing else of it. Attach after `accelerator.prepare` or sharding, when the optimizer holds the parameters
-    it will step.
+    it will step. Of DeepSpeed, its engine or its optimizer (`deepspeed.initialize` returns both): the `step` of the
+    latter is replaced then, and counts where `engine.step()` really steps.
 
     A step that `GradScaler` skips does not count, also where a fused optimizer is called and skips by itself
     (`found_inf`; reading it waits for the device). A `step()` that raises does not count either: where it may have
@@ -106,7 +112,7 @@ def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode |
         The attachment, which counts the steps; `detach()` undoes it.
 
     Raises:
-        TypeError: `optimizer` is no torch optimizer and wraps none.
+        TypeError: `optimizer` is no torch optimizer and wraps none; or is one of DeepSpeed's whose steps cannot be told.
         ConfigError: `mode` is no `KVCacheManagementMode`.
         ValueError: it steps no parameter of `rollout.model`, or is attached to this rollout already.
     """
@@ -117,12 +123,24 @@ def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode |
     return Attachment(inner, rollout, chosen)
 
 
-def _innermost(optimizer: object) -> Optimizer:
+def stepped_parameters(optimizer: object) -> set[int]:
+    """The ids of the model's parameters that `optimizer`, or what it wraps, steps."""
+    return _stepped(_innermost(optimizer))
+
+
+def _stepped(inner: Any) -> set[int]:
+    if deepspeed.steps_by_itself(inner):
+        return set(map(id, deepspeed.parameters(inner)))
+    return {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+
+
+def _innermost(optimizer: object) -> Any:
     inner = optimizer
-    # A wrapper may call itself an Optimizer (accelerate's does) without having hooks, so unwrap as far as it goes.
-    while (wrapped := getattr(inner, "optimizer", None)) is not None:
+    # A wrapper may call itself an Optimizer (accelerate's does) without having hooks, so unwrap as far as it goes; what
+    # an optimizer of DeepSpeed's holds does the work of its steps in parts.
+    while not deepspeed.steps_by_itself(inner) and (wrapped := getattr(inner, "optimizer", None)) is not None:
         inner = wrapped
-    if not isinstance(inner, Optimizer):
+    if not (isinstance(inner, Optimizer) or deepspeed.steps_by_itself(inner)):
         raise TypeError(
             f"cannot attach to {type(optimizer).__module__}.{type(optimizer).__qualname__}: it must be a "
             "torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy"
@@ -138,18 +156,21 @@ def _mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | N
         raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from exc
 
 
-def _check_steps_the_model(optimizer: Optimizer, rollout: Rollout) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _check_steps_the_model(optimizer: Any, rollout: Rollout) -> None:
+    stepped = _stepped(optimizer)
     if stepped.isdisjoint(id(parameter) for parameter in rollout.model.parameters()):
         raise ValueError(
             f"this {type(optimizer).__name__} steps {len(stepped)} parameters and none of them belongs to the "
             f"{type(rollout.model).__name__} that samples: pass the policy's optimizer (a critic's does not count), "
-            "made of the parameters of the rollout's own module, and attach after accelerator.prepare or sharding"
+            "made of the parameters of the rollout's own module, and attach after accelerator.prepare or sharding; of "
+            "DeepSpeed, pass the engine (without an attachment: rollout.weights_updated() after each real step)"
         )
 
 
-def _check_not_attached(optimizer: Optimizer, rollout: Rollout) -> None:
-    for hook in optimizer._optimizer_step_post_hooks.values():
+def _check_not_attached(optimizer: Any, rollout: Rollout) -> None:
+    by_deepspeed = deepspeed.steps_by_itself(optimizer)
+    hooks = deepspeed.hooked_after(optimizer) if by_deepspeed else optimizer._optimizer_step_post_hooks.values()
+    for hook in hooks:
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Attachment) and owner.rollout is rollout:
             raise ValueError(
@@ -162,7 +183,7 @@ _STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-def _is_no_update(optimizer: Optimizer) -> bool:
+def _is_no_update(optimizer: Any) -> bool:
     # A subclass whose step() calls super().step() has its hooks called by both. The stack tells the outer one apart: a
     # counter could not, because a step that raises never comes to its post-hook. It also tells of the step with a
     # learning rate of 0 by which torch gives an optimizer its state before that is saved or loaded (accelerate, FSDP2).
@@ -176,7 +197,9 @@ def _is_no_update(optimizer: Optimizer) -> bool:
     return depth == 2
 
 
-def _skipped_for_inf(optimizer: Optimizer) -> bool:
+def _skipped_for_inf(optimizer: Any) -> bool:
+    if deepspeed.steps_by_itself(optimizer):
+        return deepspeed.overflowed(optimizer)
     # GradScaler does not call other optimizers at all when gradients overflow; these it calls, with `found_inf` set.
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False

@@ -57,6 +57,11 @@ class RankFile:
         """`<stem>_rank_<rank>_of_<size>.msgpack` in the folder."""
         return self.folder / f"{self.stem}_rank_{self.rank}_of_{self.size}.msgpack"
 
+    @property
+    def saved_by_anybody(self) -> bool:
+        """Whether a rank, of a job of any size, has saved its part in the folder."""
+        return bool(self._all())
+
     def write(self, rollout: SavedRollout) -> None:
         """Save the rollout; it goes on undisturbed. What a job of another size has left under this stem is removed."""
         fields = {"policy_version": rollout.policy_version, "state": rollout.state_dict()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from rollout.metrics import LOGGED, unknown_name
 from rollout.state import KVCacheManagementMode
 from trainer_hooks.optimizer import Attachment, attach
 from trainer_hooks.rank_state import RankFile, SavedRollout
@@ -36,8 +38,8 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
 
     Needs: `rollout` was built of the model given to the Trainer (the very object), where it trains: the Trainer's
     constructor moves it to the device. The Trainer makes its optimizer when it begins, so nothing is attached before.
-    A Trainer that shards the model itself when it begins (`fsdp`) is none of those that this works with: `generate`
-    raises an `EngineStateError` then.
+    Where the Trainer shards the model by FSDP2, `rollout` is a RolloutManager, which follows at its next `generate`;
+    other ways to spread weights over ranks are refused there.
 
     Changes: the hooks of `trainer_hooks.optimizer` on the Trainer's torch optimizer, while it trains. The policy
     version counts optimizer steps: once per accumulated batch, and not when a GradScaler skips (`global_step` counts
@@ -58,7 +60,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         rollout: what samples with the weights that the Trainer trains.
         mode: what becomes of the KV cache at each step. None: what the rollout is configured to do.
-        log: whether metrics are logged.
+        log: whether metrics are logged; or the names of those that are.
         checkpoint: whether checkpoints carry the rollout.
         resume_from_checkpoint: the folder to go on with, where it is neither `args.resume_from_checkpoint` nor the one
             in `args.output_dir`: the Trainer does not tell callbacks which it has taken. It counts only when the
@@ -73,14 +75,14 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         rollout: SavedRollout,
         *,
         mode: KVCacheManagementMode | str | None = None,
-        log: bool = True,
+        log: bool | Collection[str] = True,
         checkpoint: bool = True,
         resume_from_checkpoint: str | Path | None = None,
     ) -> None:
         self.rollout = rollout
         self.attachment: Attachment | None = None
         self._mode = mode
-        self._log = log
+        self._log = _checked(log)
         self._checkpoint = checkpoint
         self._resume_from = resume_from_checkpoint
         self._logged_at = -1
@@ -125,7 +127,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         attachment = attach(optimizer, self.rollout, mode=self._mode)
         try:
             if self._checkpoint and state.global_step > 0:
-                _file(self._resumed_folder(args, state), args).load(self.rollout)
+                self._resume(args, state)
         except BaseException:
             attachment.detach()
             raise
@@ -145,11 +147,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         if any(name.startswith("eval_") for name in logs or ()):
             return
         self._logged_at = state.global_step
-        metrics = self.rollout.metrics()
-        if logs is not None:
-            logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
+        metrics = self._join(logs, state)
         if state.is_world_process_zero and "wandb" in args.report_to:
             # The Trainer's own callback would rename them to train/rollout/...
             wandb = sys.modules.get("wandb")
@@ -171,17 +169,45 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+    def _join(self, logs: dict[str, Any] | None, state: TrainerState) -> dict[str, float]:
+        """Add those of the metrics that are logged to a log, and to its entry in the history."""
+        metrics = self.rollout.metrics()
+        if isinstance(self._log, frozenset):
+            metrics = {name: value for name, value in metrics.items() if name in self._log}
+        if logs is not None:
+            logs.update(metrics)
+        if state.log_history:
+            state.log_history[-1].update(metrics)
+        return metrics
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        file = self._file_to_resume(args, state)
+        if file is None:
+            raise ValueError(
+                f"the Trainer resumes at step {state.global_step}, and none of "
+                f"{[str(each) for each in self._folders(args, state)]} is the checkpoint it has read: pass "
+                "RolloutCallback(rollout, resume_from_checkpoint=FOLDER), or checkpoint=False to begin with nothing in "
+                "flight and policy version 0"
+            )
+        file.load(self.rollout)
+
+    def _file_to_resume(self, args: TrainingArguments, state: TrainerState) -> RankFile | None:
+        """This rank's, in the folder that the Trainer has read; None: that is not found."""
+        found = (folder for folder in self._folders(args, state) if _is_checkpoint_of(folder, state))
+        return next((_file(folder, args) for folder in found), None)
+
+    def _folders(self, args: TrainingArguments, state: TrainerState) -> list[Path]:
         named = [each for each in (self._resume_from, args.resume_from_checkpoint) if isinstance(each, str | Path)]
-        folders = [*map(Path, named), _folder_of(args, state)]
-        for folder in folders:
-            if _is_checkpoint_of(folder, state):
-                return folder
-        raise ValueError(
-            f"the Trainer resumes at step {state.global_step}, and none of {[str(each) for each in folders]} is the "
-            "checkpoint it has read: pass RolloutCallback(rollout, resume_from_checkpoint=FOLDER), or checkpoint=False "
-            "to begin with nothing in flight and policy version 0"
-        )
+        return [*map(Path, named), _folder_of(args, state)]
+
+
+def _checked(log: bool | Collection[str]) -> bool | frozenset[str]:
+    if isinstance(log, bool):
+        return log
+    chosen = frozenset([log] if isinstance(log, str) else log)
+    for name in sorted(chosen.difference(LOGGED)):
+        raise unknown_name(name, LOGGED)
+    return chosen
 
 
 def _folder_of(args: TrainingArguments, state: TrainerState) -> Path:

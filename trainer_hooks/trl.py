@@ -6,6 +6,7 @@
     a generation      the prompts of a group are one request of n samples; the KV cache leaves the device afterwards
     a step            (torch's hooks) the policy version moves, if the optimizer really stepped
     logs              the rollout's metrics join the trainer's
+    a checkpoint      carries the policy version and the random streams
 
 Nothing is said twice: how to sample is what GRPOConfig says. A completion is whole, or an error, or masked; never short.
 Written against TRL 1.16; TRL itself is not imported.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -24,17 +26,25 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerState
 
 from rollout.batch import RolloutBatch
 from rollout.manager import RolloutManager
 from rollout.state import KVCacheManagementMode
-from trainer_hooks import optimizer as optimizer_hook
 from trainer_hooks.optimizer import Attachment
-from trainer_hooks.trl_config import check_choices, check_correction, check_trainer, refuse_tools, sampling_params
+from trainer_hooks.transformers import RolloutCallback
+from trainer_hooks.trl_config import (
+    check_choices,
+    check_trainer,
+    correction_mode,
+    refuse_tools,
+    sampling_params,
+    warn_of_shaping,
+)
 
 OnError = Literal["raise", "mask"]
 Mode = KVCacheManagementMode | str | None
+Log = bool | Collection[str]
 
 
 class TrlAttachment:
@@ -47,7 +57,9 @@ class TrlAttachment:
         rollout: what samples.
     """
 
-    def __init__(self, trainer: Any, rollout: RolloutManager, mode: Mode, on_error: OnError) -> None:
+    def __init__(
+        self, trainer: Any, rollout: RolloutManager, mode: Mode, on_error: OnError, log: Log, checkpoint: bool
+    ) -> None:
         self.trainer = trainer
         self.rollout = rollout
         self._mode = mode
@@ -56,7 +68,7 @@ class TrlAttachment:
         self._failed: list[bool] = []
         self._undo = ExitStack()
         try:
-            self._follow()
+            self._follow(_Follower(rollout, mode, log, checkpoint))
         except BaseException:
             self._undo.close()
             raise
@@ -167,10 +179,11 @@ class TrlAttachment:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def take_vllms_place(self) -> None:
-        """From here TRL generates with this object, and corrects the loss by its log-probs."""
+    def take_vllms_place(self, correction: str) -> None:
+        """From here TRL generates with this object, and corrects the loss by its log-probs, in the mode `correction`."""
         # "server": else TRL looks for the longest sequence in vLLM's own engine.
         self._put(vllm_generation=self, use_vllm=True, vllm_mode="server", _last_loaded_step=-1)
+        self._put(vllm_importance_sampling_mode=correction)
         score = self.trainer._generate_and_score_completions
         self._put(_generate_and_score_completions=lambda inputs: self._observed(score(inputs)))
         if self._on_error == "mask":
@@ -184,18 +197,26 @@ class TrlAttachment:
                 self._undo.callback(delattr, self.trainer, name)
             setattr(self.trainer, name, value)
 
-    def _follow(self) -> None:
-        self._follower = _Follower(self.rollout, self._mode)
-        handler = self.trainer.callback_handler
-        # Somebody's own RolloutCallback follows the optimizer already, and saves checkpoints besides.
+    def _follow(self, follower: _Follower) -> None:
+        self._follower = follower
+        trainer, handler = self.trainer, self.trainer.callback_handler
+        # Somebody's own RolloutCallback does all that already.
         if any(getattr(callback, "rollout", None) is self.rollout for callback in handler.callbacks):
             return
-        # Reporters come after it, so that they are given the rollout's metrics too.
-        handler.callbacks.insert(0, self._follower)
-        self._undo.callback(handler.remove_callback, self._follower)
-        self._undo.callback(self._follower.detach)
-        if self.trainer.optimizer is not None:
-            self._follower.attach(self.trainer.optimizer)
+        # Reporters come after it, so that they are given the rollout's metrics too. Another list: the handler may be
+        # going through this one, when all this happens in a callback.
+        handler.callbacks = [follower, *handler.callbacks]
+        self._undo.callback(self._unfollow)
+        if trainer.optimizer is not None:
+            state = trainer.state if trainer.is_in_train else TrainerState()
+            follower.on_train_begin(
+                trainer.args, state, trainer.control, model=trainer.model, optimizer=trainer.optimizer
+            )
+
+    def _unfollow(self) -> None:
+        self._follower.detach()
+        handler = self.trainer.callback_handler
+        handler.callbacks = [each for each in handler.callbacks if each is not self._follower]
 
     def _observed(self, scored: dict[str, Any]) -> dict[str, Any]:
         """What TRL has made of the last batch: the metric `rollout/logprob_diff` compares its log-probs with ours."""
@@ -223,11 +244,20 @@ class TrlAttachment:
         return calculate
 
 
-def attach(trainer: Any, rollout: RolloutManager, *, mode: Mode = None, on_error: OnError = "raise") -> TrlAttachment:
+def attach(
+    trainer: Any,
+    rollout: RolloutManager,
+    *,
+    mode: Mode = None,
+    on_error: OnError = "raise",
+    log: Log = True,
+    checkpoint: bool = True,
+) -> TrlAttachment:
     """Let `trainer` generate with `rollout`, and correct its loss by the rollout's log-probs.
 
     Needs: a GRPOTrainer of TRL 1.16, `use_vllm=False`, and a rollout of its model: `RolloutManager(trainer.model,
-    tokenizer, ...)`. Call it before `train()`. On several ranks, call it on all of them.
+    tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`. On several ranks, call it on all of
+    them. The trainer may spread the weights over them by DDP or FSDP2 when it begins.
 
     Changes: the trainer believes that it has a vLLM, which is `rollout`, from then on. So the options of GRPOConfig
     named `vllm_importance_sampling_*` hold (the correction is on unless switched off), the metrics `sampling/*` are
@@ -237,9 +267,16 @@ def attach(trainer: Any, rollout: RolloutManager, *, mode: Mode = None, on_error
     Trainer's names). With `on_error="mask"` the trainer's `rollout_func` and `_calculate_rewards` are replaced too.
 
     Sampling follows `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
-    `generation_kwargs` of GRPOConfig. Random streams come from `InferenceConfig.seed`. Completions end with the
-    trainer's `eos_token_ids`. For checkpoints that carry the rollout's version and random streams, give the trainer
-    the `RolloutCallback(rollout)` of `trainer_hooks.transformers` before attaching.
+    `generation_kwargs` of GRPOConfig. Where these draw from another distribution than the trained one, a warning says
+    so, and the log-probs handed over are those of the trained one (see `sampling_params`); `loss_type="vespo"` is
+    corrected by token, which is said too where GRPOConfig says otherwise. Random streams come from
+    `InferenceConfig.seed`. Completions end with the trainer's `eos_token_ids`.
+
+    With `checkpoint`, the trainer's checkpoints carry the policy version and the random streams, in
+    `rollout_rank_<r>_of_<n>.msgpack`, and a rollout that has sampled for no training yet goes on with those of the
+    checkpoint that `train(resume_from_checkpoint=...)` takes from `args.output_dir`. Where it has none, a warning says
+    so, and the version goes on at the trainer's step. All of this callback's work is left to a `RolloutCallback(rollout,
+    ...)` of `trainer_hooks.transformers` that the trainer has already.
 
     Args:
         trainer: not training yet.
@@ -247,6 +284,8 @@ def attach(trainer: Any, rollout: RolloutManager, *, mode: Mode = None, on_error
         mode: what becomes of the KV cache while the trainer trains. None: what the rollout is configured to do.
         on_error: `raise`: a failed completion is a `RolloutFailedError` in `train()`. `mask`: its row becomes one token
             outside the loss, without reward, so that its group's advantages are those of the others.
+        log: whether metrics join the trainer's logs; or the names of those that do.
+        checkpoint: whether the trainer's checkpoints carry the rollout's state.
 
     Returns:
         The attachment; `detach()` gives the trainer back as it was.
@@ -254,6 +293,7 @@ def attach(trainer: Any, rollout: RolloutManager, *, mode: Mode = None, on_error
     Raises:
         TypeError: `trainer` has not the seams of TRL 1.16's GRPOTrainer.
         ConfigError: `mode`, `on_error` or GRPOConfig asks for something unknown.
+        KeyError: `log` names a metric that is none.
         ValueError: the trainer trains another model, generates with vLLM, continuous batching or a `rollout_func`
             already, or has tools where failed rows are to be masked. Nothing is attached then.
     """
@@ -266,16 +306,21 @@ def attach(trainer: Any, rollout: RolloutManager, *, mode: Mode = None, on_error
         raise ValueError("this trainer is attached to a rollout already: keep that attachment, or detach() it first")
     check_trainer(trainer, rollout.model)
     check_choices(trainer, mode, on_error)
-    check_correction(trainer)
     if on_error == "mask":
         refuse_tools(trainer)
-    attachment = TrlAttachment(trainer, rollout, mode, on_error)
-    attachment.take_vllms_place()
+    attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
+    attachment.take_vllms_place(correction_mode(trainer, stacklevel=2))
+    warn_of_shaping(trainer, stacklevel=2)
     return attachment
 
 
 def rollout_func(
-    rollout: RolloutManager, *, mode: Mode = None, on_error: OnError = "raise"
+    rollout: RolloutManager,
+    *,
+    mode: Mode = None,
+    on_error: OnError = "raise",
+    log: Log = True,
+    checkpoint: bool = True,
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
     """A `rollout_func` for GRPOTrainer that generates with `rollout`.
 
@@ -285,8 +330,7 @@ def rollout_func(
 
     Args:
         rollout: samples with the module given to the trainer (the very object).
-        mode: see `attach`.
-        on_error: see `attach`.
+        mode, on_error, log, checkpoint: see `attach`.
 
     Returns:
         What GRPOTrainer takes. It raises what `attach` raises, and at once for prompts with images.
@@ -298,7 +342,8 @@ def rollout_func(
             check_trainer(trainer, rollout.model)
             check_choices(trainer, mode, on_error)
             refuse_tools(trainer)
-            attachment = TrlAttachment(trainer, rollout, mode, on_error)
+            warn_of_shaping(trainer, stacklevel=2)
+            attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
             for other in tied:
                 other.detach()
             tied[:] = [attachment]
@@ -307,40 +352,43 @@ def rollout_func(
     return generate
 
 
-class _Follower(TrainerCallback):  # type: ignore[misc]
-    """Ties the optimizer to the rollout while the trainer trains, and adds the rollout's metrics to its logs."""
+class _Follower(RolloutCallback):
+    """A `RolloutCallback` that comes before the reporters, and does not insist on a checkpoint of the rollout's own."""
 
-    def __init__(self, rollout: RolloutManager, mode: Mode) -> None:
-        self.rollout = rollout
-        self._mode = mode
-        self._attachment: Attachment | None = None
+    def __init__(self, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
+        super().__init__(rollout, mode=mode, log=log, checkpoint=checkpoint)
+        self._manager = rollout
+        self._latest: Attachment | None = None
 
     @property
     def steps(self) -> int:
-        return 0 if self._attachment is None else self._attachment.steps
+        return 0 if self._latest is None else self._latest.steps
 
-    def attach(self, optimizer: object) -> None:
-        self.detach()
-        self._attachment = optimizer_hook.attach(optimizer, self.rollout, mode=self._mode)
-
-    def detach(self) -> None:
-        if self._attachment is not None:
-            self._attachment.detach()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: object = None, **kwargs: Any) -> None:
-        self.attach(optimizer)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.rollout.weights_updated()
-        self.detach()
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        self._latest = self.attachment
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         # An evaluation's log, or the summary at the end, takes none away from the training's.
-        if logs is not None and "loss" in logs:
-            metrics = self.rollout.metrics()
-            logs.update(metrics)
-            state.log_history[-1].update(metrics)
+        if self._log and logs is not None and "loss" in logs:
+            self._join(logs, state)
+
+    def _resume(self, args: Any, state: Any) -> None:
+        if self.rollout.policy_version:
+            # It counts on from an earlier training.
+            return
+        file = self._file_to_resume(args, state)
+        if file is not None and file.saved_by_anybody:
+            file.load(self.rollout)
+            return
+        self._manager.engine.weights_updated(state.global_step)
+        warnings.warn(
+            f"the trainer stands at step {state.global_step}, and no state of the rollout is found beside that of the "
+            f"trainer in {', '.join(map(str, self._folders(args, state)))}: the policy version goes on from "
+            f"{state.global_step}, and random streams begin anew. Where another folder has it, give the trainer "
+            "RolloutCallback(rollout, resume_from_checkpoint=FOLDER) before attaching",
+            stacklevel=2,
+        )
 
 
 @contextmanager

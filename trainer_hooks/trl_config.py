@@ -5,6 +5,7 @@ Reads attributes of the trainer and its GRPOConfig, changes nothing. Whatever is
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -26,6 +27,11 @@ _SEAMS = (
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 _DECIDED = {"n", "seed", "ignore_eos", "logprobs", "prompt_logprobs", "logprobs_mode"}
 _CHOICES = {field.name for field in fields(SamplingParams)} - _DECIDED
+_SHAPING = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
+)  # fmt: skip
+"""What makes of the trainer's distribution, softmax(logits / temperature), another one to draw from."""
+_BY_TOKEN = ("token_truncate", "token_mask")
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
@@ -33,6 +39,12 @@ def sampling_params(trainer: Any) -> SamplingParams:
 
     `generation_kwargs` may use the names of `SamplingParams` and transformers' `do_sample`, `max_new_tokens`,
     `min_new_tokens` and `stop_strings`.
+
+    Log-probs are of the distribution that the trainer computes, softmax(logits / temperature), also where a part of it
+    is drawn from (`top_k`), or another one (`repetition_penalty`). Their ratio to the trainer's is then what TRL's
+    correction is for: 1, but for how the two forwards differ. That to the log-probs drawn with would be the mass of what
+    was cut off, token by token: over a completion so near to 0 that nothing is learnt, and no correction either of what
+    can never be drawn.
 
     Raises:
         ConfigError: it asks for something else, or a value is out of range.
@@ -47,7 +59,8 @@ def sampling_params(trainer: Any) -> SamplingParams:
     }
     given = dict(trainer.args.generation_kwargs or {})
     if not given.pop("do_sample", True):
-        asked["temperature"] = 0.0
+        # At temperature 0 log-probs would be those of temperature 1, whatever the trainer's is.
+        asked |= {"top_k": 1, "top_p": 1.0, "min_p": 0.0}
     for name, value in given.items():
         known = _RENAMED.get(name, name)
         if known not in _CHOICES:
@@ -58,7 +71,29 @@ def sampling_params(trainer: Any) -> SamplingParams:
         asked[known] = value
     # Not the engine's own end-of-sequence ids: TRL asks these whether a completion was cut off.
     stop = (*trainer.eos_token_ids, *(asked.pop("stop_token_ids", None) or ()))
-    return SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
+    params = SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
+    return params.replace(logprobs_mode="tempered") if _shaping(params) else params
+
+
+def warn_of_shaping(trainer: Any, stacklevel: int) -> None:
+    """Say so where completions are not drawn from the distribution whose log-probs the trainer computes."""
+    params = sampling_params(trainer)
+    # Greedy completions of a prompt are all the same: whoever asks for them trains on nothing.
+    if params.top_k != 1 and (names := _shaping(params)):
+        shown = ", ".join(f"{name}={getattr(params, name)!r}" for name in names)
+        warnings.warn(
+            f"{shown}: completions are drawn from another distribution than the one that is trained. Importance weights "
+            "between the two would vanish with the length and stop the learning, so the rollout hands over log-probs of the "
+            "trained one: what is sampled here is trained on as if it were drawn from that, as with TRL's own generation, "
+            "and TRL corrects what the two forwards differ by. To train what is sampled, sample by temperature alone "
+            "(top_k=0, top_p=1.0, min_p=None, repetition_penalty=1.0)",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _shaping(params: SamplingParams) -> list[str]:
+    plain = SamplingParams()
+    return [name for name in _SHAPING if getattr(params, name) != getattr(plain, name)]
 
 
 def refuse_tools(trainer: Any) -> None:
@@ -115,16 +150,15 @@ def check_choices(trainer: Any, mode: KVCacheManagementMode | str | None, on_err
     sampling_params(trainer)
 
 
-def check_correction(trainer: Any) -> None:
-    """The loss can be corrected in the mode asked for.
-
-    Raises:
-        ValueError: not with this loss.
-    """
-    # GRPOTrainer looks at this itself only where it is built with vLLM.
-    corrects, how = trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode
-    if trainer.loss_type == "vespo" and corrects and how not in ("token_truncate", "token_mask"):
-        raise ValueError(
-            f"vllm_importance_sampling_mode={how!r} with loss_type='vespo': set GRPOConfig's to 'token_truncate' or "
-            "'token_mask', or vllm_importance_sampling_correction=False"
-        )
+def correction_mode(trainer: Any, stacklevel: int) -> str:
+    """The `vllm_importance_sampling_mode` that the loss can be corrected in: GRPOConfig's, where it can."""
+    asked = str(trainer.vllm_importance_sampling_mode)
+    # GRPOTrainer refuses this itself, but only where it is built with vLLM; GRPOConfig's default is one of these.
+    if trainer.loss_type != "vespo" or not trainer.vllm_importance_sampling_correction or asked in _BY_TOKEN:
+        return asked
+    warnings.warn(
+        f"vllm_importance_sampling_mode={asked!r}: loss_type='vespo' is corrected token by token, and is so here, by "
+        f"{_BY_TOKEN[0]!r}; set GRPOConfig's to it, to {_BY_TOKEN[1]!r}, or vllm_importance_sampling_correction=False",
+        stacklevel=stacklevel + 1,
+    )
+    return _BY_TOKEN[0]

@@ -43,8 +43,8 @@ class WandbLogger:
         config: what the run was started with.
         directory: where the run's files go, in a folder `wandb`. None: the current directory.
         name: of the run. None: wandb invents one.
-        mode: "online", "offline" or "disabled". None: WANDB_MODE where it is set; else online if the user is logged in
-            (WANDB_API_KEY, netrc, wandb's settings), and offline if not.
+        mode: "online", "offline" or "disabled". None: WANDB_MODE where it is set and not empty; else online if the user
+            is logged in (WANDB_API_KEY, netrc, wandb's settings), and offline if not.
 
     Raises:
         ValueError: `mode` is unknown, or it is "online" and nobody is logged in.
@@ -162,7 +162,7 @@ class WandbLogger:
         self.finish(exit_code=0 if exc is None else 1)
 
     def _choose_mode(self, mode: str | None) -> Literal["online", "offline", "disabled"]:
-        chosen = mode or os.environ.get("WANDB_MODE")
+        chosen = mode if mode is not None else os.environ.get("WANDB_MODE") or None
         if chosen == "disabled":
             return "disabled"
         if chosen == "offline":

@@ -38,7 +38,7 @@ from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.sequences import Sequence as Sample
 from rollout.engine.step import ScheduledStep
 from rollout.engine.turns import Turns
-from rollout.engine.weights import refuse_sharded_since, weights_of
+from rollout.engine.weights import fully_sharded_since, refuse_sharded_since, weights_of
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -100,32 +100,38 @@ class DynamicInferenceEngine:
             self._begin(model, tokenizer, clock, allocate)
 
     def _begin(self, model: nn.Module, tokenizer: Any, clock: Callable[[], float], allocate: Allocate) -> None:
-        self.weights = weights_of(
-            model,
-            dtype=_dtype(self.config.inference_dtype),
-            device=None if self.config.inference_device is None else torch.device(self.config.inference_device),
-        )
-        self.model = self.weights.trained
         self._given = model
-        self.training_device = next(self.model.parameters()).device
-        """Where the trainer wants its batches."""
-        self._dtype = next(self.model.parameters()).dtype
         self._autocast = _dtype(self.config.autocast_dtype)
         self._clock = clock
         self._lock = FairLock()
         self._lifecycle = Lifecycle(self._lock)
         self.turns = Turns()
         """Whoever steps until requests have ended takes one."""
+        self._made_with = tokenizer, allocate
+        self._rebuild_due = False
+        self._find_weights()
+        with self.whole_weights(), self._under_autocast():
+            self._build()
+
+    def _find_weights(self) -> None:
+        self.weights = weights_of(
+            self._given,
+            dtype=_dtype(self.config.inference_dtype),
+            device=None if self.config.inference_device is None else torch.device(self.config.inference_device),
+        )
+        self.model = self.weights.trained
+        self.training_device = next(self.model.parameters()).device
+        """Where the trainer wants its batches."""
+        self._dtype = next(self.model.parameters()).dtype
         fingerprints = self.config.weight_fingerprints
         self._fingerprints = (
             None if fingerprints == "off" else Fingerprints(self.weights.tensors, full=fingerprints == "full")
         )
         self._weights_are_known = False
-        with self.whole_weights(), self._under_autocast():
-            self._build(tokenizer, allocate)
 
-    def _build(self, tokenizer: Any, allocate: Allocate) -> None:
+    def _build(self) -> None:
         model, clock = self.weights.sampled, self._clock
+        tokenizer, allocate = self._made_with
         layout = inspect_model(model)
         self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or 2048
         refuse_growing_rope(model, self.max_sequence_length)
@@ -171,6 +177,43 @@ class DynamicInferenceEngine:
     def is_of(self, model: nn.Module) -> bool:
         """Whether it was built of this model, or of its wrapper."""
         return model is self.model or model is self._given
+
+    def sharded_since(self) -> bool:
+        """Whether the trainer has sharded the weights by FSDP2 since the engine was built; then `rebuild` is due.
+
+        They are gathered as those of FSDP2 from here on; nothing here speaks to another rank.
+        """
+        if fully_sharded_since(self.weights):
+            with self._lock:
+                self._find_weights()
+                self._rebuild_due = True
+        return self._rebuild_due
+
+    def rebuild(self) -> None:
+        """Build all but the weights anew, of the model as it is now: its device, and the dtype it computes in, may be
+        others. Every rank calls it inside `whole_weights()`. Unfinished samples go on, their KV is computed again.
+
+        Raises:
+            UnsupportedModelError, InvalidRequestError: not with this model; everything is as it was before.
+        """
+        with self._lock, interrupt_deferred():
+            records, version, before = self.snapshot(), self.policy_version, dict(vars(self))
+            context, changes = self.context, self.context.allocator.changes
+            context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
+            try:
+                with plain_tensors(), self._under_autocast():
+                    self._build()
+                for name in ("_order", "_next_request_id", "_ended", "counters", "on_move"):
+                    setattr(self, name, before[name])
+                self.context.allocator.changes = changes
+                self.context.scheduler.advance_version(version)
+                for record in records:
+                    self.add_record(record)
+            except BaseException:
+                vars(self).update(before)
+                context.resume()
+                raise
+            self._rebuild_due = False
 
     def _under_autocast(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self.training_device.type, self._autocast)

@@ -60,7 +60,7 @@ class Sampled:
     token_ids: Tensor
     """[R] int64."""
     logprobs: Tensor
-    """[R] float32, processed or raw as each row asks."""
+    """[R] float32, of the distribution that each row asks for (`logprobs_mode`)."""
     top_ids: Tensor | None
     """[R, k] int64, likeliest first, lower id first on ties; k is the most any row asks for, None if 0."""
     top_logprobs: Tensor | None
@@ -150,6 +150,8 @@ def _sample(
         token_ids, peak, log_sum, score = (column[:, None] for column in drawn)
         total = _Total(peak, log_sum)
     if rows.any_raw:
+        if rows.any_raw_temperature:
+            raw = torch.div(raw, rows.raw_temperature[:, None], out=scratch.take("raw_tempered", raw))
         mine, own = rows.raw[:, None], _raw_total(raw, scratch)
         score = torch.where(mine, raw.gather(1, token_ids), score)
         total = _Total(torch.where(mine, own.peak, total.peak), torch.where(mine, own.log_sum, total.log_sum))

@@ -16,7 +16,7 @@ Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
 """Per slot with a logit_bias: (token ids, biases)."""
 
 _NUMBERS = ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p")
-_INTEGERS = ("top_k", "key", "top_n", "greedy", "raw")
+_INTEGERS = ("top_k", "key", "top_n", "greedy", "raw", "tempered")
 _NO_TOP_K = 2**31 - 1
 
 
@@ -26,11 +26,11 @@ class SamplingRows:
     Greedy rows stand here with temperature 1 and their filters off.
 
     Attributes:
-        greedy, raw: [R] bool; `raw` rows report log-probs of the model's own logits.
+        greedy, raw: [R] bool; `raw` rows report log-probs of the model's own logits, divided by `raw_temperature`.
         key: [R] int64.
         top_k: [R] int64, 2^31 - 1 where off.
         top_p: [R] float64.
-        temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
+        temperature, raw_temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
         limited: [L] int64, the rows with top_k or top_p.
         limited_width: the largest top_k of the limited rows; None when one of them has top_p alone.
         penalized: [N] numpy int64, the rows with a penalty.
@@ -53,13 +53,14 @@ class SamplingRows:
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(slots), [self]
         temperature, min_p, repetition, presence, frequency, top_p = numbers
-        top_k, key, top_n, greedy, raw = integers
+        top_k, key, top_n, greedy, raw, tempered = integers
         occurrence = (presence != 0) | (frequency != 0)
         limited = np.flatnonzero((top_k > 0) | (top_p < 1))
         self.top_n = int(top_n.max(initial=0))
         self.any_greedy, self.all_greedy = bool(greedy.any()), bool(greedy.all())
         self.any_raw, self.all_raw = bool(raw.any()), bool(raw.all())
         self.any_temperature = bool((temperature != 1).any())
+        self.any_raw_temperature = bool(((temperature != 1) & (tempered > 0)).any())
         self.any_top_k = bool(top_k.any())
         self.any_top_p = bool((top_p < 1).any())
         self.any_min_p = bool(min_p.any())
@@ -80,7 +81,8 @@ class SamplingRows:
             wide[:-1].to(torch.float32).unbind()
         )
         self.top_k, self.key = upload(np.stack([np.where(top_k > 0, top_k, _NO_TOP_K), key]), device).unbind()
-        self.greedy, self.raw = upload(np.stack([greedy, raw]) > 0, device).unbind()
+        self.greedy, self.raw, hot = upload(np.stack([greedy, raw, tempered]) > 0, device).unbind()
+        self.raw_temperature = torch.where(hot, self.temperature, 1.0)
 
     def __len__(self) -> int:
         return len(self._source[0])
@@ -123,7 +125,8 @@ class SamplingTable:
         if greedy:
             params = params.replace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         self._numbers[:, slot] = [getattr(params, name) for name in _NUMBERS]
-        self._integers[:, slot] = params.top_k, key, params.logprobs or 0, greedy, params.logprobs_mode == "raw"
+        raw, tempered = params.logprobs_mode != "processed", params.logprobs_mode == "tempered"
+        self._integers[:, slot] = params.top_k, key, params.logprobs or 0, greedy, raw, tempered
         # A new dict: the selection made before reads its own.
         self._biases = {other: bias for other, bias in self._biases.items() if other != slot}
         if params.logit_bias:

@@ -102,6 +102,14 @@ def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: to
     return CopiedWeights(source, dtype, device)
 
 
+def fully_sharded_since(weights: Weights) -> bool:
+    """Whether weights that were whole when their source was chosen are FSDP2's now, in the same module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if weights.collective or fsdp is None:
+        return False
+    return any(isinstance(module, fsdp.FSDPModule) for module in weights.trained.modules())
+
+
 def refuse_sharded_since(weights: Weights) -> None:
     """Look whether the trainer has spread weights over the ranks that were whole when their source was chosen.
 
@@ -111,10 +119,11 @@ def refuse_sharded_since(weights: Weights) -> None:
     if weights.collective or not (dist.is_available() and dist.is_initialized()):
         return
     model = weights.trained
-    name = unmanaged_shard(model, ())
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if name is None and fsdp is not None:
-        name = next((n for n, m in model.named_modules() if isinstance(m, fsdp.FullyShardedDataParallel)), None)
+    name = unmanaged_shard(model, ()) or next((n for n, p in model.named_parameters() if hasattr(p, "ds_id")), None)
+    if name is None:
+        # By either FSDP; the wrapper of FSDP1 may be around the model, out of sight.
+        marked = (n for n, m in model.named_modules() if getattr(m, "_is_fsdp_managed_module", False))
+        name = next((n or type(model).__name__ for n in marked), None)
     if name is not None:
         raise EngineStateError(
             f"{type(model).__name__}: {name} was sharded after the rollout was built, so that every forward would wait for "

@@ -161,8 +161,9 @@ class SamplingBody(Body):
     """Leave the stop string in the text."""
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     """Log-probs of the prompt's tokens, and so many of the likeliest in each place. 0: only the tokens' own."""
-    logprobs_mode: Literal["processed", "raw"] | None = None
-    """`processed`: log-probs of the distribution that is drawn from. `raw`: of the model's own."""
+    logprobs_mode: Literal["processed", "raw", "tempered"] | None = None
+    """`processed`: log-probs of the distribution that is drawn from. `raw`: of the model's own. `tempered`: of the
+    model's own at the temperature."""
     priority: int | None = Field(None, ge=-INT32, le=INT32)
     """Higher runs first. Default 0."""
     timeout_s: float | None = Field(None, gt=0, le=86400)

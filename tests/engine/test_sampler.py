@@ -417,7 +417,7 @@ def test_a_row_without_a_finite_largest_logit_gets_nan_and_a_token_and_harms_no_
     logits[2, 5] = torch.nan
     logits[3] = torch.nan
     logits[4, 5] = torch.inf
-    for mode in ("processed", "raw"):
+    for mode in ("processed", "raw", "tempered"):
         chosen = SamplingParams(**params, logprobs_mode=mode, logprobs=2)
         sampled = draw(logits, chosen)
         assert sampled.logprobs.isnan().tolist() == [False, True, True, True, True, False]
@@ -429,11 +429,11 @@ def test_a_row_without_a_finite_largest_logit_gets_nan_and_a_token_and_harms_no_
 
 
 def many_kinds(rows: int) -> list[SamplingParams]:
-    """Rows of every kind: filters, penalties, biases, greedy, both log-prob modes."""
+    """Rows of every kind: filters, penalties, biases, greedy, all log-prob modes."""
     bias = {"logit_bias": {3: 2.0, 900: -4.0}}
     kinds = [*FILTERS, {"temperature": 0}, bias, {"presence_penalty": 0.4}, {"top_p": 0.6, "frequency_penalty": -0.2}]
-    modes = ("processed", "raw", "processed")
-    return [SamplingParams(**kinds[i % len(kinds)], logprobs=4, logprobs_mode=modes[i % 3]) for i in range(rows)]
+    modes = ("processed", "raw", "processed", "tempered")
+    return [SamplingParams(**kinds[i % len(kinds)], logprobs=4, logprobs_mode=modes[i % 4]) for i in range(rows)]
 
 
 @pytest.mark.parametrize("vocabulary", [VOCAB, 40_961])
@@ -531,9 +531,22 @@ def test_raw_log_probs_are_those_of_the_models_own_logits() -> None:
     assert torch.allclose(raw.top_logprobs, expected.topk(6).values, atol=1e-5)
 
 
+@pytest.mark.parametrize("shaping", [{"top_k": 20}, {"repetition_penalty": 1.3}, {"top_p": 0.5, "min_p": 0.1}, {}])
+def test_tempered_log_probs_are_those_of_the_models_own_logits_at_the_temperature(shaping: dict[str, Any]) -> None:
+    logits, histories = logits_of(32), histories_of(32)
+    params = SamplingParams(temperature=0.6, **shaping, logprobs=6)
+    tempered = draw(logits, params.replace(logprobs_mode="tempered"), histories=histories)
+    expected = (logits / 0.6).log_softmax(-1)
+    assert tempered.top_logprobs is not None
+    assert torch.equal(tempered.token_ids, draw(logits, params, histories=histories).token_ids)
+    assert torch.allclose(tempered.logprobs, expected.gather(1, tempered.token_ids[:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(tempered.top_logprobs, expected.topk(6).values, atol=1e-5)
+
+
 def test_each_row_reports_in_its_own_mode() -> None:
-    logits = logits_of(2, seed=4)[:1].expand(2, -1)
-    modes = [SamplingParams(temperature=0.5, logprobs=2, logprobs_mode=mode) for mode in ("raw", "processed")]
+    names = ("raw", "processed", "tempered")
+    logits = logits_of(2, seed=4)[:1].expand(3, -1)
+    modes = [SamplingParams(temperature=0.5, top_k=9, logprobs=2, logprobs_mode=mode) for mode in names]
     together = draw(logits, *modes)
     for row, params in enumerate(modes):
         table = SamplingTable("cpu")

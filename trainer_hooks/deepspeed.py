@@ -1,0 +1,91 @@
+"""DeepSpeed's optimizers (ZeRO-1, -2 and -3, bf16, fp16), as something whose steps can be hooked like a torch optimizer's.
+
+They step flat copies of the parameters by several steps of the torch optimizer inside, gather the parameters afterwards,
+and skip by themselves when gradients overflow. So what counts is their own `step()`, which DeepSpeed's engine calls once
+per accumulated batch. DeepSpeed is not imported here: its objects are known by their class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+
+_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+"""Where they keep the model's parameters: lists of lists, by class and stage."""
+
+
+def steps_by_itself(optimizer: object) -> bool:
+    """Whether it is one of DeepSpeed's optimizers, and neither its engine nor a torch optimizer that it only holds."""
+    package, _, rest = type(optimizer).__module__.partition(".")
+    return package == "deepspeed" and rest.startswith("runtime") and not isinstance(optimizer, nn.Module)
+
+
+def parameters(optimizer: Any) -> list[nn.Parameter]:
+    """Those of the model that it steps.
+
+    Raises:
+        TypeError: this optimizer of DeepSpeed's keeps them elsewhere, or applies its steps at another time.
+    """
+    groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
+    if groups is None or "zenflow" in type(optimizer).__module__:
+        raise TypeError(
+            f"cannot attach to DeepSpeed's {type(optimizer).__name__}, whose steps cannot be told from outside (those of "
+            "ZeRO-1, -2 and -3, BF16_Optimizer and FP16_Optimizer can): call rollout.weights_updated() after every "
+            "engine.step() that was an update, inside `with rollout.suspended():`"
+        )
+    return [parameter for group in groups for parameter in group]
+
+
+def overflowed(optimizer: Any) -> bool:
+    """Whether its last step was skipped."""
+    return bool(getattr(optimizer, "overflow", False))
+
+
+class HookedStep:
+    """What stands in the place of a DeepSpeed optimizer's `step` while it has hooks.
+
+    Attributes:
+        hooks: pairs, called before and after every step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._step = optimizer.step
+        self.hooks: list[tuple[Hook, Hook]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for before, _ in self.hooks:
+            before(self._optimizer, args, kwargs)
+        result = self._step(*args, **kwargs)
+        for _, after in self.hooks:
+            after(self._optimizer, args, kwargs)
+        return result
+
+
+class Handle:
+    """A pair of hooks on a DeepSpeed optimizer, until `remove()`."""
+
+    def __init__(self, optimizer: Any, before: Hook, after: Hook) -> None:
+        self._optimizer = optimizer
+        self._pair = before, after
+        if not isinstance(vars(optimizer).get("step"), HookedStep):
+            optimizer.step = HookedStep(optimizer)
+        optimizer.step.hooks.append(self._pair)
+
+    def remove(self) -> None:
+        """Take them off. Harmless when repeated."""
+        step = vars(self._optimizer).get("step")
+        if isinstance(step, HookedStep) and self._pair in step.hooks:
+            step.hooks.remove(self._pair)
+            if not step.hooks:
+                del self._optimizer.step
+
+
+def hooked_after(optimizer: Any) -> list[Hook]:
+    """The hooks after its steps."""
+    step = vars(optimizer).get("step")
+    return [after for _, after in step.hooks] if isinstance(step, HookedStep) else []
