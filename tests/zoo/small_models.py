@@ -39,11 +39,13 @@ SMALL: dict[str, Any] = {
     "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32, "expert_ffn_hidden_size": 32, "expert_intermediate_size": 32,
     "dense_intermediate_size": 96, "ffn_intermediate_size": 96, "prefix_dense_intermediate_size": 96,
-    "shared_intermediate_size": 32, "first_k_dense_replace": 1, "num_dense_layers": 1, "zero_expert_num": 1,
+    "shared_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32, "first_k_dense_replace": 1, "num_dense_layers": 1, "zero_expert_num": 1,
     # low-rank and sparse attention: fewer keys are chosen than a prompt has
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "o_lora_rank": 16, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "indexer_n_heads": 2,
     "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
+    "index_block_size": 8, "index_topk_blocks": 2,
     # state spaces and other recurrences
     "state_size": 8, "ssm_state_size": 8, "num_heads": 8, "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16,
     "mamba_n_groups": 1, "n_mamba_heads": 2, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_expand": 2,
@@ -59,15 +61,12 @@ SMALL: dict[str, Any] = {
 
 PARTICULAR: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dots3_note": {"num_key_value_heads": 4},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 6, "attention_head_dim": 32, "attention_hidden_size": 128},
+    "zamba": {"num_hidden_layers": 8, "attention_head_dim": 32, "attention_hidden_size": 128},
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -98,10 +97,11 @@ def _shrunk(config: PreTrainedConfig, particular: Mapping[str, Any]) -> dict[str
         elif name == "max_window_layers":
             options[name] = 2
     if "qk_rope_head_dim" in options:
-        # Rotary tables are made for `head_dim`, and only that part of a low-rank head is rotated.
+        # Rotary tables are made for `head_dim`, and only that part of a low-rank head is rotated; no heads share.
         options["head_dim"] = options["qk_rope_head_dim"]
+        options["num_key_value_heads"] = SMALL["num_attention_heads"]
     for alias, name in getattr(config, "attribute_map", {}).items():
-        if alias in SMALL:
+        if alias in SMALL and name not in SMALL:
             options.pop(name, None)
             options[alias] = SMALL[alias]
     parts = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
