@@ -7,10 +7,10 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 
 import torch
 from transformers import PreTrainedModel
@@ -104,18 +104,38 @@ def _compared(model: PreTrainedModel) -> tuple[str, str]:
     return EQUAL, ", ".join(notes)
 
 
-def survey(architectures: Sequence[str], jobs: int, deadline_s: float) -> Iterator[Verdict]:
-    """Judge each in a process of its own, in the order in which they end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+def judge_into(link: Connection, architecture: str) -> None:
+    """Judge in a process of one's own, and send the verdict."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 2)
+    link.send(judge(architecture))
+
+
+def survey(
+    architectures: Sequence[str],
+    jobs: int,
+    deadline_s: float,
+    judge_into: Callable[[Connection, str], None] = judge_into,
+    context: ForkServerContext | ForkContext | None = None,
+) -> Iterator[Verdict]:
+    """Judge each in a process of its own, in the order in which they end.
+
+    Args:
+        judge_into: what a process does; a seam for tests, as `context` is.
+    """
+    if context is None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
     todo = list(reversed(architectures))
-    running: dict[Connection, tuple[str, ForkServerProcess, float]] = {}
+    running: dict[Connection, tuple[str, ForkServerProcess | ForkProcess, float]] = {}
     try:
         while todo or running:
             while todo and len(running) < jobs:
                 name = todo.pop()
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_judge_into, args=(theirs, name), daemon=True)
+                process = context.Process(target=judge_into, args=(theirs, name), daemon=True)
                 process.start()
                 theirs.close()
                 running[ours] = name, process, time.monotonic() + deadline_s
@@ -135,7 +155,7 @@ def survey(architectures: Sequence[str], jobs: int, deadline_s: float) -> Iterat
             _end(process, link)
 
 
-def _received(link: Connection, name: str, process: ForkServerProcess) -> Verdict:
+def _received(link: Connection, name: str, process: ForkServerProcess | ForkProcess) -> Verdict:
     try:
         verdict: Verdict = link.recv()
     except EOFError:
@@ -144,17 +164,9 @@ def _received(link: Connection, name: str, process: ForkServerProcess) -> Verdic
     return verdict
 
 
-def _end(process: ForkServerProcess, link: Connection) -> None:
+def _end(process: ForkServerProcess | ForkProcess, link: Connection) -> None:
     link.close()
     process.join(0.2)
     if process.is_alive():
         process.kill()
     process.join()
-
-
-def _judge_into(link: Connection, architecture: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)
-    link.send(judge(architecture))
