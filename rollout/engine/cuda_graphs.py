@@ -392,12 +392,13 @@ def padded_length(tokens: int) -> int:
 def signature_of(model: nn.Module) -> list[object]:
     """What a graph of `model` has fixed: equal ones mean that it can be replayed.
 
-    Of each module: which it is, where its parameters and buffers lie, its hooks, replaced methods, and what it holds of
-    switches, names and factors (an adapter's that is merged, disabled or scaled). Counters change and mean nothing.
+    Of each module: which it is, its class's forward, where its parameters and buffers lie, its hooks, replaced methods, and
+    what it holds of switches, names and factors (an adapter's that is merged, disabled or scaled). Counters change and
+    mean nothing.
     """
     found: list[object] = []
     for module in model.modules():
-        found.append(id(module))
+        found.append((id(module), type(module).forward))
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
                 found += [

@@ -61,6 +61,8 @@ SMALL: dict[str, Any] = {
 
 PARTICULAR: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
