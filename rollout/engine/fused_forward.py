@@ -323,7 +323,7 @@ class _Bound:
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             _require(_only_gathers(hook), f"{name} has forward hooks")
         _require(not is_parametrized(module), f"{name} is parametrised")
-        self._originals.methods(type(module), "forward", "__call__")
+        self._originals.methods(_kind(module), "forward", "__call__")
         self._dicts.append(module.__dict__)
 
 
@@ -343,10 +343,14 @@ def _require_known_attention(config: Any, layout: ModelLayout) -> None:
     _require(call.num_heads <= MAX_GROUP * shape.num_kv_heads, f"more than {MAX_GROUP} query heads share a KV head")
 
 
-def _is(module: Any, name: str, package: str = "transformers.models.") -> bool:
-    kind = type(module)
+def _kind(module: Any) -> type:
     # FSDP2 puts a class of its own before the one it was given.
-    kind = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
+    kind = type(module)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
+
+
+def _is(module: Any, name: str, package: str = "transformers.models.") -> bool:
+    kind = _kind(module)
     return kind.__name__ == name and kind.__module__.startswith(package)
 
 

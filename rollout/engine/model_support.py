@@ -162,7 +162,7 @@ def _watch(model: nn.Module, device: torch.device) -> _Watcher:
             output = forward_with(watcher, model, input_ids=ids, position_ids=ids, logits_to_keep=keep)
         except torch.OutOfMemoryError:
             raise
-        except Exception as exc:
+        except (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError) as exc:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: module {_innermost(model, exc)!r} does not run with the engine's arguments "
                 f"({type(exc).__name__}: {exc}); the forward must take position_ids, logits_to_keep and keyword "
