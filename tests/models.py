@@ -77,14 +77,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
     """`model.generate`'s greedy continuation, never stopping early."""
     model.eval()
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
-    )
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0,
+        **options,
+    )  # fmt: skip
     model.train()
     return out[0, len(prompt) :].tolist()
 

@@ -54,7 +54,9 @@ FLOORS = {
     "rollout.engine.kv_transfer": 1,
     "rollout.engine.kernels": 1,
     "rollout.engine.scheduler": 2,
+    "rollout.engine.originals": 1,
     "rollout.engine.attention": 2,
+    "rollout.engine.attention_masks": 2,
     "rollout.engine.sampler": 2,
     "rollout.engine.fingerprints": 1,
     "rollout.engine.copied_weights": 2,
@@ -128,6 +130,7 @@ NEIGHBOURS = [
     },
     {"rollout.engine.fair_lock", "rollout.engine.lifecycle"},
     {"rollout.engine.scratch", "rollout.engine.sampling_table"},
+    {"rollout.engine.attention", "rollout.engine.attention_masks"},
     {
         "rollout.engine.model_support",
         "rollout.engine.fused_forward",

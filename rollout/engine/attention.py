@@ -1,13 +1,16 @@
 """What attention reads in one step, and how our attention comes into the trainer's model and out again.
 
 The model runs its own `forward`; transformers' attention interface hands every layer's queries, keys and values to
-`rollout_attention`, and the step's batch travels as a keyword argument. The trainer's implementation is back whenever our
-code is not running: `Installation` is a context manager that restores it whatever happens inside.
+`rollout_attention`, and the step's batch travels as a keyword argument, or beside the call where a model drops those. The
+trainer's implementation is back whenever our code is not running: `Installation` is a context manager that restores it
+whatever happens inside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,6 +24,9 @@ from rollout.interrupts import interrupt_deferred
 
 IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
+
+_carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
+"""The batch of the forward that this thread is in."""
 
 
 class AttentionBatch(Protocol):
@@ -52,6 +58,9 @@ def rollout_attention(
     """The function registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
     batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
     if batch is None:
+        # Some models' decoder layers hand no keyword arguments on.
+        batch = _carried.get()
+    if batch is None:
         raise RuntimeError(
             f"attention implementation {IMPLEMENTATION!r} ran without a rollout batch: a forward of the trainer started "
             "while the engine had its attention installed (another thread?); run them one after the other"
@@ -68,6 +77,15 @@ def rollout_attention(
 AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
+def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
+    """Output of one forward of `model`, our attention installed, every attention layer of which is handed `batch`."""
+    token = _carried.set(batch)
+    try:
+        return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
+    finally:
+        _carried.reset(token)
+
+
 class PagedBatch:
     """One step's view of the paged cache.
 
@@ -76,6 +94,7 @@ class PagedBatch:
         layer_of: index of each attention module's layer in the cache.
         slots: [P] int64, token slot (block * block_size + offset) of each of the step's positions.
         attention: the kernel, for this step.
+        windows: of layers that do not say themselves which window they have.
         write: puts K and V into their slots.
     """
 
@@ -85,12 +104,14 @@ class PagedBatch:
         layer_of: dict[nn.Module, int],
         slots: Tensor,
         attention: PagedAttention,
+        windows: Mapping[nn.Module, int | None],
         write: CacheWrite = write_slots,
     ) -> None:
         self._cache = cache
         self._layer_of = layer_of
         self._slots = slots
         self._attention = attention
+        self._windows = windows
         self._write = write
 
     def attend(
@@ -113,7 +134,7 @@ class PagedBatch:
             key_cache,
             value_cache,
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=arguments.get("sliding_window"),
+            window=self._windows.get(module, arguments.get("sliding_window")),
             softcap=arguments.get("softcap"),
         )
         return out[None]
@@ -124,6 +145,7 @@ class Installation:
 
     Args:
         autocast: a dtype that forwards in the block are autocast to; None: what the caller has set holds.
+        implementation: the name our attention is registered under.
 
     On leaving, every flag is exactly as it was, also after an exception. Saved and restored: the attention implementation
     of every configuration object the model holds, and the `training` flag of every module (a trainer may keep some in
@@ -131,9 +153,12 @@ class Installation:
     is touched.
     """
 
-    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, autocast: torch.dtype | None = None, *, implementation: str = IMPLEMENTATION
+    ) -> None:
         self._model = model
         self._autocast = autocast
+        self._implementation = implementation
         self._depth = 0
         self._restore = ExitStack()
         self.handovers = 0
@@ -165,7 +190,7 @@ class Installation:
         with ExitStack() as stack:
             for config in _configs(self._model):
                 stack.callback(setattr, config, _IMPLEMENTATION_FIELD, config._attn_implementation)
-                setattr(config, _IMPLEMENTATION_FIELD, IMPLEMENTATION)
+                setattr(config, _IMPLEMENTATION_FIELD, self._implementation)
             training = [module for module in self._model.modules() if module.training]
             stack.callback(_set_training, training, True)
             _set_training(training, False)

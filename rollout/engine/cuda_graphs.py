@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.attention import BATCH_ARGUMENT
+from rollout.engine.attention import forward_with
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import table_columns
 from rollout.engine.kernels.triton_paged import TritonPaged, serves
@@ -237,9 +237,9 @@ class _Graph:
 class _Batch:
     """The `AttentionBatch` of a forward that is captured."""
 
-    def __init__(self, kernels: DecodeKernels, layer_of: dict[nn.Module, int], inputs: DecodeInputs) -> None:
+    def __init__(self, kernels: DecodeKernels, layout: ModelLayout, inputs: DecodeInputs) -> None:
         self._kernels = kernels
-        self._layer_of = layer_of
+        self._layout = layout
         self._inputs = inputs
 
     def attend(
@@ -253,9 +253,9 @@ class _Batch:
     ) -> Tensor:
         """See `AttentionBatch`."""
         out = self._kernels(
-            self._layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
+            self._layout.layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=arguments.get("sliding_window"),
+            window=self._layout.mask_windows.get(module, arguments.get("sliding_window")),
             softcap=arguments.get("softcap"),
         )  # fmt: skip
         return out[None]
@@ -345,12 +345,12 @@ class GraphedDecode:
 
     def _forward(self, inputs: DecodeInputs) -> None:
         count = len(inputs.slots)
-        output = self._model(
+        output = forward_with(
+            _Batch(self._kernels, self._layout, inputs),
+            self._model,
             input_ids=inputs.ids[None],
             position_ids=inputs.positions[None],
-            use_cache=False,
             logits_to_keep=torch.arange(count, device=self._layout.device),
-            **{BATCH_ARGUMENT: _Batch(self._kernels, self._layout.layer_of, inputs)},
         )
         logits: Tensor = output.logits[0]
         if self._logits is None:
@@ -392,12 +392,13 @@ def padded_length(tokens: int) -> int:
 def signature_of(model: nn.Module) -> list[object]:
     """What a graph of `model` has fixed: equal ones mean that it can be replayed.
 
-    Of each module: which it is, where its parameters and buffers lie, its hooks, replaced methods, and what it holds of
-    switches, names and factors (an adapter's that is merged, disabled or scaled). Counters change and mean nothing.
+    Of each module: which it is, its class's forward, where its parameters and buffers lie, its hooks, replaced methods, and
+    what it holds of switches, names and factors (an adapter's that is merged, disabled or scaled). Counters change and
+    mean nothing.
     """
     found: list[object] = []
     for module in model.modules():
-        found.append(id(module))
+        found.append((id(module), type(module).forward))
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
                 found += [

@@ -33,7 +33,7 @@ from rollout.engine.forward_key import ForwardKey
 from rollout.engine.kv_cache import Allocate, KVCache, zeros
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.model_runner import ModelRunner
-from rollout.engine.model_support import inspect_model, refuse_growing_rope
+from rollout.engine.model_support import DEFAULT_LENGTH, inspect_model, refuse_growing_rope
 from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.sequences import Sequence as Sample
 from rollout.engine.step import ScheduledStep
@@ -132,8 +132,8 @@ class DynamicInferenceEngine:
     def _build(self) -> None:
         model, clock = self.weights.sampled, self._clock
         tokenizer, allocate = self._made_with
-        layout = inspect_model(model)
-        self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or 2048
+        layout = inspect_model(model, self.config.max_sequence_length)
+        self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
         refuse_growing_rope(model, self.max_sequence_length)
         blocks = pool_size(self.config, layout, self.max_sequence_length)
         self.cache = KVCache(

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.attention import BATCH_ARGUMENT, Installation, PagedBatch
+from rollout.engine.attention import Installation, PagedBatch, forward_with
 from rollout.engine.cuda_graphs import CudaDevice, GraphedDecode, TritonDecode
 from rollout.engine.fused_forward import FusedForward
 from rollout.engine.kernels import cpu_library, triton_paged
@@ -140,13 +140,10 @@ class ModelRunner:
                 (ids, rows.positions, rows.slots, keep), self.layout.device
             )
             write = write_slots if self.paged is None else self.paged.write
-            batch = PagedBatch(self.cache, self.layout.layer_of, slots, self._attention(rows), write)
-            output = self.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=kept,
-                **{BATCH_ARGUMENT: batch},
+            layout = self.layout
+            batch = PagedBatch(self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows, write)
+            output = forward_with(
+                batch, self.model, input_ids=tokens[None], position_ids=positions[None], logits_to_keep=kept
             )
         logits: Tensor = output.logits[0]
         return logits

@@ -1,14 +1,16 @@
 """Finds out by trying whether the engine can honour a model, and refuses it by name when it cannot.
 
-A few tokens go through the model with an attention that only watches: which modules call it, with what shapes and what
-arguments. Whatever keeps state elsewhere (recurrent layers, a bypassed interface) is missing from that list; whatever
-asks for more than causal attention (sinks, position bias, an argument we do not know) is in it.
+A few tokens go through the model with an attention that only watches: which modules call it, with what shapes, what
+arguments and masks of what functions of positions. Whatever keeps state elsewhere (recurrent layers, a bypassed
+interface) is missing from that list; whatever asks for more than causal attention in a window (sinks, position bias,
+chunks, an argument we do not know) is in it.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules import module as torch_module
 
-from rollout.engine.attention import BATCH_ARGUMENT, Installation
+from rollout.engine.attention import Installation, forward_with
+from rollout.engine.attention_masks import PROBE, MaskFunction, OtherMask, function_of, window_of
 from rollout.engine.kv_cache import LayerShape
 from rollout.errors import UnsupportedModelError
 
@@ -28,6 +31,8 @@ HARMLESS = frozenset(
      "logits_to_keep", "output_router_logits"}
 )  # fmt: skip
 PROBE_TOKENS = 4
+DEFAULT_LENGTH = 2048
+"""Longest sequence where neither the configuration nor the model says one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class ModelLayout:
     calls: tuple[AttentionCall, ...]
     """One per layer, like `layers`."""
     layer_of: dict[nn.Module, int]
+    mask_windows: dict[nn.Module, int | None]
+    """Of the layers that pass another window, or none, than their mask has."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
     """Of keys and values: under a trainer's autocast they differ."""
@@ -62,6 +69,7 @@ class _Watcher:
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
         self.asked: list[AttentionCall] = []
+        self.masks: list[MaskFunction | None] = []
         self.dtypes: set[torch.dtype] = set()
         self.lengths: set[int] = set()
 
@@ -75,6 +83,10 @@ class _Watcher:
         arguments: dict[str, Any],
     ) -> Tensor:
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        mask = arguments.get("attention_mask")
+        self.masks.append(None if mask is None else function_of(mask))
+        if self.masks[-1] is not None:
+            del arguments["attention_mask"]
         self.calls.append((module, shape, key.dtype, arguments))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         asked = AttentionCall(query.shape[1], scaling, arguments.get("sliding_window"), arguments.get("softcap"))
@@ -87,8 +99,11 @@ class _Watcher:
         return out.transpose(1, 2).contiguous()
 
 
-def inspect_model(model: nn.Module) -> ModelLayout:
+def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
     """Run `PROBE_TOKENS` tokens and learn the model's attention layers.
+
+    Args:
+        max_sequence_length: how long sequences get; None: as long as the model says.
 
     Raises:
         UnsupportedModelError: naming the layer and what it does that the engine cannot honour.
@@ -104,22 +119,37 @@ def inspect_model(model: nn.Module) -> ModelLayout:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models"
         )
+    _refuse_without_weights(model)
     _refuse_recurrent(model, text_config)
+    implementation = config._attn_implementation_internal
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     watcher = _watch(model, embedding.device)
     names = {module: name for name, module in model.named_modules()}
     _refuse_unwatched(model, text_config, watcher, names)
     for module, _, _, arguments in watcher.calls:
         _refuse_arguments(names[module], module, arguments)
+    modules = [module for module, _, _, _ in watcher.calls]
+    positions = getattr(text_config, "max_position_embeddings", None)
+    calls = tuple(watcher.asked)
+    # FlashAttention is handed the window as an argument and no mask.
+    if not str(implementation).startswith("flash"):
+        length = max_sequence_length or positions or DEFAULT_LENGTH
+        windows = _mask_windows([names[module] for module in modules], watcher.masks, calls, length, embedding.device)
+        calls = tuple(replace(call, window=window) for call, window in zip(calls, windows, strict=True))
     return ModelLayout(
         layers=tuple(shape for _, shape, _, _ in watcher.calls),
-        calls=tuple(watcher.asked),
-        layer_of={module: index for index, (module, _, _, _) in enumerate(watcher.calls)},
+        calls=calls,
+        layer_of={module: index for index, module in enumerate(modules)},
+        mask_windows={
+            module: call.window
+            for module, call, asked in zip(modules, calls, watcher.asked, strict=True)
+            if call.window != asked.window
+        },
         kv_dtype=watcher.calls[0][2],
         narrowest_dtype=min(watcher.dtypes, key=lambda dtype: dtype.itemsize),
         device=embedding.device,
         vocab_size=int(text_config.vocab_size),
-        max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
+        max_position_embeddings=positions,
         described=(
             f"{getattr(text_config, 'model_type', 'model')} of {len(watcher.calls)} layers, a width of "
             f"{getattr(text_config, 'hidden_size', None)} and {text_config.vocab_size} tokens"
@@ -136,12 +166,12 @@ def _watch(model: nn.Module, device: torch.device) -> _Watcher:
     watcher = _Watcher()
     ids = torch.arange(PROBE_TOKENS, device=device)[None]
     keep = torch.tensor([PROBE_TOKENS - 1], device=device)
-    with Installation(model):
+    with Installation(model, implementation=PROBE):
         try:
-            output = model(
-                input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=keep, **{BATCH_ARGUMENT: watcher}
-            )  # fmt: skip
-        except (TypeError, AttributeError, ValueError) as exc:
+            output = forward_with(watcher, model, input_ids=ids, position_ids=ids, logits_to_keep=keep)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError) as exc:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: module {_innermost(model, exc)!r} does not run with the engine's arguments "
                 f"({type(exc).__name__}: {exc}); the forward must take position_ids, logits_to_keep and keyword "
@@ -167,6 +197,40 @@ def _innermost(model: nn.Module, exc: BaseException) -> str:
             found = names.get(module) or found
         trace = trace.tb_next
     return found
+
+
+def _mask_windows(
+    names: Sequence[str],
+    masks: Sequence[MaskFunction | None],
+    calls: Sequence[AttentionCall],
+    length: int,
+    device: torch.device,
+) -> list[int | None]:
+    """The window of each layer: what its mask shows, or, where there is no mask, what it passes."""
+    known: dict[MaskFunction, int | None] = {}
+    windows = []
+    for name, mask, call in zip(names, masks, calls, strict=True):
+        if mask is not None and mask not in known:
+            try:
+                known[mask] = window_of(mask, length, device)
+            except OtherMask as exc:
+                raise UnsupportedModelError(
+                    f"attention layer {name!r}: {exc}; the engine serves causal attention, also in a sliding window"
+                ) from exc
+        window = call.window if mask is None else known[mask]
+        # One that is never full is as good as none.
+        same = (call.window or length) >= length and (window or length) >= length
+        windows.append(call.window if same else window)
+    return windows
+
+
+def _refuse_without_weights(model: nn.Module) -> None:
+    name = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {name} is on the meta device, which holds no weights; build the engine after they "
+            "are loaded (from_pretrained without device_map='meta', or to_empty() and load_state_dict())"
+        )
 
 
 def _refuse_recurrent(model: nn.Module, config: Any) -> None:

@@ -313,6 +313,17 @@ def test_what_a_graph_fixes_is_in_the_signature_and_what_it_reads_is_not() -> No
         assert signatures[0] != signatures[1]
 
 
+def test_a_forward_replaced_on_its_class_is_in_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3")
+    before = signature_of(model)
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args: own(*args))
+    assert signature_of(model) != before
+    monkeypatch.undo()
+    assert signature_of(model) == before
+
+
 @pytest.mark.parametrize("served", [0, WORTHWHILE])
 def test_a_model_that_changes_every_few_steps_is_captured_so_many_times_and_no_more(served: int, caplog) -> None:
     model = make_model("qwen3", num_hidden_layers=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from transformers import PreTrainedModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3 import modeling_qwen3
 
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.fused_forward import FusedForward
 from rollout.engine.kernels import cpu_library
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, token_ids
 from tests.models import CONFIGS, make_model
@@ -173,6 +176,41 @@ def with_replaced_forward(model: Any) -> Callable[[], None]:
     return undo
 
 
+def with_hook_on_activation(model: Any) -> Callable[[], None]:
+    # 1.003: a little less than what comparing numbers would see.
+    hook = lambda module, args, output: 1.003 * output  # noqa: E731
+    return model.model.layers[0].mlp.act_fn.register_forward_hook(hook).remove  # type: ignore[no-any-return]
+
+
+def with_replaced_activation(model: Any) -> Callable[[], None]:
+    activation = model.model.layers[1].mlp.act_fn
+    activation.forward = lambda x: 2 * nn.functional.silu(x)
+
+    def undo() -> None:
+        del activation.forward
+
+    return undo
+
+
+def with_another_scale(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[1].self_attn
+    attention.scaling *= 3
+
+    def undo() -> None:
+        attention.scaling /= 3
+
+    return undo
+
+
+def with_fewer_layers(model: Any) -> Callable[[], None]:
+    model.config.num_hidden_layers -= 1
+
+    def undo() -> None:
+        model.config.num_hidden_layers += 1
+
+    return undo
+
+
 def with_subclass(model: Any) -> Callable[[], None]:
     attention = model.model.layers[0].self_attn
     old = attention.v_proj
@@ -220,7 +258,7 @@ def with_strided_weight(model: Any) -> Callable[[], None]:
 
 @pytest.mark.parametrize("add", [
     with_hook, with_pre_hook, with_replaced_forward, with_subclass, with_child, with_parametrisation, with_global_hook,
-    with_strided_weight,
+    with_strided_weight, with_hook_on_activation, with_replaced_activation, with_another_scale,
 ])  # fmt: skip
 def test_whatever_is_added_to_the_module_takes_part(add: Callable[[Any], Callable[[], None]]) -> None:
     model = make_model("qwen3")
@@ -235,6 +273,103 @@ def test_whatever_is_added_to_the_module_takes_part(add: Callable[[Any], Callabl
     torch.testing.assert_close(logits(engine, tokens, 20), own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
 
 
+def test_numbers_of_the_modules_are_read_again() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    tokens = token_ids(30, 1)
+    with engine.installation:
+        before = logits(engine, tokens, 20)
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 3
+        model.model.norm.variance_epsilon = 0.1
+        assert not fused(engine), "one epsilon for all norms is all it knows"
+        model.model.norm.variance_epsilon = model.model.layers[0].input_layernorm.variance_epsilon
+        model.model.rotary_emb.inv_freq.mul_(0.5)
+        model.model.rotary_emb.attention_scaling = 1.1
+        engine.installation.handovers += 1
+        assert fused(engine)
+        after = logits(engine, tokens, 20)
+    torch.testing.assert_close(after, own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
+    assert (after - before).abs().max() > 0.1
+    undo = with_fewer_layers(model)
+    assert not fused(engine)
+    undo()
+    assert fused(engine)
+
+
+# --- what others replace in transformers and torch, as Liger and Unsloth do --------------------------------------------
+
+
+def doubled(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        if isinstance(output, tuple):
+            return tuple(2 * each if isinstance(each, Tensor) else each for each in output)
+        if isinstance(output, Tensor):
+            return 2 * output
+        for name in ("logits", "last_hidden_state"):
+            if name in output:
+                output[name] = 2 * output[name]
+        return output
+
+    return twice
+
+
+REPLACED: list[tuple[Any, str]] = [
+    *((getattr(modeling_qwen3, f"Qwen3{name}"), "forward") for name in (
+        "MLP", "RMSNorm", "Attention", "DecoderLayer", "RotaryEmbedding", "Model", "ForCausalLM",
+    )),
+    (modeling_qwen3, "apply_rotary_pos_emb"), (modeling_qwen3, "rotate_half"), (nn.functional, "silu"),
+    (nn.functional, "linear"), (nn.SiLU, "forward"), (nn.Linear, "forward"), (nn.Embedding, "forward"),
+    (modeling_qwen3, "slice_logits_to_keep"),
+]  # fmt: skip
+replaced = pytest.mark.parametrize(
+    ("owner", "name"), REPLACED, ids=[f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in REPLACED]
+)
+
+
+@replaced
+def test_a_function_replaced_in_its_package_takes_part(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3")
+    if owner is nn.SiLU:
+        for layer in model.model.layers:
+            layer.mlp.act_fn = nn.SiLU()
+    engine = make_engine(model)
+    tokens = token_ids(30, 1)
+    with engine.installation:
+        before = logits(engine, tokens, 20)
+        assert fused(engine)
+        monkeypatch.setattr(owner, name, doubled(getattr(owner, name)))
+        assert not fused(engine), "also in the middle of a generate"
+    ours = logits(engine, tokens, 20)
+    torch.testing.assert_close(ours, own_logits(engine, tokens), atol=1e-4, rtol=1e-5)
+    assert (ours - before).abs().max() > 1e-3
+    assert not fused(make_engine(model)), "nor where the engine comes later"
+    monkeypatch.undo()
+    assert fused(engine)
+
+
+def test_a_function_of_the_package_in_the_place_of_another_is_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gptj import modeling_gptj
+
+    engine = make_engine("qwen3")
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", modeling_gptj.apply_rotary_pos_emb)
+    assert not fused(engine)
+    monkeypatch.undo()
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", modeling_qwen3.Qwen3RMSNorm.forward)
+    assert not fused(engine)
+
+
+def test_a_mode_of_torch_sees_every_operation_and_a_default_device_is_none() -> None:
+    engine = make_engine("qwen3")
+    with FlopCounterMode(display=False) as counter:
+        engine.generate([token_ids(9, 1)], greedily(2))
+    assert counter.get_total_flops() > 0
+    with torch.device("cpu"):
+        assert fused(engine)
+
+
 def test_under_autocast_the_module_computes_as_the_trainer_does() -> None:
     engine = make_engine("qwen3")
     tokens = token_ids(30, 1)
@@ -244,29 +379,17 @@ def test_under_autocast_the_module_computes_as_the_trainer_does() -> None:
     assert fused(engine)
 
 
-def test_a_forward_that_comes_out_wrong_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    model: PreTrainedModel = make_model("qwen3")
-    # A constant that no module shows: the layers' own forward would not be what we know.
-    model.model.norm.variance_epsilon = 1e-6
-    for layer in model.model.layers:
-        layer.self_attn.scaling = 0.25
-    engine = make_engine(model, verify_model=True)
-    assert fused(engine)
-
-    def halved(module: Any, x: Tensor) -> Tensor:
-        return 0.5 * nn.functional.silu(x)
-
-    activation = type(model.model.layers[0].mlp.act_fn)
-    own = activation.forward
-    activation.forward = halved
-    try:
-        with caplog.at_level(logging.WARNING):
-            engine = make_engine(model, verify_model=True)
-        assert not fused(engine)
-        assert "the fused forward differs" in caplog.text
-        assert_greedy(model, engine.generate([token_ids(9, 1)], greedily(6))[0])
-    finally:
-        activation.forward = own
+def test_a_forward_that_comes_out_wrong_is_not_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3")
+    own = FusedForward.run
+    monkeypatch.setattr(FusedForward, "run", lambda *args: 0.5 * own(*args))
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(model, verify_model=True)
+    assert not fused(engine)
+    assert "the fused forward differs" in caplog.text
+    assert_greedy(model, engine.generate([token_ids(9, 1)], greedily(6))[0])
 
 
 def test_every_thread_count_gives_the_same_bits() -> None:

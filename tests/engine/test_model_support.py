@@ -43,13 +43,13 @@ def dynamic_rope() -> hf.PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hf.FalconForCausalLM(hf.FalconConfig(**TINY)), r"transformer\.h\.0\.self_attention.*attention interface"),
+        (lambda: hf.FalconForCausalLM(hf.FalconConfig(**TINY)), "Falcon.*0 of 2 layers.*attention interface"),
         (lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=4)),
          "Bloom.*0 of 2 layers go through transformers' attention interface"),
         (lambda: hf.GPTJForCausalLM(hf.GPTJConfig(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, rotary_dim=12)),
          "GPTJ.*0 of 2 layers"),
         (lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=VOCAB, d_model=48, n_layers=2, n_heads=4)),
-         "Mpt.*'transformer' does not run"),
+         "Mpt.*0 of 2 layers"),
         (lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2)), "Mamba"),
         (lambda: hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(
             **DENSE, num_key_value_heads=2, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32,
@@ -115,6 +115,31 @@ class Shifted(nn.Module):
         before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
         out: torch.Tensor = self.inner(hidden + 0.5 * before)
         return out
+
+
+class Broken(nn.Module):
+    """Raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("sizes differ"), TypeError("an argument"), KeyError("a key")])
+def test_whatever_a_module_raises_when_it_is_tried_is_told_with_its_name(error: Exception) -> None:
+    model = make_model("qwen3")
+    model.model.layers[1].mlp = Broken(error)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"'model\.layers\.1\.mlp' does not run.*{type(error).__name__}"
+    ) as info:
+        build(model)
+    assert info.value.__cause__ is error
+    model.model.layers[1].mlp = Broken(torch.OutOfMemoryError("no room"))
+    with pytest.raises(torch.OutOfMemoryError):
+        build(model)
 
 
 def test_hidden_state_between_positions_is_found_by_comparing_numbers() -> None:

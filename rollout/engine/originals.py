@@ -1,0 +1,129 @@
+"""Functions as transformers, torch and PEFT define them, for a computation that stands in for them.
+
+Liger, Unsloth and others replace the `forward` of a class, or a function of the module that defines it, before or after a
+model is built. A function is the package's own if its code was compiled from the file that defines what it is found in,
+under the name it is found by: who was imported first does not matter. What was taken once is compared by identity from
+then on, which costs a microsecond for every twenty functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import repeat
+from operator import is_
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+PACKAGES = ("transformers", "torch", "peft")
+"""Whose functions and decorators are known."""
+
+
+class Replaced(Exception):  # noqa: N818 - says what was replaced, and the caller what follows
+    """A function is not the one that its package defines."""
+
+
+class Originals:
+    """Functions and values that were found where they are defined."""
+
+    def __init__(self) -> None:
+        self._kinds: set[type] = set()
+        self._places: set[tuple[int, str]] = set()
+        self._owners: list[object] = []
+        self._names: list[str] = []
+        self._values: list[object] = []
+
+    def intact(self) -> bool:
+        """Whether each is still where it was."""
+        return all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values))
+
+    def value(self, owner: object, name: str) -> Any:
+        """An attribute, or None; another object in its place is a change."""
+        value = getattr(owner, name, None)
+        if (id(owner), name) not in self._places:
+            self._places.add((id(owner), name))
+            self._owners.append(owner)
+            self._names.append(name)
+            self._values.append(value)
+        return value
+
+    def methods(self, kind: type, *names: str) -> None:
+        """Methods of a class, with the functions of their files that they call.
+
+        Raises:
+            Replaced: naming the first that is not its package's own.
+        """
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        for name in names:
+            definer = next((each for each in kind.__mro__ if name in vars(each)), kind)
+            function = self.value(kind, name)
+            module = sys.modules.get(definer.__module__)
+            code = None if module is None else _own_code(function, module)
+            if code is None or code.co_qualname.rpartition(".")[0] != definer.__qualname__:
+                raise Replaced(f"{kind.__name__}.{name} is not the one that {definer.__module__} defines")
+            self._called(code, module)
+
+    def function(self, module: ModuleType, name: str) -> None:
+        """A function of a module, with those of its file that it calls.
+
+        Raises:
+            Replaced: naming the first that is not its package's own.
+        """
+        if (id(module), name) in self._places:
+            return
+        function = self.value(module, name)
+        if isinstance(function, BuiltinFunctionType):
+            return
+        code = _own_code(function, module)
+        if code is None:
+            # Imported, then: from what is no model, for models of transformers do not share functions.
+            home = sys.modules.get(str(getattr(function, "__module__", None)))
+            code = None if home is None or ".models." in home.__name__ else _own_code(function, home)
+            if code is None or code.co_qualname != name:
+                raise Replaced(f"{name} in {module.__name__} is not the one that was defined there")
+            return
+        if code.co_qualname != name:
+            raise Replaced(f"{name} in {module.__name__} is not the one that was defined there")
+        self._called(code, module)
+
+    def _called(self, code: CodeType, module: ModuleType | None) -> None:
+        for name in _names(code):
+            if module is not None and isinstance(vars(module).get(name), FunctionType):
+                self.function(module, name)
+
+
+def _own_code(function: Any, module: ModuleType) -> CodeType | None:
+    """Code of a function under its decorators; None if it, or one of them, is not from where it should be."""
+    while hasattr(function, "__wrapped__"):
+        if not _of_a_package(getattr(function, "__code__", None)):
+            return None
+        function = function.__wrapped__
+    code: CodeType | None = getattr(function, "__code__", None)
+    return code if code is not None and code.co_filename == module.__file__ and _of_a_package(code) else None
+
+
+def _of_a_package(code: CodeType | None) -> bool:
+    folders = (_folder(name) for name in PACKAGES if name in sys.modules)
+    return code is not None and any(code.co_filename.startswith(folder) for folder in folders)
+
+
+@cache
+def _folder(package: str) -> str:
+    return f"{Path(str(sys.modules[package].__file__)).parent}/"
+
+
+@cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Global names that a function, or a function inside it, may read."""
+
+    def every(code: CodeType) -> Iterator[str]:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from every(constant)
+
+    return tuple(dict.fromkeys(every(code)))

@@ -1,0 +1,103 @@
+"""The parts of `python -m tests.zoo`: a small model of an architecture, a verdict about it, the survey of all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.request import DynamicInferenceRequest
+from tests.zoo import __main__ as command
+from tests.zoo.small_models import WINDOW, small_config
+from tests.zoo.verdicts import EQUAL, ERROR, LATE, LENGTHS, NOT_BUILT, REFUSED, WRONG, Verdict, judge, survey
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+
+def windows(config: PreTrainedConfig) -> set[Any]:
+    return {value for name, value in vars(config).items() if name in ("sliding_window", "attention_window_size")}
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "phimoe", "gemma3_text", "recurrent_gemma"])
+def test_every_window_is_shorter_than_a_prompt_and_longer_than_what_an_engine_is_verified_with(
+    architecture: str,
+) -> None:
+    assert windows(small_config(architecture)) == {WINDOW}
+    assert max(LENGTHS) > 2 * WINDOW > 24
+
+
+@pytest.mark.parametrize(
+    ("architecture", "outcome", "detail"),
+    [
+        ("qwen3", EQUAL, "fused"),
+        ("phimoe", EQUAL, "log-probs within"),
+        ("gpt_oss", REFUSED, "passes s_aux="),
+        ("no_such_model", NOT_BUILT, "KeyError"),
+    ],
+)
+def test_an_architecture_is_equal_or_refused_by_name(architecture: str, outcome: str, detail: str) -> None:
+    verdict = judge(architecture)
+    assert (verdict.outcome, detail in verdict.detail) == (outcome, True), verdict
+    assert not verdict.failed
+
+
+def test_other_log_probs_other_tokens_and_other_errors_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = DynamicInferenceEngine.generate
+
+    def generate(engine: DynamicInferenceEngine, *args: Any) -> list[DynamicInferenceRequest]:
+        results = own(engine, *args)
+        results[-1].generated_log_probs[-1] -= 1e-3
+        return results
+
+    monkeypatch.setattr(DynamicInferenceEngine, "generate", generate)
+    verdict = judge("llama")
+    assert (verdict.outcome, verdict.failed) == (WRONG, True)
+    assert "log-probs differ from the model's own by 0.0" in verdict.detail
+    monkeypatch.setattr("tests.zoo.verdicts.greedy", lambda *args, **options: [])
+    monkeypatch.setattr(DynamicInferenceEngine, "generate", own)
+    assert judge("llama").detail.startswith("tokens differ from generate's after 1 tokens")
+    monkeypatch.setattr(DynamicInferenceEngine, "generate", lambda *args: 1 / 0)
+    verdict = judge("llama")
+    assert (verdict.outcome, verdict.failed) == (ERROR, True)
+    assert "ZeroDivisionError" in verdict.detail
+
+
+def report(link: Connection, architecture: str) -> None:
+    """Stands for the judge in a survey's processes."""
+    if architecture == "hangs":
+        time.sleep(1000)
+    if architecture == "dies":
+        os._exit(7)
+    link.send(Verdict(architecture, EQUAL, ""))
+
+
+def test_a_process_that_hangs_or_dies_is_a_failure_and_the_others_go_on() -> None:
+    context = multiprocessing.get_context("fork")
+    verdicts = {each.architecture: each for each in survey(["hangs", "dies", "a", "b"], 2, 3.0, report, context)}
+    assert {name: each.outcome for name, each in verdicts.items()} == {
+        "a": EQUAL,
+        "b": EQUAL,
+        "dies": ERROR,
+        "hangs": LATE,
+    }
+    assert verdicts["dies"].detail == "the process ended with 7"
+
+
+def test_the_command_prints_a_table_with_counts_and_fails_when_one_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = {"llama": EQUAL, "mamba": REFUSED, "phimoe": WRONG}
+    monkeypatch.setattr(
+        command, "survey", lambda names, jobs, deadline: (Verdict(name, outcomes[name], "why") for name in names)
+    )
+    assert command.main(["llama", "mamba"]) == 0
+    assert command.main(["llama", "mamba", "phimoe"]) == 1
+    assert "1 equal, 1 refused, 1 WRONG" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["llama", "lama"])

@@ -1,0 +1,172 @@
+"""Whether an engine serves a small model as the model serves itself, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
+
+import torch
+from transformers import PreTrainedModel
+
+from rollout.errors import UnsupportedModelError
+from tests.engines import greedily, make_engine, token_ids
+from tests.models import greedy, trainer_logprobs
+from tests.zoo.small_models import build
+
+LENGTHS = (1, 9, 30, 61)
+NEW_TOKENS = 12
+TOLERANCE = 1e-4
+
+EQUAL, REFUSED, NOT_BUILT, WRONG, ERROR, LATE = "equal", "refused", "not built", "WRONG", "ERROR", "LATE"
+FAILURES = (WRONG, ERROR, LATE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one architecture."""
+
+    architecture: str
+    outcome: str
+    detail: str
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is neither equal nor refused by name."""
+        return self.outcome in FAILURES
+
+
+def judge(architecture: str) -> Verdict:
+    """Build it, serve it, compare."""
+    start = time.perf_counter()
+
+    def verdict(outcome: str, detail: str) -> Verdict:
+        return Verdict(architecture, outcome, " ".join(detail.split()), time.perf_counter() - start)
+
+    try:
+        model = build(architecture)
+        own = [trainer_logprobs(model, token_ids(length + 1, length)) for length in LENGTHS]
+    except Exception as exc:  # noqa: BLE001 - whatever transformers raises when it builds or runs a model of its own
+        return verdict(NOT_BUILT, f"{type(exc).__name__}: {exc}")
+    if not all(bool(each.isfinite().all()) for each in own):
+        return verdict(NOT_BUILT, "its own log-probs are not finite")
+    try:
+        return verdict(*_compared(model))
+    except UnsupportedModelError as exc:
+        return verdict(REFUSED, str(exc))
+    except Exception as exc:  # noqa: BLE001 - that is what is looked for
+        where = "; ".join(
+            f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in traceback.extract_tb(exc.__traceback__)[-3:]
+        )
+        return verdict(ERROR, f"{type(exc).__name__}: {exc} ({where})")
+
+
+def _compared(model: PreTrainedModel) -> tuple[str, str]:
+    """Outcome and detail of a model that is served.
+
+    Raises:
+        UnsupportedModelError: it is refused.
+    """
+    engine = make_engine(
+        model, max_tokens_per_step=23, max_sequence_length=128, verify_model=True, kv_cache_blocks=128
+    )  # fmt: skip
+    worst, cached = 0.0, []
+    requests = engine.generate([token_ids(length, length) for length in LENGTHS], greedily(NEW_TOKENS))
+    for request in requests:
+        tokens = request.prompt_tokens + request.generated_tokens
+        reference = trainer_logprobs(model, tokens)[len(request.prompt_tokens) - 1 :]
+        worst = max(worst, float((reference - torch.tensor(request.generated_log_probs)).abs().max()))
+        if request.generated_tokens == greedy(model, request.prompt_tokens, NEW_TOKENS):
+            continue
+        if request.generated_tokens != greedy(model, request.prompt_tokens, NEW_TOKENS, use_cache=False):
+            return (
+                WRONG,
+                f"tokens differ from generate's after {len(request.prompt_tokens)} tokens (log-probs: {worst:.1e})",
+            )
+        cached.append(len(request.prompt_tokens))
+    if not worst <= TOLERANCE:
+        return WRONG, f"log-probs differ from the model's own by {worst:.3g}"
+    with engine.installation:
+        runner = engine.controller.runner
+        fused = runner.fused is not None and runner.fused.ready(runner.installation.handovers)
+    notes = [f"log-probs within {worst:.1e}"] + ["fused"] * fused
+    if cached:
+        notes.append(
+            f"after prompts of {cached} tokens generate's own cache gives other tokens than generate without it"
+        )
+    return EQUAL, ", ".join(notes)
+
+
+def judge_into(link: Connection, architecture: str) -> None:
+    """Judge in a process of one's own, and send the verdict."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 2)
+    link.send(judge(architecture))
+
+
+def survey(
+    architectures: Sequence[str],
+    jobs: int,
+    deadline_s: float,
+    judge_into: Callable[[Connection, str], None] = judge_into,
+    context: ForkServerContext | ForkContext | None = None,
+) -> Iterator[Verdict]:
+    """Judge each in a process of its own, in the order in which they end.
+
+    Args:
+        judge_into: what a process does; a seam for tests, as `context` is.
+    """
+    if context is None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+    todo = list(reversed(architectures))
+    running: dict[Connection, tuple[str, ForkServerProcess | ForkProcess, float]] = {}
+    try:
+        while todo or running:
+            while todo and len(running) < jobs:
+                name = todo.pop()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=judge_into, args=(theirs, name), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = name, process, time.monotonic() + deadline_s
+            earliest = min(end for _, _, end in running.values())
+            ready = wait(list(running), timeout=max(0.0, earliest - time.monotonic()))
+            for link, (name, process, end) in list(running.items()):
+                if link in ready:
+                    yield _received(link, name, process)
+                elif time.monotonic() >= end:
+                    yield Verdict(name, LATE, f"nothing after {deadline_s:g} s", deadline_s)
+                else:
+                    continue
+                _end(process, link)
+                del running[link]
+    finally:
+        for link, (_, process, _) in running.items():
+            _end(process, link)
+
+
+def _received(link: Connection, name: str, process: ForkServerProcess | ForkProcess) -> Verdict:
+    try:
+        verdict: Verdict = link.recv()
+    except EOFError:
+        process.join(5)
+        return Verdict(name, ERROR, f"the process ended with {process.exitcode}")
+    return verdict
+
+
+def _end(process: ForkServerProcess | ForkProcess, link: Connection) -> None:
+    link.close()
+    process.join(0.2)
+    if process.is_alive():
+        process.kill()
+    process.join()
