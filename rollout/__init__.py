@@ -10,23 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.batch import PackedRollouts as PackedRollouts
-    from rollout.batch import RolloutBatch as RolloutBatch
-    from rollout.block_hash import HASH_BASE as HASH_BASE
-    from rollout.block_hash import HASH_PRIME as HASH_PRIME
-    from rollout.block_hash import chain_block_hashes as chain_block_hashes
-    from rollout.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
-    from rollout.client import InferenceClient as InferenceClient
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.config import ServerConfig as ServerConfig
-    from rollout.coordinator.launch import CoordinatorHandle as CoordinatorHandle
-    from rollout.coordinator.launch import launch_coordinator as launch_coordinator
-    from rollout.coordinator.process import DataParallelInferenceCoordinator as DataParallelInferenceCoordinator
-    from rollout.engine.block_allocator import BlockAllocator as BlockAllocator
+    from rollout.distributed.client.client import InferenceClient as InferenceClient
+    from rollout.distributed.client.futures import Delta as Delta
+    from rollout.distributed.client.futures import RequestFuture as RequestFuture
+    from rollout.distributed.client.futures import RequestStream as RequestStream
+    from rollout.distributed.client.group import GroupResult as GroupResult
+    from rollout.distributed.client.text_stream import TextDelta as TextDelta
+    from rollout.distributed.coordinator.launch import CoordinatorHandle as CoordinatorHandle
+    from rollout.distributed.coordinator.launch import launch_coordinator as launch_coordinator
+    from rollout.distributed.coordinator.process import (
+        DataParallelInferenceCoordinator as DataParallelInferenceCoordinator,
+    )
+    from rollout.distributed.transport.keys import JobKeys as JobKeys
+    from rollout.distributed.worker.worker import EngineWorker as EngineWorker
     from rollout.engine.context import DynamicInferenceContext as DynamicInferenceContext
     from rollout.engine.controller import TextGenerationController as TextGenerationController
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.errors import ConfigError as ConfigError
     from rollout.errors import ConnectionLostError as ConnectionLostError
     from rollout.errors import ControlError as ControlError
@@ -47,27 +50,28 @@ if TYPE_CHECKING:
     from rollout.errors import StaleRequestError as StaleRequestError
     from rollout.errors import UnsupportedModelError as UnsupportedModelError
     from rollout.errors import WeightsChangedError as WeightsChangedError
-    from rollout.events import DynamicInferenceEvent as DynamicInferenceEvent
-    from rollout.events import DynamicInferenceEventType as DynamicInferenceEventType
-    from rollout.journal import Journal as Journal
-    from rollout.keys import JobKeys as JobKeys
-    from rollout.llm import LLM as LLM
-    from rollout.llm import AsyncLLM as AsyncLLM
-    from rollout.manager import RolloutManager as RolloutManager
-    from rollout.open_group import GroupResult as GroupResult
-    from rollout.pending import PendingGroup as PendingGroup
-    from rollout.pending import TextStream as TextStream
-    from rollout.record import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
-    from rollout.replies import Delta as Delta
-    from rollout.replies import RequestFuture as RequestFuture
-    from rollout.replies import RequestStream as RequestStream
-    from rollout.request import DynamicInferenceRequest as DynamicInferenceRequest
-    from rollout.request import InferenceRequest as InferenceRequest
-    from rollout.request import VLMInferenceRequest as VLMInferenceRequest
-    from rollout.request import deserialize_tensor as deserialize_tensor
-    from rollout.request import serialize_tensor as serialize_tensor
+    from rollout.journal.journal import Journal as Journal
+    from rollout.llm.llm import LLM as LLM
+    from rollout.llm.llm import AsyncLLM as AsyncLLM
+    from rollout.llm.results import PendingGroup as PendingGroup
+    from rollout.llm.results import TextStream as TextStream
+    from rollout.manager.batch import PackedRollouts as PackedRollouts
+    from rollout.manager.batch import RolloutBatch as RolloutBatch
+    from rollout.manager.manager import RolloutManager as RolloutManager
+    from rollout.requests.block_hash import HASH_BASE as HASH_BASE
+    from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME
+    from rollout.requests.block_hash import chain_block_hashes as chain_block_hashes
+    from rollout.requests.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
+    from rollout.requests.events import DynamicInferenceEvent as DynamicInferenceEvent
+    from rollout.requests.events import DynamicInferenceEventType as DynamicInferenceEventType
+    from rollout.requests.record import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
+    from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
+    from rollout.requests.request import InferenceRequest as InferenceRequest
+    from rollout.requests.request import VLMInferenceRequest as VLMInferenceRequest
+    from rollout.requests.request import deserialize_tensor as deserialize_tensor
+    from rollout.requests.request import serialize_tensor as serialize_tensor
+    from rollout.requests.spans import VersionSpans as VersionSpans
     from rollout.sampling_params import SamplingParams as SamplingParams
-    from rollout.spans import VersionSpans as VersionSpans
     from rollout.state import ControlSignal as ControlSignal
     from rollout.state import CoordinatorState as CoordinatorState
     from rollout.state import EngineState as EngineState
@@ -77,28 +81,26 @@ if TYPE_CHECKING:
     from rollout.state import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.state import Status as Status
-    from rollout.text_stream import TextDelta as TextDelta
-    from rollout.worker import EngineWorker as EngineWorker
 
 _HOMES = {
-    "rollout.batch": (
+    "rollout.manager.batch": (
         "PackedRollouts",
         "RolloutBatch",
     ),
-    "rollout.block_hash": (
+    "rollout.requests.block_hash": (
         "HASH_BASE",
         "HASH_PRIME",
         "chain_block_hashes",
         "compute_block_hashes_batched",
     ),
-    "rollout.client": ("InferenceClient",),
+    "rollout.distributed.client.client": ("InferenceClient",),
     "rollout.config": ("CoordinatorConfig", "InferenceConfig", "ServerConfig"),
-    "rollout.coordinator.launch": (
+    "rollout.distributed.coordinator.launch": (
         "CoordinatorHandle",
         "launch_coordinator",
     ),
-    "rollout.coordinator.process": ("DataParallelInferenceCoordinator",),
-    "rollout.engine.block_allocator": ("BlockAllocator",),
+    "rollout.distributed.coordinator.process": ("DataParallelInferenceCoordinator",),
+    "rollout.engine.scheduling.block_allocator": ("BlockAllocator",),
     "rollout.engine.context": ("DynamicInferenceContext",),
     "rollout.engine.controller": ("TextGenerationController",),
     "rollout.engine.engine": ("DynamicInferenceEngine",),
@@ -124,29 +126,29 @@ _HOMES = {
         "UnsupportedModelError",
         "WeightsChangedError",
     ),
-    "rollout.events": (
+    "rollout.requests.events": (
         "DynamicInferenceEvent",
         "DynamicInferenceEventType",
     ),
-    "rollout.journal": ("Journal",),
-    "rollout.keys": ("JobKeys",),
-    "rollout.llm": (
+    "rollout.journal.journal": ("Journal",),
+    "rollout.distributed.transport.keys": ("JobKeys",),
+    "rollout.llm.llm": (
         "LLM",
         "AsyncLLM",
     ),
-    "rollout.manager": ("RolloutManager",),
-    "rollout.open_group": ("GroupResult",),
-    "rollout.pending": (
+    "rollout.manager.manager": ("RolloutManager",),
+    "rollout.distributed.client.group": ("GroupResult",),
+    "rollout.llm.results": (
         "PendingGroup",
         "TextStream",
     ),
-    "rollout.record": ("DynamicInferenceRequestRecord",),
-    "rollout.replies": (
+    "rollout.requests.record": ("DynamicInferenceRequestRecord",),
+    "rollout.distributed.client.futures": (
         "Delta",
         "RequestFuture",
         "RequestStream",
     ),
-    "rollout.request": (
+    "rollout.requests.request": (
         "DynamicInferenceRequest",
         "InferenceRequest",
         "VLMInferenceRequest",
@@ -154,7 +156,7 @@ _HOMES = {
         "serialize_tensor",
     ),
     "rollout.sampling_params": ("SamplingParams",),
-    "rollout.spans": ("VersionSpans",),
+    "rollout.requests.spans": ("VersionSpans",),
     "rollout.state": (
         "ControlSignal",
         "CoordinatorState",
@@ -166,8 +168,8 @@ _HOMES = {
         "StalenessPolicy",
         "Status",
     ),
-    "rollout.text_stream": ("TextDelta",),
-    "rollout.worker": ("EngineWorker",),
+    "rollout.distributed.client.text_stream": ("TextDelta",),
+    "rollout.distributed.worker.worker": ("EngineWorker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

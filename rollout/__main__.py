@@ -33,8 +33,8 @@ from rollout.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from rollout.config import ServerConfig
     from rollout.flags import ModelOptions, ServeOptions
-    from rollout.llm import LLM
-    from rollout.server.running import Server
+    from rollout.llm.llm import LLM
+    from rollout.server.server import Server
 
 HELP = """usage: rollout COMMAND [OPTIONS]
 
@@ -186,7 +186,7 @@ def _start(options: ServeOptions) -> LLM:
     _say(f"loading {folder}: {_bytes(size)} of weights")
     model, tokenizer = _load(options.model)
     _say(f"loaded in {time.monotonic() - began:.1f} s; starting the engine")
-    from rollout.llm import LLM
+    from rollout.llm.llm import LLM
 
     return LLM(
         model,
@@ -201,7 +201,7 @@ def _load(options: ModelOptions) -> tuple[Any, Any]:
     import torch
     from safetensors import SafetensorError
 
-    from rollout.model_loading import load
+    from rollout.llm.model_loading import load
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {options.device}: torch sees no CUDA device; use --device cpu")

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.models import VOCAB, greedy, make_model, trainer_logprobs
 

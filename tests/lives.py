@@ -27,10 +27,10 @@ import msgpack
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kv_cache import zeros
+from rollout.engine.memory.kv_cache import zeros
 from rollout.errors import EngineStateError, InvalidRequestError
-from rollout.events import DynamicInferenceEventType as Kind
-from rollout.record import DynamicInferenceRequestRecord
+from rollout.requests.events import DynamicInferenceEventType as Kind
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 from tests.engines import Key, make_engine, token_ids

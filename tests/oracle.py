@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
-from rollout.engine.random_stream import uniforms
-from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest
+from rollout.engine.sampling.random_stream import uniforms
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
-from rollout.seeds import stream_key
 from rollout.state import FinishReason
 
 Row = NDArray[np.float64]

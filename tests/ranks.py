@@ -18,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from tests.distributed.nursery import Nursery
+from tests.distributed.job.nursery import Nursery
 
 DEADLINE_S = 120.0
 """Guards against hanging, no more."""

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from rollout.batch import RolloutBatch
 from rollout.config import InferenceConfig
-from rollout.engine.scheduler import ScheduledStep, StepTokens
-from rollout.engine.sequences import Sequence
-from rollout.manager import RolloutManager
-from rollout.request import DynamicInferenceRequest
+from rollout.engine.scheduling.scheduler import ScheduledStep, StepTokens
+from rollout.engine.scheduling.sequences import Sequence
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.manager import RolloutManager
+from rollout.requests.request import DynamicInferenceRequest
 
 Key = tuple[int, int]
 

@@ -342,7 +342,7 @@ class FakeServer:
 
 
 class FakeLLM:
-    """Stands where `rollout.llm.LLM` does: what it was built with, and how its server ends."""
+    """Stands where `rollout.llm.llm.LLM` does: what it was built with, and how its server ends."""
 
     ends: Callable[[], None]
     built: list[FakeLLM]
@@ -375,7 +375,7 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
     def start(*arguments: str, ends: Callable[[], None] = lambda: None) -> tuple[int, list[FakeLLM]]:
         fake = type("Fake", (FakeLLM,), {"ends": staticmethod(ends), "built": []})
-        monkeypatch.setattr("rollout.llm.LLM", fake)
+        monkeypatch.setattr("rollout.llm.llm.LLM", fake)
         monkeypatch.setattr(command_line, "_check_address", lambda config: None)
         monkeypatch.setattr(command_line, "_leave_at_once", leave)
         try:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout.metrics import LOGGED
-from tests.wandb_runs import point, read_run
+from tests.trainer_hooks.wandb_runs import point, read_run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ["grpo", "partial_rollouts", "ppo", "async_grpo", "lora_grpo"]

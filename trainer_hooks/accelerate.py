@@ -18,7 +18,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rollout.codec import INT, decode_fields
+from rollout.requests.codec import INT, decode_fields
 from rollout.state import KVCacheManagementMode
 from trainer_hooks import optimizer as optimizer_hook
 from trainer_hooks.optimizer import Attachment

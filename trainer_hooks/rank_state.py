@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgpack
 
-from rollout.codec import INT, Codec, decode_fields, refuse, unpack_msgpack
+from rollout.requests.codec import INT, Codec, decode_fields, refuse, unpack_msgpack
 from trainer_hooks.optimizer import Rollout
 
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerState
 
-from rollout.batch import RolloutBatch
-from rollout.manager import RolloutManager
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.manager import RolloutManager
 from rollout.state import KVCacheManagementMode
 from trainer_hooks.optimizer import Attachment
 from trainer_hooks.transformers import RolloutCallback

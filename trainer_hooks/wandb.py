@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rollout.metrics import LOGGED, unknown_name
 
 if TYPE_CHECKING:
-    from rollout.batch import RolloutBatch
+    from rollout.manager.batch import RolloutBatch
 
 STEP = "train/step"
 """The axis of everything logged."""

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import InferenceConfig
 from rollout.engine.controller import TextGenerationController
-from rollout.engine.sequences import Sequence
+from rollout.engine.scheduling.sequences import Sequence
 from rollout.errors import InvalidRequestError
-from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
-from rollout.seeds import stream_key
 
 
 def refuse_what_is_not_served(record: DynamicInferenceRequestRecord) -> None:

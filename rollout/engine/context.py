@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import InferenceConfig
-from rollout.engine.block_allocator import BlockAllocator
-from rollout.engine.kv_cache import LayerShape
-from rollout.engine.model_support import ModelLayout
-from rollout.engine.scheduler import Scheduler
+from rollout.engine.forward.model_support import ModelLayout
+from rollout.engine.memory.kv_cache import LayerShape
+from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.errors import ConfigError, EngineStateError
 from rollout.state import KVCacheManagementMode
 

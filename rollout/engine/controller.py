@@ -10,16 +10,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rollout.chat_messages import known_roles, plain_messages
-from rollout.engine.detokenizer import CompletionText, pieces_of
-from rollout.engine.model_runner import ModelRunner
-from rollout.engine.model_support import ModelLayout
-from rollout.engine.sequences import Sequence as Sample
-from rollout.engine.step import ScheduledStep, StepTokens
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.model_support import ModelLayout
+from rollout.engine.scheduling.sequences import Sequence as Sample
+from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.request import InferenceRequest
+from rollout.requests.chat_messages import known_roles, plain_messages
+from rollout.requests.detokenizer import CompletionText, pieces_of
+from rollout.requests.request import InferenceRequest
+from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
-from rollout.seeds import stream_key
 
 _log = logging.getLogger(__name__)
 

@@ -22,23 +22,22 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
-from rollout.engine.adapters import AdapterSwitches, Variant, described
+from rollout.distributed.protocol.outcome import Growth
 from rollout.engine.admission import Admission, refuse_what_is_not_served
-from rollout.engine.attention import Installation
 from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_size
 from rollout.engine.controller import Prompt, TextGenerationController
-from rollout.engine.fair_lock import FairLock
-from rollout.engine.fingerprints import Fingerprints
-from rollout.engine.forward_key import ForwardKey
-from rollout.engine.kv_cache import Allocate, KVCache, zeros
+from rollout.engine.forward.attention import Installation
+from rollout.engine.forward.forward_key import ForwardKey
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.model_support import DEFAULT_LENGTH, inspect_model, refuse_growing_rope
 from rollout.engine.lifecycle import Lifecycle
-from rollout.engine.model_runner import ModelRunner
-from rollout.engine.model_support import DEFAULT_LENGTH, inspect_model, refuse_growing_rope
+from rollout.engine.memory.kv_cache import Allocate, KVCache, zeros
 from rollout.engine.plain_tensors import plain_tensors
-from rollout.engine.sequences import Sequence as Sample
-from rollout.engine.step import ScheduledStep
-from rollout.engine.turns import Turns
-from rollout.engine.weights import fully_sharded_since, refuse_sharded_since, weights_of
+from rollout.engine.scheduling.adapters import AdapterSwitches, Variant, described
+from rollout.engine.scheduling.sequences import Sequence as Sample
+from rollout.engine.scheduling.step import ScheduledStep
+from rollout.engine.weights.fingerprints import Fingerprints
+from rollout.engine.weights.source import fully_sharded_since, refuse_sharded_since, weights_of
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -46,12 +45,10 @@ from rollout.errors import (
     RequestError,
     WeightsChangedError,
 )
-from rollout.interrupts import interrupt_deferred
-from rollout.outcome import Growth
-from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import MAX_VERSION
 from rollout.sampling_params import SamplingParams
-from rollout.spans import MAX_VERSION
 from rollout.state import (
     ControlSignal,
     EngineState,
@@ -60,6 +57,9 @@ from rollout.state import (
     StalenessPolicy,
     Status,
 )
+from rollout.threads.fair_lock import FairLock
+from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.turns import Turns
 
 _COUNTED: dict[FinishReason | None, str] = {
     FinishReason.ERROR: "requests_failed",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from rollout.engine.fair_lock import FairLock
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
-from rollout.interrupts import interrupt_deferred
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
+from rollout.threads.fair_lock import FairLock
+from rollout.threads.interrupts import interrupt_deferred
 
 
 class Lifecycle:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollout.server.app import build_app as build_app
-    from rollout.server.running import Server as Server
-    from rollout.server.running import serve as serve
+    from rollout.server.server import Server as Server
+    from rollout.server.server import serve as serve
 
 _HOME = {"Server": "running", "build_app": "app", "serve": "running"}
 

@@ -15,9 +15,9 @@ from fastapi import APIRouter, Body, FastAPI
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.errors import ControlError, EngineStateError
+from rollout.requests.spans import MAX_VERSION
 from rollout.server.errors import ApiError, documented
 from rollout.server.serving import Serving
-from rollout.spans import MAX_VERSION
 from rollout.state import KVCacheManagementMode
 
 

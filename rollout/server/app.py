@@ -27,14 +27,14 @@ from starlette.responses import Response
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
 from rollout.server.admin import add_admin_routes
-from rollout.server.chat import add_chat_routes
-from rollout.server.chat_schema import ChatRequest
-from rollout.server.completions import add_completion_routes
-from rollout.server.conversation import Conversation
+from rollout.server.chat_template.conversation import Conversation
 from rollout.server.errors import ErrorReply, describe, documented
 from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary
+from rollout.server.openai.chat import add_chat_routes
+from rollout.server.openai.chat_schema import ChatRequest
+from rollout.server.openai.completions import add_completion_routes
+from rollout.server.openai.schema import CompletionRequest
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
-from rollout.server.schema import CompletionRequest
 from rollout.server.serving import Serving
 from rollout.state import EngineState
 

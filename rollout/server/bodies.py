@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from rollout.server.chat_template.prompt_ids import Stop
 from rollout.server.errors import ApiError, bad_request
-from rollout.server.prompt_ids import Stop
 from rollout.server.serving import Serving, or_disconnected
 from rollout.server.validation import explain
 

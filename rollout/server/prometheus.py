@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from rollout.errors import RolloutError
 from rollout.metrics import METRICS, Kind
-from rollout.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Scope
 
-    from rollout.server.conversation import Conversation
+    from rollout.server.chat_template.conversation import Conversation
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import RequestAbortedError
 from rollout.server.errors import describe, shutting_down
-from rollout.server.samples import merged
+from rollout.server.openai.samples import merged
 from rollout.server.serving import Serving, or_disconnected
-from rollout.text_stream import TextDelta
 
 DONE = b"data: [DONE]\n\n"
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.config import CoordinatorConfig
-from rollout.coordinator.launch import launch_coordinator
+from rollout.distributed.coordinator.launch import launch_coordinator
 from tests.benchmarks import core_alone, long_tail
 from tests.benchmarks.child import Child, clean_environment
 from tests.benchmarks.echo import HEARTBEAT_S, Load

@@ -17,10 +17,19 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rollout.block_hash import compute_block_hashes_batched
 from rollout.config import CoordinatorConfig
-from rollout.coordinator.core import CoordinatorCore
-from rollout.protocol import PROTOCOL_VERSION, Assign, Connect, EngineMoved, Message, Progress, Register, Submit
+from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Assign,
+    Connect,
+    EngineMoved,
+    Message,
+    Progress,
+    Register,
+    Submit,
+)
+from rollout.requests.block_hash import compute_block_hashes_batched
 from tests.benchmarks.echo import BLOCK_SIZE, Load, answer
 
 RANKS = (1, 2, 16, 1000)

@@ -26,13 +26,11 @@ import msgpack
 import psutil
 import zmq
 
-from rollout.client import InferenceClient
 from rollout.config import CoordinatorConfig
-from rollout.coordinator.process import DataParallelInferenceCoordinator
-from rollout.events import DynamicInferenceEvent, DynamicInferenceEventType, pack_events
-from rollout.frames import Sequencer, decode, encode
-from rollout.outcome import Outcome, pack
-from rollout.protocol import (
+from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
+from rollout.distributed.protocol.frames import Sequencer, decode, encode
+from rollout.distributed.protocol.messages import (
     PROTOCOL_VERSION,
     Assign,
     EngineMoved,
@@ -45,6 +43,8 @@ from rollout.protocol import (
     Update,
     farewell,
 )
+from rollout.distributed.protocol.outcome import Outcome, pack
+from rollout.requests.events import DynamicInferenceEvent, DynamicInferenceEventType, pack_events
 from rollout.sampling_params import SamplingParams
 from tests.benchmarks.serve import serve
 

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from rollout.config import CoordinatorConfig
-from rollout.coordinator.core import CoordinatorCore
-from rollout.protocol import (
+from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
+from rollout.distributed.protocol.messages import (
     PROTOCOL_VERSION,
     Assign,
     Connect,

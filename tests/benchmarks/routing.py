@@ -20,8 +20,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from rollout.block_hash import compute_block_hashes_batched
-from rollout.coordinator.routing import Claim, Router
+from rollout.distributed.coordinator.core.routing import Claim, Router
+from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 RANKS = (1, 4, 16, 64, 256, 1000)

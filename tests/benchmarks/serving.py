@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout import AsyncLLM, InferenceConfig, SamplingParams, ServerConfig
-from rollout.server.running import Server
+from rollout.server.server import Server
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
 from tests.server.stream_client import events
 

@@ -13,12 +13,12 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from rollout.engine.block_allocator import BlockAllocator
-from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequences import Sequence
-from rollout.engine.step import StepTokens
-from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest
+from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequences import Sequence
+from rollout.engine.scheduling.step import StepTokens
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import Workload
 

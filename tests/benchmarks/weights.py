@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from rollout.engine.fingerprints import Fingerprints, persistent_tensors
+from rollout.engine.weights.fingerprints import Fingerprints, persistent_tensors
 from tests.benchmarks.floors import seconds, settle
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engine.block_allocator import NO_BLOCK, BlockAllocator, CacheChanges
+from rollout.distributed.protocol.outcome import Growth, growth
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.scheduling.block_allocator import NO_BLOCK, BlockAllocator, CacheChanges
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.events import unpack_events
-from rollout.outcome import Growth, growth
-from rollout.spans import VersionSpans
+from rollout.requests.events import unpack_events
+from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
-from tests.engine.test_simulation import World
+from tests.engine.scheduling.test_simulation import World
 from tests.engines import Key, assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, steps, token_ids
 from tests.models import make_model, make_tokenizer
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.spans import VersionSpans
+from rollout.requests.spans import VersionSpans
 from tests.engines import at_random, make_engine, steps, token_ids
 from tests.lives import Life
 from tests.models import make_model

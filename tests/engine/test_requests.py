@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from rollout.engine.engine import MAX_FAILED_STEPS, DynamicInferenceEngine
-from rollout.engine.sampling_table import SamplingTable
+from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, RequestError
-from rollout.events import DynamicInferenceEventType
-from rollout.record import DynamicInferenceRequestRecord
-from rollout.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.events import DynamicInferenceEventType
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, FinishReason, Status
 from tests.engines import (
@@ -801,7 +801,7 @@ def test_a_request_that_may_draw_no_token_before_min_tokens_is_refused() -> None
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the decode kernel, which never looks behind the end of a sequence."""
-    monkeypatch.setattr("rollout.engine.model_runner.cpu_library.load", lambda: None)
+    monkeypatch.setattr("rollout.engine.forward.model_runner.cpu_library.load", lambda: None)
 
 
 @pytest.mark.usefixtures("plain_torch")

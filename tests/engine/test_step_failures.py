@@ -17,7 +17,7 @@ import pytest
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import EngineStateError
-from rollout.record import DynamicInferenceRequestRecord
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
 from tests.engines import assert_greedy, finish, greedily, make_engine, shared_model, steps, token_ids
 from tests.models import make_tokenizer

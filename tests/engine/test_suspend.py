@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kv_cache import zeros
+from rollout.engine.memory.kv_cache import zeros
 from rollout.errors import DeadlineError, EngineStateError
 from rollout.state import EngineState, FinishReason, Status
 from tests.engines import (
@@ -354,7 +354,7 @@ def test_host_memory_that_cannot_be_had_leaves_the_engine_paused_with_its_kv(mon
         raise RuntimeError("host memory is exhausted")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.engine.kv_cache.torch.empty", failing)
+        patch.setattr("rollout.engine.memory.kv_cache.torch.empty", failing)
         with pytest.raises(RuntimeError, match="host memory"):
             engine.suspend("offload")
     assert engine.state is EngineState.PAUSED

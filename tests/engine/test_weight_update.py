@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.events import DynamicInferenceEventType
-from rollout.record import DynamicInferenceRequestRecord
+from rollout.requests.events import DynamicInferenceEventType
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import FinishReason, KVCacheManagementMode, Status
 from tests.engines import (
     BLOCK,

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedConfig
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest
 from tests.zoo import __main__ as command
 from tests.zoo.small_models import WINDOW, small_config
 from tests.zoo.verdicts import EQUAL, ERROR, LATE, LENGTHS, NOT_BUILT, REFUSED, WRONG, Verdict, judge, survey

@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.server.conversation import Conversation, RenderedPrompt
-from rollout.server.earlier_ids import ReplyDigest
+from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
+from rollout.server.chat_template.earlier_ids import ReplyDigest
 
 _HERMES_TOOLS = r"""
 {%- macro tool_list() %}

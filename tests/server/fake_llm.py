@@ -16,13 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout.config import ServerConfig
+from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError, RequestAbortedError
-from rollout.loop_thread import LoopThread
-from rollout.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.server.running import Server
+from rollout.server.server import Server
 from rollout.state import EngineState, FinishReason, Status
-from rollout.text_stream import TextDelta
+from rollout.threads.loop_thread import LoopThread
 
 LOG_PROB = -0.5
 END_OF_TEXT = 256
@@ -54,7 +54,7 @@ class FakeTokenizer:
 
 
 class FakePending:
-    """As `rollout.pending.PendingGroup`."""
+    """As `rollout.llm.results.PendingGroup`."""
 
     def __init__(self, llm: FakeLLM, prompt: list[int], params: SamplingParams) -> None:
         self.request_id = next(llm.numbers)
@@ -95,7 +95,7 @@ class FakePending:
 
 
 class FakeStream:
-    """As `rollout.pending.TextStream`: one delta per token, whole characters only; then, when held, nothing more."""
+    """As `rollout.llm.results.TextStream`: one delta per token, whole characters only; then, when held, nothing more."""
 
     def __init__(self, llm: FakeLLM, pending: FakePending) -> None:
         self.request_id = pending.request_id

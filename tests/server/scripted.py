@@ -12,13 +12,13 @@ import httpx
 from openai import OpenAI
 
 from rollout.config import ServerConfig
-from rollout.engine.detokenizer import IncrementalDetokenizer
-from rollout.request import DynamicInferenceRequest
+from rollout.distributed.client.text_stream import TextDelta
+from rollout.requests.detokenizer import IncrementalDetokenizer
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.server.running import Server
-from rollout.server.samples import merged
+from rollout.server.openai.samples import merged
+from rollout.server.server import Server
 from rollout.state import FinishReason, Status
-from rollout.text_stream import TextDelta
 from tests.server.fake_llm import FakeLLM, FakePending, FakeStream
 
 

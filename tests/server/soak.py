@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from rollout import LLM, CoordinatorConfig, InferenceConfig, ServerConfig
-from rollout.server.running import Server
+from rollout.server.server import Server
 from tests.models import make_model, make_tokenizer
 from tests.server.stream_client import events
 

@@ -36,7 +36,7 @@ from rollout.errors import (
 from rollout.sampling_params import SamplingParams
 from rollout.server import connection
 from rollout.server.errors import STATUS_OF, describe
-from rollout.server.running import Server, serve
+from rollout.server.server import Server, serve
 from rollout.state import EngineState
 from tests.server.fake_llm import FakeLLM, served
 

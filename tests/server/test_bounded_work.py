@@ -13,9 +13,9 @@ import pytest
 from rollout.errors import InvalidRequestError
 from rollout.server import bodies
 from rollout.server.bodies import LARGE, MAX_ITEMS, MAX_MEMBERS, Amount
+from rollout.server.chat_template.prompt_ids import CERTAINLY, PIECE, PromptTokenizer, Stop
 from rollout.server.errors import ApiError, ClientGoneError
-from rollout.server.prompt_ids import CERTAINLY, PIECE, PromptTokenizer, Stop
-from rollout.server.running import Server
+from rollout.server.server import Server
 from tests.server.fake_llm import FakeTokenizer, served
 from tests.server.test_app import DEADLINE_S, error_of, post_bytes, raw, wait_for_requests
 
@@ -185,7 +185,7 @@ def test_while_a_text_is_read_others_are_answered_and_its_client_may_leave():
 
 
 def test_parameters_that_are_the_same_for_many_prompts_are_checked_once(monkeypatch: pytest.MonkeyPatch):
-    from rollout.server.schema import CompletionRequest
+    from rollout.server.openai.schema import CompletionRequest
 
     made: list[int] = []
     make = CompletionRequest.sampling_params

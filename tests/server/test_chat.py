@@ -13,10 +13,10 @@ from openai.types.chat import ChatCompletion as TheirReply
 from openai.types.chat import ChatCompletionChunk as TheirChunk
 
 from rollout.config import InferenceConfig, ServerConfig
+from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import RequestAbortedError
-from rollout.llm import LLM
-from rollout.server.reply_schema import ChatCompletion
-from rollout.text_stream import TextDelta
+from rollout.llm.llm import LLM
+from rollout.server.openai.response_schema import ChatCompletion
 from tests.engines import BLOCK
 from tests.models import make_model
 from tests.server.chat_templates import WEATHER, byte_level

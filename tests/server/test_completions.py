@@ -15,13 +15,13 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion as TheirReply
 
 from rollout.config import InferenceConfig, ServerConfig
+from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
-from rollout.llm import LLM
+from rollout.llm.llm import LLM
 from rollout.server.bodies import LARGE
-from rollout.server.reply_schema import Completion
-from rollout.server.samples import merged
+from rollout.server.openai.response_schema import Completion
+from rollout.server.openai.samples import merged
 from rollout.server.sse import bursts
-from rollout.text_stream import TextDelta
 from tests.engines import BLOCK
 from tests.models import VOCAB, make_model, make_tokenizer, trainer_logprobs
 from tests.server.chat_templates import byte_level

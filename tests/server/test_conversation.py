@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.errors import InvalidRequestError
-from rollout.server.conversation import Conversation
+from rollout.server.chat_template.conversation import Conversation
 from tests.server.chat_templates import TEMPLATES, USER, WEATHER, byte_level, call, plainly, reply, text_of, user
 
 NAMES = sorted(TEMPLATES)

@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 
 from rollout import LLM, InferenceConfig, ServerConfig
 from rollout.server.app import build_app
-from rollout.server.schema import MAX_PROMPTS
+from rollout.server.openai.schema import MAX_PROMPTS
 from tests.engines import BLOCK
 from tests.models import make_model
 from tests.server.chat_templates import byte_level

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.server.logprobs import LOWEST, CompletionLogprobs, TokenTexts, chat_logprobs
+from rollout.server.openai.logprobs import LOWEST, CompletionLogprobs, TokenTexts, chat_logprobs
 from tests.server.chat_templates import byte_level, sentencepiece
 
 TEXTS = ["the weather", " in Paris: 7 €\n", "naïve 🙂🙂 日本", "a  b"]

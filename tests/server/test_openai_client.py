@@ -19,7 +19,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
-from rollout.server.running import Server
+from rollout.server.server import Server
 from tests.engines import BLOCK
 from tests.models import greedy, make_model, trainer_logprobs
 from tests.server.chat_templates import WEATHER, byte_level

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequestError
-from rollout.server.conversation import Conversation
-from rollout.server.reply_end import tokens_to_append
+from rollout.server.chat_template.conversation import Conversation
+from rollout.server.chat_template.turn_end import tokens_to_append
 from tests.server.chat_templates import (
     END,
     LLAMA31,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.server.tool_calls import ChatDelta, ToolCall, ToolCallParser, parser_for, random_hex
-from rollout.server.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat, format_of
+from rollout.server.chat_template.tool_calls import ChatDelta, ToolCall, ToolCallParser, parser_for, random_hex
+from rollout.server.chat_template.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat, format_of
 from tests.server.chat_templates import LLAMA31, PLAIN, QWEN3, QWEN25, WEATHER
 from tests.server.chat_templates import MISTRAL as MISTRAL_TEMPLATE
 

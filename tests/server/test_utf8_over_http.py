@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from rollout import LLM, InferenceConfig, ServerConfig
+from tests.distributed.client.test_text_stream import MAKERS
 from tests.engines import BLOCK
 from tests.models import make_model
 from tests.server.chat_templates import PLAIN
-from tests.test_text_stream import MAKERS
 
 SEEDS = range(6)
 HI = [{"role": "user", "content": "the cat sat"}]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.scratch import upload
+from rollout.engine.memory.buffers import upload
 
 MAX_TILE_SCORES = 1 << 22
 """Most query x key pairs in one tile: bounds the mask."""

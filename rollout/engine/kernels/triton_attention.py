@@ -13,7 +13,7 @@ from rollout.engine.kernels import flash_prefill
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention
 from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, serves
-from rollout.engine.scratch import upload_together
+from rollout.engine.memory.buffers import upload_together
 
 TABLE_STEP = 16
 """Block tables are so many columns wide or a multiple: Triton compiles a kernel again for strides 16 does not divide."""

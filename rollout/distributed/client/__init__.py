@@ -1,0 +1,1 @@
+"""Client of a coordinator: submits groups, collects their tokens, sends control calls."""

@@ -1,0 +1,406 @@
+"""The asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
+
+Always true: every future ends, with a result or with an error that says why; nothing is polled, so that a reply wakes
+whoever waits for it in the same turn of the loop; once the connection is lost, every call raises
+`ConnectionLostError` at once.
+
+Not thread-safe: one client belongs to one event loop. For other threads there is `rollout.threads.loop_thread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from rollout.config import InferenceConfig
+from rollout.distributed.client.futures import RequestFuture, RequestStream, Result, SerializedResult
+from rollout.distributed.client.group import OpenGroup
+from rollout.distributed.client.session import Call, ClientSession, Prompt, RequestOptions
+from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, SET_VERSION
+from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Connect, ConnectAck, Message, Refused, Shutdown
+from rollout.distributed.transport.dealer import Dealer, Dial
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
+from rollout.sampling_params import SamplingParams
+from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode
+
+if TYPE_CHECKING:
+    from rollout.distributed.transport.keys import JobKeys
+
+CONTROL_TIMEOUT_S = InferenceConfig.control_timeout_s
+"""Deadline of a control call that brings none, in seconds."""
+ANSWER_MARGIN_S = 5.0
+"""Longer than the coordinator, which names the engines that are late, so that it can say so."""
+QUERY_TIMEOUT_S = 30.0
+"""Deadline of a question that the coordinator answers by itself."""
+
+
+class InferenceClient:
+    """A connection to a coordinator. No network before `start`; usable as an async context manager.
+
+    Args:
+        address: `tcp://host:port`.
+        name: by which logs know it.
+        keys: of the job, where the coordinator asks for them.
+        member: barriers wait for this client: it is the training loop of this rank, in [0, data_parallel_size).
+        deserialize: results are requests; False: plain dicts.
+        dial: makes the connection; a coordinator in this process brings its own.
+        control_timeout_s: deadline of a control call that brings none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "client",
+        keys: JobKeys | None = None,
+        member: int | None = None,
+        deserialize: bool = True,
+        dial: Dial = Dealer,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> None:
+        if not isinstance(name, str) or len(name) > 256:
+            raise ConfigError(f"name={name!r}: must be a string of at most 256 characters")
+        if member is not None and (type(member) is not int or member < 0):
+            raise ConfigError(f"member={member!r}: must be None or the number of a rank, from 0")
+        self.address = address
+        self.name = name
+        self._member = member
+        self._deserialize = deserialize
+        self._control_timeout_s = control_timeout_s
+        self._dealer = dial(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
+        self._session = ClientSession(self._dealer.send, on_refused=self._refused)
+        self._greeting: asyncio.Future[ConnectAck] | None = None
+        self._welcome: ConnectAck | None = None
+        self._state: CoordinatorState | None = None
+        self._policy_version: int | None = None
+        self._next_barrier = 0
+
+    # --- the connection -----------------------------------------------------------------------------------------
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Shake hands with the coordinator. Harmless when it is done already.
+
+        Raises:
+            DeadlineError: nobody answered within `timeout_s`.
+            ConnectionLostError: the coordinator refused, speaks another version, or the connection was lost or stopped
+                before; build another client.
+            ConfigError: no such address can be.
+        """
+        if self.lost is not None:
+            raise ConnectionLostError(f"{self.lost}; build another client")
+        if self.connected:
+            return
+        if self._greeting is not None:
+            raise RuntimeError(f"client {self.name!r}: start() while another start() waits for the coordinator")
+        self._greeting = asyncio.get_running_loop().create_future()
+        try:
+            self._dealer.open()
+            self._dealer.send(Connect(PROTOCOL_VERSION, self.name, self._member))
+            done, _ = await asyncio.wait((self._greeting,), timeout=timeout_s)
+            if not done:
+                raise DeadlineError(
+                    f"no coordinator answered at {self.address} within timeout_s={timeout_s}; is it running there, and "
+                    "has this client the keys of its job?"
+                )
+            welcome = self._greeting.result()
+        except BaseException as exc:
+            self._dealer.close("the handshake failed", quietly=isinstance(exc, DeadlineError))
+            raise
+        finally:
+            self._greeting = None
+        self._welcome = welcome
+        self._state = CoordinatorState(welcome.state)
+        self._policy_version = welcome.policy_version
+        self._next_barrier = welcome.next_barrier
+        self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
+
+    async def stop(self) -> None:
+        """Leave; what is open fails with `ConnectionLostError`. Harmless when repeated."""
+        self._dealer.close(f"client {self.name!r} has stopped")
+        self._lost(ConnectionLostError(f"{self.address}: client {self.name!r} was stopped"))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the handshake is done and the connection stands."""
+        return self._welcome is not None and self.lost is None
+
+    @property
+    def lost(self) -> ConnectionLostError | None:
+        """Why the connection is gone, if it is."""
+        return self._session.error
+
+    @property
+    def instance(self) -> str | None:
+        """Which life of which coordinator this is; None before `start`."""
+        return None if self._welcome is None else self._welcome.instance
+
+    @property
+    def next_barrier(self) -> int:
+        """The first barrier that is not known to be passed; 0 before `start`."""
+        return self._next_barrier
+
+    @property
+    def state(self) -> CoordinatorState | None:
+        """At the handshake, then after this client's own calls; `status` asks. None before `start`."""
+        return self._state
+
+    @property
+    def policy_version(self) -> int | None:
+        """At the handshake, then after this client's own calls; `status` asks. None before `start`."""
+        return self._policy_version
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestFuture:
+        """Ask for a prompt's n samples; cancelling the future aborts them.
+
+        Returns:
+            A future of a `Result`. It fails with a `RequestError` where the group ended without one, and with
+            `ConnectionLostError`; a sample that failed alone is in the result with its `error`.
+
+        Raises:
+            InvalidRequestError: a value is out of range; nothing was sent.
+            ConnectionLostError: there is no connection.
+            TypeError: there is no such option.
+        """
+        group = self.open_group(prompt, sampling_params, wanted=None, **options)
+        return RequestFuture(group, self._abort, self._present)
+
+    def add_request_streaming(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestStream:
+        """Ask for a prompt's n samples, `interval` tokens at a time, 1 unless said; raises as `add_request` does."""
+        options.setdefault("interval", 1)
+        group = self.open_group(prompt, sampling_params, wanted=None, **options)
+        return RequestStream(group, self._abort, self._present)
+
+    def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
+        """End a request; it fails with `RequestAbortedError`, unless it has just ended.
+
+        Returns:
+            Whether it was open.
+
+        Raises:
+            ConnectionLostError: there is no connection.
+        """
+        self._refuse_unless_connected()
+        return self._session.abort(request if isinstance(request, int) else request.group.request_id)
+
+    def open_group(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        wanted: Collection[int] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> OpenGroup:
+        """What `add_request` and `add_request_streaming` are made of, for whoever sets `on_update` and `on_done` himself.
+
+        `wanted` as of `ClientSession.submit`; raises as `add_request` does.
+        """
+        self._refuse_unless_connected()
+        return self._session.submit(
+            prompt,
+            sampling_params or _DEFAULT_PARAMS,
+            wanted=wanted,
+            **options,
+        )
+
+    def _abort(self, request_id: int) -> None:
+        if self.connected:
+            self._session.abort(request_id)
+
+    def _present(self, group: OpenGroup) -> Result:
+        result = group.result()
+        return result if self._deserialize else SerializedResult(result)
+
+    # --- control ------------------------------------------------------------------------------------------------
+
+    async def pause_engines(self, timeout_s: float | None = None) -> None:
+        """Stop every engine at its next step boundary; done when all have. Like all control calls:
+
+        Args:
+            timeout_s: deadline; None: this client's `control_timeout_s`.
+
+        Raises:
+            ControlError: not allowed in the coordinator's present state, or some engines have not done it in time;
+                the message and `engines` name them.
+            DeadlineError: the coordinator itself has not answered.
+            ConnectionLostError: there is no connection.
+        """
+        await self._signal(ControlSignal.PAUSE, None, timeout_s)
+
+    async def unpause_engines(self, timeout_s: float | None = None) -> None:
+        """Have every engine go on."""
+        await self._signal(ControlSignal.UNPAUSE, None, timeout_s)
+
+    async def suspend_engines(
+        self, mode: KVCacheManagementMode | str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Give every paused engine's KV memory back.
+
+        Args:
+            mode: what becomes of the KV cache; None: as each engine is configured.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        try:
+            argument = None if mode is None else KVCacheManagementMode(mode).value
+        except ValueError:
+            choices = ", ".join(repr(each.value) for each in KVCacheManagementMode)
+            raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from None
+        await self._signal(ControlSignal.SUSPEND, argument, timeout_s)
+
+    async def resume_engines(self, timeout_s: float | None = None) -> None:
+        """Have every suspended engine's KV back; leads to PAUSED.
+
+        An engine that its own training loop has suspended stays so, since the memory is that loop's until it gives it
+        back, and the call succeeds: `status()` tells the state of every rank.
+        """
+        await self._signal(ControlSignal.RESUME, None, timeout_s)
+
+    async def stop_engines(self, timeout_s: float | None = None) -> None:
+        """End every paused or suspended engine; what is unfinished fails."""
+        await self._signal(ControlSignal.STOP, None, timeout_s)
+
+    async def set_policy_version(self, version: int, timeout_s: float | None = None) -> None:
+        """Tell every engine that its weights are those of `version`.
+
+        Raises:
+            ConfigError: not an integer in [0, 2**63).
+        """
+        if type(version) is not int or not 0 <= version < 2**63:
+            raise ConfigError(f"version={version!r}: must be an integer in [0, 2**63)")
+        await self._control(SET_VERSION, version, timeout_s)
+        self._policy_version = version
+
+    async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
+        """Have every engine forget the cached blocks that no request holds; how many they were together."""
+        done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
+        return int((done or {})["amount"])
+
+    async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
+        """How things stand at the coordinator, for people.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s`.
+            ConnectionLostError: there is no connection.
+        """
+        self._refuse_unless_connected()
+        return await self._answer(self._session.status(), timeout_s, "status()") or {}
+
+    async def barrier(
+        self, index: int, timeout_s: float = CONTROL_TIMEOUT_S, *, what: str = "", policy_version: int = 0
+    ) -> None:
+        """Wait until every member has come to barrier `index` or further.
+
+        Args:
+            what, policy_version: the call that ends there, and the version of the weights; the same at every member.
+
+        Raises:
+            DeadlineError: some member has not within `timeout_s`. That this one has remains said.
+            EngineStateError: all have come, and `what` or `policy_version` differ.
+            ConfigError: not an integer in [0, 2**63).
+            ConnectionLostError: there is no connection.
+        """
+        if type(index) is not int or not 0 <= index < 2**63:
+            raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
+        self._refuse_unless_connected()
+        await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
+        self._next_barrier = max(self._next_barrier, index + 1)
+
+    def shutdown_coordinator(self) -> None:
+        """End the coordinator's process; what is open fails by name.
+
+        Raises:
+            ConnectionLostError: there is no connection.
+        """
+        self._refuse_unless_connected()
+        self._dealer.send(Shutdown())
+
+    async def _signal(self, signal: ControlSignal, argument: str | None, timeout_s: float | None) -> None:
+        await self._control(signal.value, argument, timeout_s)
+        _, reached, harmless = COORDINATOR_TRANSITIONS[signal]
+        if self._state not in harmless:
+            self._state = reached
+
+    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> dict[str, Any] | None:
+        self._refuse_unless_connected()
+        limit = self._control_timeout_s if timeout_s is None else timeout_s
+        call = self._session.control(signal, argument, limit)
+        return await self._answer(call, limit + ANSWER_MARGIN_S, signal)
+
+    async def _answer(self, call: Call, timeout_s: float, what: str) -> dict[str, Any] | None:
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(_: Call) -> None:
+            if not answered.done():
+                answered.set_result(None)
+
+        call.on_done = wake
+        try:
+            await asyncio.wait((answered,), timeout=timeout_s)
+        finally:
+            answered.cancel()
+            self._session.forget(call)
+        if not call.done:
+            raise DeadlineError(f"{what}: no answer from the coordinator at {self.address} within {timeout_s} s")
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    # --- what arrives -------------------------------------------------------------------------------------------
+
+    def _receive(self, message: Message) -> None:
+        if self._greeting is None or self._greeting.done():
+            self._session.receive(message)
+        elif not isinstance(message, ConnectAck):
+            raise SerializationError(f"{type(message).__name__} arrived where ConnectAck must: that is no coordinator")
+        elif message.protocol_version != PROTOCOL_VERSION:
+            older = "coordinator" if message.protocol_version < PROTOCOL_VERSION else "client"
+            raise SerializationError(
+                f"the coordinator speaks version {message.protocol_version} of the protocol and this client "
+                f"{PROTOCOL_VERSION}: upgrade the {older}"
+            )
+        else:
+            self._greeting.set_result(message)
+
+    def _lost(self, error: ConnectionLostError) -> None:
+        self._session.lost(error)
+        if self._greeting is not None and not self._greeting.done():
+            self._greeting.set_exception(error)
+
+    def _refused(self, message: Refused) -> None:
+        # Which of them it was is not known, and what it asked for would be waited for in vain.
+        why = f"the coordinator could not take a frame ({message.code}): {message.text}"
+        self._dealer.close(why)
+        self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))
+
+    def _refuse_unless_connected(self) -> None:
+        if self.lost is not None:
+            raise ConnectionLostError(str(self.lost))
+        if self._welcome is None:
+            raise ConnectionLostError(f"{self.address}: client {self.name!r} is not connected; await start() first")
+
+
+_DEFAULT_PARAMS = SamplingParams()

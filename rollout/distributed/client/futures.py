@@ -1,0 +1,174 @@
+"""What a client gives for a request: a future of its samples, or a stream of its tokens.
+
+Always true: each listens to one group and ends when it does, with its result or with the error that says why; whoever
+turns away from an unfinished one (`cancel`, `aclose`) ends the request. What travels is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from rollout.distributed.client.group import GroupResult, OpenGroup
+from rollout.distributed.protocol.messages import Stretch
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import VersionSpans
+
+
+class SerializedResult(Sequence[dict[str, Any]]):
+    """The n samples of a group as plain dicts, each made when it is read."""
+
+    def __init__(self, result: GroupResult) -> None:
+        self._result = result
+
+    def __len__(self) -> int:
+        return len(self._result)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [each.serialize() for each in self._result[index]]
+        return self._result[index].serialize()
+
+
+Result = Sequence[DynamicInferenceRequest] | Sequence[dict[str, Any]]
+"""A `GroupResult`, or, from a client with `deserialize=False`, a `SerializedResult`."""
+
+
+class RequestFuture(asyncio.Future[Any]):
+    """A future that ends a group's computation when it is cancelled.
+
+    Attributes:
+        group: what is known of the group, from the first token on.
+    """
+
+    def __init__(
+        self, group: OpenGroup, abort: Callable[[int], object], present: Callable[[OpenGroup], Result]
+    ) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self.group = group
+        self._abort = abort
+        self._present = present
+        group.on_done = self._end
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel it, and abort the request."""
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self._abort(self.group.request_id)
+        return cancelled
+
+    def _end(self, group: OpenGroup) -> None:
+        if self.done():
+            return
+        if group.error is not None:
+            self.set_exception(group.error)
+        else:
+            self.set_result(self._present(group))
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one sample. Lists are as long as there are new tokens."""
+
+    sample_index: int
+    token_ids: list[int]
+    log_probs: list[float]
+    policy_versions: list[int]
+    restarted: bool
+    """The sample has started afresh: forget its earlier tokens."""
+
+
+class RequestStream:
+    """A group's tokens as they come: `async for delta in stream`, then `stream.result`.
+
+    Leaving the loop before the end aborts the request, as `aclose` does (`contextlib.aclosing` makes that immediate
+    where an exception leaves the loop).
+    """
+
+    def __init__(
+        self, group: OpenGroup, abort: Callable[[int], object], present: Callable[[OpenGroup], Result]
+    ) -> None:
+        self.group = group
+        self._abort = abort
+        self._present = present
+        self._waiting: deque[Delta] = deque()
+        self._streamed: set[int] = set()
+        self._closed = False
+        self._wake = asyncio.Event()
+        group.on_update = self._take
+        group.on_done = self._end
+
+    @property
+    def request_id(self) -> int:
+        """What `abort_request` takes."""
+        return self.group.request_id
+
+    @property
+    def result(self) -> Result:
+        """The group's samples, once it has ended.
+
+        Raises:
+            RolloutError: why it ended without a result.
+            RuntimeError: it has not ended.
+        """
+        return self._present(self.group)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """The deltas, in order.
+
+        Raises:
+            RolloutError: why the group ended without a result, after its last delta.
+        """
+        try:
+            while not self._closed:
+                if self._waiting:
+                    yield self._waiting.popleft()
+                elif self.group.done:
+                    if self.group.error is not None:
+                        raise self.group.error
+                    return
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the iteration and, if it has not ended, the request. Harmless when repeated."""
+        self._closed = True
+        self._wake.set()
+        if not self.group.done:
+            self._abort(self.group.request_id)
+
+    def _take(self, group: OpenGroup, stretch: Stretch) -> None:
+        for index, start, count, token_ids, log_probs, column in stretch.samples():
+            restarted = start == 0 and index in self._streamed
+            if not count and not restarted:
+                continue
+            if count:
+                self._streamed.add(index)
+            else:
+                self._streamed.discard(index)
+            runs = stretch.versions[column]
+            self._waiting.append(
+                Delta(
+                    index,
+                    np.frombuffer(token_ids, "<i4").tolist(),
+                    np.frombuffer(log_probs, "<f4").tolist(),
+                    VersionSpans(zip(runs[1::2], runs[2::2], strict=True)).dense().tolist(),
+                    restarted,
+                )
+            )
+        self._wake.set()
+
+    def _end(self, group: OpenGroup) -> None:
+        self._wake.set()

@@ -1,0 +1,362 @@
+"""One group as its client knows it: the record of its samples, token by token, and their requests once somebody reads them.
+
+Always true: a sample's stretches follow each other without gap and overlap; one that starts afresh is known only from
+there on. A stretch is kept as it came and cut up only when somebody reads a sample, so that a group of many samples
+costs little until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from rollout.distributed.protocol.fields import TOKEN_BYTES
+from rollout.distributed.protocol.frames import LostFramesError
+from rollout.distributed.protocol.messages import Stretch
+from rollout.distributed.protocol.outcome import Outcome, TopN, pack_top_n, unpack, unpack_top_n
+from rollout.errors import InvalidRequestError, RolloutError, SerializationError
+from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.events import unpack_events
+from rollout.requests.record import DynamicInferenceRequestRecord, split
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import VersionSpans
+from rollout.sampling_params import SamplingParams
+from rollout.state import FinishReason
+from rollout.state import Status as RequestStatus
+
+PIECES_TOGETHER = 64
+"""So many pieces of a sample become one: whoever streams gets one per token, and objects are what memory goes to."""
+
+_FAILED = (FinishReason.ERROR, FinishReason.ABORT)
+
+
+def nobody(*_: object) -> None:
+    """What is called where nobody listens."""
+
+
+class OpenGroup:
+    """A prompt, what was asked of it, and all that is known of its n samples.
+
+    Attributes:
+        request_id: of the client.
+        text: the prompt, where it was given as text.
+        prompt_tokens: little-endian int32; None until the coordinator has tokenised a text.
+        params: the caller's.
+        arrival_time: wall-clock seconds.
+        error: why it ended without a result.
+        on_update: called with (group, stretch) when tokens have come and when samples have ended.
+        on_done: called with the group when it has ended, with or without a result.
+    """
+
+    __slots__ = (
+        "_earlier_events",
+        "_ended",
+        "_hashes",
+        "_lengths",
+        "_pieces",
+        "_prompt_list",
+        "_unwanted",
+        "arrival_time",
+        "error",
+        "on_done",
+        "on_update",
+        "params",
+        "priority",
+        "prompt_tokens",
+        "request_id",
+        "text",
+    )
+
+    def __init__(
+        self, request_id: int, prompt: str | bytes, params: SamplingParams, priority: int, arrival_time: float
+    ) -> None:
+        self.request_id = request_id
+        self.text = prompt if isinstance(prompt, str) else None
+        self.prompt_tokens = None if isinstance(prompt, str) else prompt
+        self.params = params
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.error: RolloutError | None = None
+        self.on_update: Callable[[OpenGroup, Stretch], object] = nobody
+        self.on_done: Callable[[OpenGroup], object] = nobody
+        # Of a sample that came in one piece, the stretch itself: a list for each would keep the garbage collector busy.
+        self._pieces: dict[int, Stretch | list[Stretch]] = {}
+        self._lengths: dict[int, int] = {}
+        self._prompt_list: list[int] | None = None
+        self._hashes: list[int] = []
+        self._earlier_events: dict[int, bytes] = {}
+        self._ended: set[int] = set()
+        self._unwanted: frozenset[int] = frozenset()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample that was wanted has ended."""
+        return len(self._ended) + len(self._unwanted) == self.params.n
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.complete or self.error is not None
+
+    def open_samples(self) -> list[int]:
+        """Indices of the wanted samples that have not ended."""
+        return [index for index in range(self.params.n) if index not in self._ended and index not in self._unwanted]
+
+    def want_only(self, wanted: Collection[int]) -> None:
+        """Wait for these samples alone; of the others, those that have ended stay readable.
+
+        Raises:
+            InvalidRequestError: some of them are none of the group's.
+        """
+        foreign = [index for index in wanted if type(index) is not int or not 0 <= index < self.params.n]
+        if foreign:
+            raise InvalidRequestError(f"wanted={foreign}: must be samples in [0, n={self.params.n})")
+        self._unwanted = frozenset(range(self.params.n)).difference(wanted, self._ended)
+
+    def oldest_version(self) -> int | None:
+        """The lowest policy version of a token of a wanted sample that has not ended; None: they have no token."""
+        rows = (_Sample(self._pieces[index], index) for index in self.open_samples() if index in self._pieces)
+        return min((version for row in rows for version in row.versions()[1::2]), default=None)
+
+    def take(self, stretch: Stretch) -> None:
+        """Add new tokens to the record.
+
+        Raises:
+            LostFramesError: they do not follow what is known.
+            SerializationError: there is no such sample, or it had ended.
+        """
+        outcomes, starts, counts = stretch.outcomes, stretch.starts, stretch.counts
+        pieces, lengths, ended = self._pieces, self._lengths, self._ended
+        for column, index in enumerate(stretch.indices):
+            start = starts[column]
+            if index in ended or index >= self.params.n or index in self._unwanted:
+                state = "has ended" if index in ended else f"is none of n={self.params.n} or was not asked for"
+                raise SerializationError(f"request {self.request_id}: tokens of sample {index}, which {state}")
+            if start == 0:
+                if index in pieces:
+                    self._forget_tokens(index)
+                pieces[index] = stretch
+            elif start == lengths.get(index, 0):
+                earlier = pieces[index]
+                if isinstance(earlier, list):
+                    if len(earlier) >= PIECES_TOGETHER and stretch.top_n is None:
+                        earlier[:] = [self._joined([index])]
+                        self._earlier_events.pop(index, None)
+                    earlier.append(stretch)
+                else:
+                    pieces[index] = [earlier, stretch]
+            else:
+                raise LostFramesError(
+                    f"request {self.request_id} sample {index}: tokens from {start} on arrived where "
+                    f"{lengths.get(index, 0)} are known"
+                )
+            lengths[index] = start + counts[column]
+            if outcomes is not None and outcomes[column] is not None:
+                ended.add(index)
+
+    def _forget_tokens(self, index: int) -> None:
+        """It starts afresh; what happened to it before has happened."""
+        if events := self._events(_Sample(self._pieces[index], index), index):
+            self._earlier_events[index] = events
+
+    def _events(self, sample: _Sample, index: int) -> bytes:
+        return self._earlier_events.get(index, b"") + sample.events()
+
+    def known(self) -> list[Stretch]:
+        """Everything known of its samples, for `ClientSession.submit(…, known=…)` elsewhere: at most one stretch.
+
+        Samples that have ended are in it with their outcomes: they are not computed again.
+        """
+        return [self._joined(sorted(self._pieces))] if self._pieces else []
+
+    def _joined(self, indices: list[int]) -> Stretch:
+        rows = [_Sample(self._pieces[index], index) for index in indices]
+        top_n = [row.packed_top_n() for row in rows]
+        return Stretch(
+            self.request_id,
+            0,
+            indices,
+            [0] * len(rows),
+            [self._lengths[index] for index in indices],
+            b"".join(row.token_ids() for row in rows),
+            b"".join(row.log_probs() for row in rows),
+            [row.versions() for row in rows],
+            _unless_empty([row.first("ttfts") for row in rows]),
+            _unless_empty(top_n),
+            _unless_empty([row.last("texts") for row in rows]),
+            _unless_empty([row.last("outcomes") for row in rows]),
+            _unless_empty([self._events(row, index) or None for row, index in zip(rows, indices, strict=True)]),
+        )
+
+    def result(self) -> GroupResult:
+        """The samples' requests.
+
+        Raises:
+            RolloutError: why it ended without a result.
+            RuntimeError: it has not ended.
+        """
+        if self.error is not None:
+            raise self.error
+        if not self.complete:
+            raise RuntimeError(
+                f"request {self.request_id}: of n={self.params.n} samples {len(self.open_samples())} have not ended; wait "
+                "for them"
+            )
+        return GroupResult(self)
+
+    def request(self, index: int) -> DynamicInferenceRequest:
+        """What a direct engine's merged request says of this sample.
+
+        Raises:
+            RuntimeError: it has not ended.
+            SerializationError: its outcome is malformed.
+        """
+        if index not in self._ended:
+            raise RuntimeError(f"request {self.request_id} sample {index} has not ended, or was not asked for")
+        sample = _Sample(self._pieces[index], index)
+        if self._prompt_list is None:
+            self._prompt_list = np.frombuffer(self.prompt_tokens or b"", "<i4").tolist()
+        outcome = unpack(sample.last("outcomes") or b"")
+        reason = FinishReason(outcome.finish_reason)
+        kv_spans = VersionSpans.deserialize(outcome.kv_runs)
+        if outcome.block_size_tokens is not None and not self._hashes:
+            self._hashes = compute_block_hashes_batched(self._prompt_list, outcome.block_size_tokens)
+        request = DynamicInferenceRequest(
+            request_id=self.request_id,
+            sample_index=index,
+            prompt=self.text,
+            prompt_tokens=self._prompt_list,
+            sampling_params=self._params_used(outcome),
+            arrival_time=self.arrival_time,
+            priority=self.priority,
+            status=RequestStatus.FAILED if reason in _FAILED else RequestStatus.COMPLETED,
+            finish_reason=reason,
+            stop_reason=outcome.stop_reason,
+            error=outcome.error,
+            seed=outcome.seed,
+            generated_text=sample.last("texts"),
+            prompt_log_probs=outcome.prompt_log_probs,
+            prompt_top_n_logprobs=outcome.prompt_top_n,
+            generated_top_n_logprobs=sample.top_n(),
+            tpot=outcome.tpot,
+            ttft=outcome.ttft if (ttft := sample.first("ttfts")) is None else ttft,
+            latency=outcome.latency,
+            policy_version=outcome.policy_version,
+            num_cached_tokens=outcome.num_cached_tokens,
+            finished_chunk_token_count=min(len(kv_spans), len(self._prompt_list)),
+            generated_tokens=np.frombuffer(sample.token_ids(), "<i4").tolist(),
+            generated_log_probs=np.frombuffer(sample.log_probs(), "<f4").tolist(),
+            policy_spans=VersionSpans.deserialize(outcome.policy_runs),
+            kv_spans=kv_spans,
+            block_size_tokens=outcome.block_size_tokens,
+            enable_prefix_caching=outcome.block_size_tokens is not None,
+            precomputed_block_hashes=self._hashes,
+        )
+        request.put_events_before(unpack_events(self._events(sample, index)))
+        request.prompt_tokens = self._prompt_list
+        return request
+
+    def record(self, index: int) -> DynamicInferenceRequestRecord:
+        """The sample's record: a segment for each time it was interrupted, where one engine has computed it from then on.
+
+        Raises:
+            RuntimeError: it has not ended.
+            SerializationError: its outcome is malformed.
+        """
+        whole = self.request(index)
+        return split(whole, unpack(_Sample(self._pieces[index], index).last("outcomes") or b"").segments)
+
+    def _params_used(self, outcome: Outcome) -> SamplingParams:
+        most = outcome.max_tokens
+        if most == self.params.max_tokens:
+            return self.params
+        return self.params.replace(max_tokens=most, min_tokens=min(self.params.min_tokens, most))
+
+
+class GroupResult(Sequence[DynamicInferenceRequest]):
+    """The n samples of a group, in order; each is built when it is first read.
+
+    The samples' `prompt_tokens` are one and the same list.
+    """
+
+    __slots__ = ("_built", "_group")
+
+    def __init__(self, group: OpenGroup) -> None:
+        self._group = group
+        self._built: dict[int, DynamicInferenceRequest] = {}
+
+    def __len__(self) -> int:
+        return self._group.params.n
+
+    @overload
+    def __getitem__(self, index: int) -> DynamicInferenceRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[DynamicInferenceRequest]: ...
+    def __getitem__(self, index: int | slice) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        if position not in self._built:
+            self._built[position] = self._group.request(position)
+        return self._built[position]
+
+    @property
+    def records(self) -> list[DynamicInferenceRequestRecord]:
+        """The samples' records, in order; made anew at each reading."""
+        return [self._group.record(index) for index in range(len(self))]
+
+    def __repr__(self) -> str:
+        return f"GroupResult(request_id={self._group.request_id}, {len(self)} samples)"
+
+
+class _Sample:
+    """One sample's pieces of stretches, read."""
+
+    def __init__(self, pieces: Stretch | list[Stretch], index: int) -> None:
+        stretches = pieces if isinstance(pieces, list) else [pieces]
+        self._pieces = [(stretch, stretch.indices.index(index)) for stretch in stretches]
+
+    def token_ids(self) -> bytes:
+        return b"".join(stretch.token_ids[_bytes(stretch, column)] for stretch, column in self._pieces)
+
+    def log_probs(self) -> bytes:
+        return b"".join(stretch.log_probs[_bytes(stretch, column)] for stretch, column in self._pieces)
+
+    def versions(self) -> list[int]:
+        rows = [stretch.versions[column] for stretch, column in self._pieces]
+        spans = VersionSpans(pair for row in rows for pair in zip(row[1::2], row[2::2], strict=True))
+        # Without a token the prompt is still to be admitted again, so the last word counts.
+        return [rows[-1][0], *spans.serialize()]
+
+    def top_n(self) -> TopN:
+        return [row for chunk in self._column("top_n") if chunk is not None for row in unpack_top_n(chunk)]
+
+    def packed_top_n(self) -> bytes | None:
+        rows = self.top_n()
+        return pack_top_n(rows) if rows else None
+
+    def events(self) -> bytes:
+        return b"".join(chunk for chunk in self._column("events") if chunk is not None)
+
+    def first(self, name: str) -> Any:
+        return next((value for value in self._column(name) if value is not None), None)
+
+    def last(self, name: str) -> Any:
+        return next((value for value in reversed(list(self._column(name))) if value is not None), None)
+
+    def _column(self, name: str) -> Iterator[Any]:
+        for stretch, column in self._pieces:
+            values = getattr(stretch, name)
+            if values is not None:
+                yield values[column]
+
+
+def _bytes(stretch: Stretch, column: int) -> slice:
+    start = TOKEN_BYTES * sum(stretch.counts[:column])
+    return slice(start, start + TOKEN_BYTES * stretch.counts[column])
+
+
+def _unless_empty(column: list[Any]) -> list[Any] | None:
+    return None if all(value is None for value in column) else column

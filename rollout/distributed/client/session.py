@@ -1,0 +1,465 @@
+"""What a client knows: its open groups, token by token, and the calls it waits for. Messages in, messages out.
+
+Always true:
+- an open group ends once: complete, or with an error that says why; its record stays readable afterwards;
+- a message for a group that has ended already is dropped, one that contradicts the record is a `SerializationError`,
+  which ends the connection.
+
+No sockets, no event loop, no threads.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any, ClassVar, TypedDict, Unpack
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout import errors
+from rollout.distributed.client.group import OpenGroup, nobody
+from rollout.distributed.protocol.fields import TOKEN_BYTES
+from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
+from rollout.distributed.protocol.messages import (
+    Abort,
+    Accepted,
+    Barrier,
+    BarrierDone,
+    ConnectAck,
+    Control,
+    ControlDone,
+    Disconnect,
+    Heartbeat,
+    Message,
+    Refused,
+    RequestFailed,
+    Status,
+    StatusQuery,
+    Stretch,
+    Submit,
+    Update,
+    farewell,
+)
+from rollout.errors import (
+    ConnectionLostError,
+    ControlError,
+    EngineStateError,
+    InvalidRequestError,
+    RequestError,
+    RolloutError,
+    RolloutFailedError,
+    SerializationError,
+)
+from rollout.requests.codec import refuse
+from rollout.sampling_params import SamplingParams
+
+Prompt = str | bytes | Sequence[int] | NDArray[Any]
+"""Text, token ids, or token ids as little-endian int32 in bytes."""
+
+MAX_PRIORITY = 2**31
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a group beside its prompt and its sampling parameters."""
+
+    priority: int
+    """Higher runs first; 0 unless said."""
+    timeout_s: float | None
+    """Fail so long after arrival. None, as unless said: never, while there is some rank."""
+    interval: int
+    """Report every so many tokens of a sample. 0, as unless said (1 where it is streamed): as the coordinator is
+    configured."""
+    arrival_time: float | None
+    """Wall-clock seconds. None, as unless said: now."""
+    known: Iterable[Stretch]
+    """What another session knew of the group (`OpenGroup.known`); it goes on from there. Nothing unless said."""
+    min_policy_version: int
+    """Weights of an older version do not compute it: it waits for an engine that has reached this one. 0 unless said."""
+
+
+_DEFAULTS: RequestOptions = {
+    "priority": 0, "timeout_s": None, "interval": 0, "arrival_time": None, "known": (), "min_policy_version": 0,
+}  # fmt: skip
+
+
+class Call:
+    """A question to the coordinator.
+
+    Attributes:
+        done: whether it was answered.
+        value: the answer, where there is one to see.
+        error: why it failed.
+        on_done: called with the call when it was answered.
+    """
+
+    def __init__(self, call_id: int) -> None:
+        self.call_id = call_id
+        self.done = False
+        self.value: dict[str, Any] | None = None
+        self.error: RolloutError | None = None
+        self.on_done: Callable[[Call], object] = nobody
+
+    def finish(self, error: RolloutError | None = None, value: dict[str, Any] | None = None) -> None:
+        """It was answered."""
+        self.done, self.error, self.value = True, error, value
+        self.on_done(self)
+
+
+class ClientSession:
+    """One connection's life, from its handshake to its loss.
+
+    Args:
+        send: takes the messages for the coordinator.
+        clock: wall-clock seconds, for arrival times.
+        on_refused: gets the words of a coordinator that refuses a frame and goes on.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Message], None],
+        *,
+        clock: Callable[[], float] = time.time,
+        on_refused: Callable[[Refused], object] = nobody,
+    ) -> None:
+        self.error: ConnectionLostError | None = None
+        """Why the session has ended."""
+        self._send = send
+        self._clock = clock
+        self._on_refused = on_refused
+        self._open: dict[int, OpenGroup] = {}
+        self._calls: dict[int, Call] = {}
+        self._barriers: dict[int, list[Call]] = {}
+        self._next_request_id = 0
+        self._next_call_id = 0
+
+    @property
+    def open_groups(self) -> list[OpenGroup]:
+        """Groups that have not ended, in order of submission."""
+        return list(self._open.values())
+
+    # --- asking -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        wanted: Collection[int] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> OpenGroup:
+        """Ask for a group.
+
+        Args:
+            prompt: text, or token ids in [0, 2**31).
+            wanted: samples to compute. None: all that have not ended in what is known.
+            options: as `RequestOptions` says.
+
+        Raises:
+            InvalidRequestError: a value is out of range, or what is known does not fit; nothing was sent.
+            ConnectionLostError: the session has ended.
+            TypeError: there is no such option.
+        """
+        chosen = _complete(options)
+        self._refuse_when_lost()
+        packed = prompt if isinstance(prompt, str) else _int32(prompt)
+        _check_options(chosen)
+        priority, timeout_s, interval = chosen["priority"], chosen["timeout_s"], chosen["interval"]
+        arrived = self._clock() if chosen["arrival_time"] is None else float(chosen["arrival_time"])
+        group = OpenGroup(self._next_request_id, packed, params, priority, arrived)
+        message = Submit(
+            group.request_id, packed, params.n, _packed(params), params.seed, priority, arrived, timeout_s, interval,
+            min_policy_version=chosen["min_policy_version"],
+        )  # fmt: skip
+        size = len(packed)
+        for stretch in chosen["known"]:
+            size += self._continue(group, message, stretch)
+        if size > MAX_REQUEST_BYTES:
+            raise InvalidRequestError(
+                f"a prompt of {len(packed)} bytes with {size - len(packed)} known: at most {MAX_REQUEST_BYTES} fit in "
+                "one request; shorten it"
+            )
+        if wanted is not None:
+            group.want_only(wanted)
+        if group.complete:
+            raise InvalidRequestError(f"no sample of n={params.n} is wanted that has not ended: nothing is left to do")
+        if message.known or wanted is not None:
+            still = group.open_samples()
+            message.known = [each for each in (s.only(set(still)) for s in message.known) if each.indices]
+            message.wanted = still if len(still) < params.n else []
+        self._send(message)
+        self._next_request_id += 1
+        self._open[group.request_id] = group
+        return group
+
+    def _continue(self, group: OpenGroup, message: Submit, stretch: Stretch) -> int:
+        try:
+            stretch.check()
+            group.take(stretch)
+        except SerializationError as exc:
+            raise InvalidRequestError(f"what is known does not fit: {exc}") from exc
+        message.known.append(stretch)
+        return len(stretch.token_ids) + len(stretch.log_probs) + sum(map(len, filter(None, stretch.top_n or ())))
+
+    def abort(self, request_id: int) -> bool:
+        """Ask for a group's end, which comes as a `RequestAbortedError` or, if it was ending anyway, as its result.
+
+        Returns:
+            False where no such group is open.
+
+        Raises:
+            ConnectionLostError: the session has ended.
+        """
+        self._refuse_when_lost()
+        if request_id not in self._open:
+            return False
+        self._send(Abort(request_id))
+        return True
+
+    def control(self, signal: str, argument: int | str | None, timeout_s: float) -> Call:
+        """Ask every engine for something; done when all have done it, or not within `timeout_s`."""
+        call = self._call()
+        self._send(Control(call.call_id, signal, argument, timeout_s))
+        return call
+
+    def status(self) -> Call:
+        """Ask how things stand; the answer is the call's value."""
+        call = self._call()
+        self._send(StatusQuery(call.call_id))
+        return call
+
+    def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:
+        """Say that this member has come to barrier `index`; done when every member has come there or further.
+
+        It fails with an `EngineStateError` where `what` (the call that ends there) or the version are not everybody's.
+        """
+        self._refuse_when_lost()
+        call = Call(-1)
+        self._barriers.setdefault(index, []).append(call)
+        self._send(Barrier(index, what, policy_version))
+        return call
+
+    def forget(self, call: Call) -> None:
+        """Nobody waits for this call any more."""
+        self._calls.pop(call.call_id, None)
+        for index, calls in list(self._barriers.items()):
+            self._barriers[index] = [each for each in calls if each is not call]
+            if not self._barriers[index]:
+                del self._barriers[index]
+
+    def _call(self) -> Call:
+        self._refuse_when_lost()
+        call = self._calls[self._next_call_id] = Call(self._next_call_id)
+        self._next_call_id += 1
+        return call
+
+    def _refuse_when_lost(self) -> None:
+        if self.error is not None:
+            raise ConnectionLostError(str(self.error))
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def receive(self, message: Message) -> None:
+        """Take in a message of the coordinator.
+
+        Raises:
+            SerializationError: it contradicts what is known, or is none for a client; the connection is of no use.
+        """
+        handler = self._HANDLERS.get(type(message))
+        if handler is None:
+            raise SerializationError(f"{type(message).__name__}: no message for a client")
+        handler(self, message)
+
+    def lost(self, error: ConnectionLostError) -> None:
+        """The connection is gone: everything open fails with `error`. Harmless when repeated."""
+        if self.error is not None:
+            return
+        self.error = error
+        groups, self._open = self._open, {}
+        calls = [*self._calls.values(), *chain.from_iterable(self._barriers.values())]
+        self._calls, self._barriers = {}, {}
+        for group in groups.values():
+            group.error = ConnectionLostError(f"request {group.request_id}: {error}")
+            self._tell_the_end(group)
+        for call in calls:
+            call.finish(ConnectionLostError(str(error)))
+
+    def _accepted(self, message: Accepted) -> None:
+        group = self._open.get(message.request_id)
+        if group is not None:
+            group.prompt_tokens = message.prompt
+
+    def _update(self, message: Update) -> None:
+        for stretch in message.stretches:
+            group = self._open.get(stretch.request_id)
+            if group is None:
+                continue
+            group.take(stretch)
+            if group.on_update is not nobody:
+                group.on_update(group, stretch)
+            if group.complete:
+                if group.prompt_tokens is None:
+                    refuse("Update", group.request_id, "the tokens of its prompt, before its result,")
+                self._end(group)
+
+    def _failed(self, message: RequestFailed) -> None:
+        group = self._open.get(message.request_id)
+        if group is not None:
+            group.error = exception_named(message.error, message.text, message.request_id)
+            self._end(group)
+
+    def _end(self, group: OpenGroup) -> None:
+        del self._open[group.request_id]
+        self._tell_the_end(group)
+
+    def _tell_the_end(self, group: OpenGroup) -> None:
+        on_done = group.on_done
+        # Whoever listens often holds the group: a circle that only the garbage collector would find.
+        group.on_done = group.on_update = nobody
+        on_done(group)
+
+    def _control_done(self, message: ControlDone) -> None:
+        error = None
+        if message.error is not None:
+            error = exception_named(message.error, message.text, engines=tuple(message.engines))
+        self._answer(message.call_id, error, {"amount": message.amount})
+
+    def _status(self, message: Status) -> None:
+        self._answer(message.call_id, None, message.table)
+
+    def _answer(self, call_id: int, error: RolloutError | None, value: dict[str, Any] | None) -> None:
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            call.finish(error, value)
+
+    def _barrier_done(self, message: BarrierDone) -> None:
+        error = None
+        if message.differences:
+            error = EngineStateError(
+                f"the ranks have not come together: {message.differences}; every rank must make the same calls in the same "
+                "order, and count the same weight updates (is the optimizer hook attached on all of them?)"
+            )
+        for index in [index for index in self._barriers if index <= message.index]:
+            for call in self._barriers.pop(index):
+                call.finish(error)
+
+    def _refused(self, message: Refused | Disconnect) -> None:
+        error = farewell(message)
+        if error is not None:
+            self.lost(error)
+        elif isinstance(message, Refused):
+            self._on_refused(message)
+
+    _HANDLERS: ClassVar[dict[type[Message], Callable[[ClientSession, Any], None]]] = {
+        Update: _update,
+        Accepted: _accepted,
+        RequestFailed: _failed,
+        ControlDone: _control_done,
+        Status: _status,
+        BarrierDone: _barrier_done,
+        Refused: _refused,
+        Disconnect: _refused,
+        Heartbeat: lambda session, message: None,
+        ConnectAck: lambda session, message: None,
+    }
+
+
+def exception_named(name: str, text: str, request_id: int | None = None, engines: tuple[str, ...] = ()) -> RolloutError:
+    """The exception that a message names: one of `rollout.errors`, or one of them that says the name it did not know.
+
+    Args:
+        request_id: of the request that failed; None for a control call.
+        engines: that the error of a control call names.
+    """
+    kind = getattr(errors, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, RolloutError) or kind is RolloutFailedError:
+        kind, text = RequestError if request_id is not None else ControlError, f"{name}: {text}"
+    if issubclass(kind, RequestError):
+        return kind(text, request_id)
+    return kind(text, engines) if issubclass(kind, ControlError) else kind(text)
+
+
+@lru_cache(maxsize=256)
+def _packed(params: SamplingParams) -> bytes:
+    packed: bytes = msgpack.packb(params.serialize())
+    return packed
+
+
+def _int32(prompt: bytes | Sequence[int] | NDArray[Any]) -> bytes:
+    """Token ids as little-endian int32."""
+    if isinstance(prompt, bytes):
+        packed = prompt
+    elif hasattr(prompt, "__array__"):
+        packed = _int32_of_array(np.asarray(prompt))
+    else:
+        packed = _int32_of_list(prompt)
+    if not packed:
+        raise InvalidRequestError("a prompt of no tokens: must have at least one; a BOS token will do")
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidRequestError(f"a prompt of {len(packed)} bytes: must be int32 token ids, {TOKEN_BYTES} bytes each")
+    tokens = np.frombuffer(packed, "<i4")
+    if tokens.min() < 0:
+        raise InvalidRequestError(f"prompt token {tokens.min()}: must lie in [0, 2**31)")
+    return packed
+
+
+def _int32_of_array(tokens: NDArray[Any]) -> bytes:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            f"a prompt of shape {tokens.shape} and dtype {tokens.dtype}: must be integers in a row"
+        )
+    if len(tokens) and tokens.max() >= 2**31:
+        raise InvalidRequestError(f"prompt token {tokens.max()}: must lie in [0, 2**31)")
+    if len(tokens) and tokens.min() < 0:
+        raise InvalidRequestError(f"prompt token {tokens.min()}: must lie in [0, 2**31)")
+    return tokens.astype("<i4").tobytes()
+
+
+def _int32_of_list(prompt: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{len(prompt)}i", *prompt)
+    except TypeError as exc:
+        raise InvalidRequestError(f"prompt of type {type(prompt).__name__}: must be text or token ids ({exc})") from exc
+    except struct.error as exc:
+        bad = next((token for token in prompt if not _is_int32(token)), None)
+        raise InvalidRequestError(f"prompt token {bad!r}: must lie in [0, 2**31) and be an integer") from exc
+
+
+def _is_int32(token: Any) -> bool:
+    return hasattr(token, "__index__") and -(2**31) <= token < 2**31
+
+
+def _complete(options: RequestOptions) -> RequestOptions:
+    unknown = [repr(name) for name in options if name not in _DEFAULTS]
+    if unknown:
+        raise TypeError(f"{', '.join(unknown)}: no option of a request; the options are {', '.join(_DEFAULTS)}")
+    return {**_DEFAULTS, **options}
+
+
+def _check_options(options: RequestOptions) -> None:
+    priority, timeout_s = options["priority"], options["timeout_s"]
+    interval, arrival_time = options["interval"], options["arrival_time"]
+    version = options["min_policy_version"]
+    checks: Collection[tuple[str, Any, bool, str]] = (
+        ("priority", priority, _whole(priority) and abs(priority) <= MAX_PRIORITY, "an integer in [-2**31, 2**31]"),
+        ("timeout_s", timeout_s, timeout_s is None or (_real(timeout_s) and timeout_s > 0), "None or a number above 0"),
+        ("interval", interval, _whole(interval) and 0 <= interval < 2**63, "an integer of at least 0"),
+        ("arrival_time", arrival_time, arrival_time is None or _real(arrival_time), "None or a number of seconds"),
+        ("min_policy_version", version, _whole(version) and 0 <= version < 2**63, "an integer of at least 0"),
+    )
+    for name, value, holds, rule in checks:
+        if not holds:
+            raise InvalidRequestError(f"{name}={value!r}: must be {rule}")
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _real(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

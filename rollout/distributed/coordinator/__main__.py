@@ -1,0 +1,39 @@
+"""The child that `rollout.distributed.coordinator.launch` starts: orders from stdin, the address to stdout, then the loop."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rollout.distributed.coordinator.launch import read_orders, write_answer
+from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
+from rollout.errors import ConfigError
+
+STDIN, STDOUT = 0, 1
+
+
+def main() -> int:
+    """Serve until the job ends.
+
+    Returns:
+        The exit code: 2 when the orders cannot be obeyed.
+    """
+    try:
+        coordinator = DataParallelInferenceCoordinator(*read_orders(sys.stdin.buffer))
+        coordinator.serve(_announce, STDIN)
+    except ConfigError as exc:
+        write_answer(STDOUT, None, str(exc))
+        return 2
+    return 0
+
+
+def _announce(address: str) -> None:
+    write_answer(STDOUT, address)
+    # The launcher reads to the end; what somebody prints later must not fill a pipe that nobody reads.
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, STDOUT)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

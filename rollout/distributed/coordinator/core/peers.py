@@ -1,0 +1,126 @@
+"""Who is connected: clients and ranks, and what waits to be said to each. No I/O, no clock.
+
+Always true: what is said to a peer leaves in the order in which it was said, numbered without a gap; stretches of a turn
+for one client leave as one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer
+from rollout.distributed.protocol.messages import Message, Refused, Stretch, Update
+
+UPDATE_BYTES = 4 << 20
+"""Beyond so much no further stretch joins an `Update`: it must fit into a frame, by bytes and by values."""
+
+SAMPLE_BYTES = 64
+"""What a sample's part of a stretch counts besides its buffers and texts."""
+
+MAX_ERROR_CHARACTERS = 2000
+"""Of what a peer is told went wrong: whoever caused it may have sent megabytes."""
+
+
+class Peers:
+    """Sessions by identity, and the outbox."""
+
+    def __init__(self) -> None:
+        self.clients: dict[bytes, ClientPeer] = {}
+        self.ranks: dict[bytes, RankPeer] = {}
+        self._ranks_by_name: dict[str, RankPeer] = {}
+        self._outbox: list[tuple[bytes, int, Message]] = []
+        self._with_stretches: dict[bytes, ClientPeer] = {}
+        self._said_to: list[Peer] = []
+
+    def __len__(self) -> int:
+        return len(self.clients) + len(self.ranks)
+
+    def __iter__(self) -> Iterator[Peer]:
+        yield from list(self.ranks.values())
+        yield from list(self.clients.values())
+
+    def get(self, identity: bytes) -> Peer | None:
+        """The session of `identity`."""
+        return self.ranks.get(identity) or self.clients.get(identity)
+
+    def add_rank(self, rank: RankPeer) -> None:
+        """A rank has registered; no other has its name."""
+        self.ranks[rank.identity] = self._ranks_by_name[rank.name] = rank
+
+    def has_rank(self, name: str) -> bool:
+        """Whether a rank of that name is here."""
+        return name in self._ranks_by_name
+
+    def rank_names(self) -> Set[str]:
+        """Names of all ranks."""
+        return self._ranks_by_name.keys()
+
+    def rank_named(self, name: str) -> RankPeer:
+        """The rank of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._ranks_by_name[name]
+
+    def drop(self, peer: Peer) -> None:
+        """Its session has ended; nothing more is said to it."""
+        self.clients.pop(peer.identity, None)
+        if self.ranks.pop(peer.identity, None) is not None:
+            del self._ranks_by_name[peer.name]
+        self._with_stretches.pop(peer.identity, None)
+
+    def say(self, peer: Peer, message: Message) -> None:
+        """Put a message into the outbox."""
+        if peer.identity in self._with_stretches:
+            self._flush(self._with_stretches.pop(peer.identity))
+        self._put(peer, message)
+
+    def refuse(self, identity: bytes, code: str, text: str) -> None:
+        """A frame of this peer was no good; it hears why, and goes on. A stranger begins anew."""
+        peer = self.get(identity)
+        if peer is None:
+            self._outbox.append((identity, 0, Refused(code, shortened(text), True)))
+        else:
+            self.say(peer, Refused(code, shortened(text), False))
+
+    def say_stretch(self, client: ClientPeer, stretch: Stretch) -> None:
+        """Put a stretch into the client's next `Update`."""
+        size = stretch.buffer_bytes + SAMPLE_BYTES * len(stretch.indices)
+        if client.stretches and client.stretch_bytes + size > UPDATE_BYTES:
+            self._flush(client)
+        client.stretches.append(stretch)
+        client.stretch_bytes += size
+        self._with_stretches[client.identity] = client
+
+    @property
+    def has_more_to_say(self) -> bool:
+        """Whether anything was said since the last `take_outbox`."""
+        return bool(self._outbox or self._with_stretches)
+
+    def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
+        """(identity, sequence, message) of everything said since the last call."""
+        for client in self._with_stretches.values():
+            self._flush(client)
+        self._with_stretches.clear()
+        for peer in self._said_to:
+            peer.spoken = now
+        self._said_to.clear()
+        taken, self._outbox = self._outbox, []
+        return taken
+
+    def _flush(self, client: ClientPeer) -> None:
+        stretches, client.stretches, client.stretch_bytes = client.stretches, [], 0
+        self._put(client, Update(stretches))
+
+    def _put(self, peer: Peer, message: Message) -> None:
+        self._said_to.append(peer)
+        self._outbox.append((peer.identity, peer.frames.next(), message))
+
+
+def shortened(text: str) -> str:
+    """An error's text, of bounded length."""
+    if len(text) <= MAX_ERROR_CHARACTERS:
+        return text
+    half = MAX_ERROR_CHARACTERS // 2
+    return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"

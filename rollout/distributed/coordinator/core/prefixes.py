@@ -1,0 +1,134 @@
+"""Who holds which block hash.
+
+Always true: a rank holds a hash if an open assignment will put it there (*expected*, counted) or the rank says so
+(*listed*, bounded, least recently used first), and `Prefixes.holders` knows exactly these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rollout.distributed.coordinator.core.ranks import Levels, Rank
+
+
+class Claim:
+    """What one assignment lets its rank be expected to hold, until `Router.released`. Opaque."""
+
+    __slots__ = ("expected", "hashes", "rank")
+
+    def __init__(self, rank: Rank, hashes: tuple[int, ...]) -> None:
+        self.rank = rank
+        self.hashes = hashes
+        self.expected = rank.expected
+        """The table it is counted in: a version change gives the rank another."""
+
+
+class Prefixes:
+    """Block hash → the set of ranks that hold it.
+
+    Loops over hashes are written out, and a set of one rank is that rank's `bit` itself, one integer for all its hashes:
+    a prompt has dozens of blocks, most of them held by one rank.
+    """
+
+    def __init__(self, max_listed: int) -> None:
+        self.holders: dict[int, int] = {}
+        self._max_listed = max_listed
+
+    def expect(self, rank: Rank, hashes: Sequence[int]) -> Claim:
+        """Count what an assignment brings, and what the rank already lists as used."""
+        claim = Claim(rank, tuple(hashes))
+        expected, listed, holders, bit = rank.expected, rank.listed, self.holders, rank.bit
+        # Backwards, here and in `add`: of one prompt the last block is forgotten first, and what is left can match.
+        for each in reversed(claim.hashes):
+            count = expected.get(each, 0)
+            expected[each] = count + 1
+            if each in listed:
+                listed.move_to_end(each)
+            elif not count:
+                ranks = holders.get(each)
+                holders[each] = bit if ranks is None else ranks | bit
+        return claim
+
+    def release(self, claim: Claim) -> None:
+        """Take back what `expect` counted, unless a version change or the rank's removal already did."""
+        rank, expected = claim.rank, claim.expected
+        if expected is not rank.expected:
+            return
+        listed, holders, bit = rank.listed, self.holders, rank.bit
+        for each in claim.hashes:
+            count = expected[each]
+            if count > 1:
+                expected[each] = count - 1
+                continue
+            del expected[each]
+            if each in listed:
+                continue
+            ranks = holders[each]
+            if ranks == bit:
+                del holders[each]
+            else:
+                holders[each] = ranks ^ bit
+        claim.hashes = ()
+
+    def add(self, rank: Rank, hashes: Iterable[int]) -> None:
+        """The rank holds these; beyond the limit its least recently used ones are forgotten."""
+        listed, holders, bit = rank.listed, self.holders, rank.bit
+        for each in reversed(tuple(hashes)):
+            if each in listed:
+                listed.move_to_end(each)
+            else:
+                listed[each] = None
+                ranks = holders.get(each)
+                holders[each] = bit if ranks is None else ranks | bit
+        while len(listed) > self._max_listed:
+            oldest, _ = listed.popitem(last=False)
+            if oldest not in rank.expected:
+                self._drop(rank, oldest)
+
+    def discard(self, rank: Rank, hashes: Iterable[int]) -> None:
+        """The rank holds these no longer; what an assignment will bring again stays expected."""
+        for each in hashes:
+            if each in rank.listed:
+                del rank.listed[each]
+                if each not in rank.expected:
+                    self._drop(rank, each)
+
+    def forget(self, rank: Rank) -> None:
+        """The rank holds nothing, and no claim so far counts any more."""
+        for each in rank.held:
+            self._drop(rank, each)
+        rank.expected = {}
+        rank.listed.clear()
+
+    def levels(self, hashes: Sequence[int], ranks: int) -> Levels:
+        """The ranks of a non-empty set by their match: one step per block, however many ranks there are."""
+        levels: Levels = []
+        get = self.holders.get
+        for depth, each in enumerate(hashes):
+            deeper = ranks & get(each, 0)
+            if deeper != ranks:
+                levels.append((depth, ranks ^ deeper))
+                if not deeper:
+                    break
+                ranks = deeper
+        else:
+            levels.append((len(hashes), ranks))
+        levels.reverse()
+        return levels
+
+    def _drop(self, rank: Rank, each: int) -> None:
+        ranks = self.holders[each]
+        if ranks == rank.bit:
+            del self.holders[each]
+        else:
+            self.holders[each] = ranks ^ rank.bit
+
+    def check(self, ranks: Iterable[Rank]) -> None:
+        """Prove that exactly what ranks hold is known here."""
+        union: dict[int, int] = {}
+        for rank in ranks:
+            assert all(count > 0 for count in rank.expected.values()), rank.name
+            assert len(rank.listed) <= self._max_listed, rank.name
+            for each in rank.held:
+                union[each] = union.get(each, 0) | rank.bit
+        assert self.holders == union

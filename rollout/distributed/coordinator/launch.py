@@ -1,0 +1,196 @@
+"""Starts the coordinator's process and learns its address.
+
+    launcher                                        child (`python -m rollout.distributed.coordinator`)
+    stdin   ── length, msgpack of options and keys ──▶   held open: it closes when the launcher dies
+    stdout  ◀── msgpack of the address, or why not ──    closed after it
+    stderr  inherited
+
+Secrets travel through the pipe only: arguments and environment can be read by others. Orders and answer are written and
+read here, side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgpack
+
+from rollout.config import CoordinatorConfig
+from rollout.distributed.transport.keys import JobKeys
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
+from rollout.requests.codec import unpack_msgpack
+
+LENGTH_BYTES = 8
+
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorHandle:
+    """A coordinator's process, seen from its launcher. It lives as long as this does, or some peer of it."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self.process.poll() is None
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """End it in order: what is open fails by name, peers are told. One that does not end in time is killed.
+
+        Returns:
+            Its exit code: 0, or minus the signal that killed it.
+        """
+        self.process.terminate()
+        try:
+            return self.wait(timeout_s)
+        except DeadlineError:
+            return self.kill()
+
+    def let_go(self) -> None:
+        """It ends when its last peer has left; nobody waits for it."""
+        cast(IO[bytes], self.process.stdin).close()
+
+    def kill(self) -> int:
+        """End it at once.
+
+        Returns:
+            Its exit code.
+        """
+        self.process.kill()
+        return self.wait(STOP_TIMEOUT_S)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait until it has ended.
+
+        Returns:
+            Its exit code.
+
+        Raises:
+            DeadlineError: it has not.
+        """
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as exc:
+            raise DeadlineError(
+                f"coordinator (process {self.process.pid}): has not ended within {timeout_s} s"
+            ) from exc
+        cast(IO[bytes], self.process.stdin).close()
+        return code
+
+
+def launch_coordinator(
+    config: CoordinatorConfig, keys: JobKeys | None = None, timeout_s: float = 30.0
+) -> CoordinatorHandle:
+    """Start a coordinator in a process of its own, in a session of its own.
+
+    Raises:
+        ConfigError: it cannot listen as configured.
+        DeadlineError: it has not listened within `timeout_s`.
+        ConnectionLostError: it ended before it listened.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "rollout.distributed.coordinator"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        env=_environment(),
+    )
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        process.kill()
+
+    # One deadline for both directions: a pipe whose other end was killed blocks nobody.
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        address = _exchange(process, config, keys)
+    except BaseException as exc:
+        process.kill()
+        code = process.wait()
+        cast(IO[bytes], process.stdin).close()
+        if late.is_set():
+            raise DeadlineError(f"coordinator: did not listen within timeout_s={timeout_s}; was killed") from exc
+        if isinstance(exc, ConnectionLostError):
+            exc.add_note(f"its exit code: {code}")
+        raise
+    finally:
+        timer.cancel()
+        cast(IO[bytes], process.stdout).close()
+    return CoordinatorHandle(address, process)
+
+
+def _exchange(process: subprocess.Popen[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> str:
+    with suppress(BrokenPipeError):
+        write_orders(cast(IO[bytes], process.stdin), config, keys)
+    return read_answer(cast(IO[bytes], process.stdout))
+
+
+def _environment() -> dict[str, str]:
+    """The launcher's, and this very package; no thread pools, which a process that multiplies nothing starts in vain."""
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return os.environ | single | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def write_orders(pipe: IO[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> None:
+    """Options and keys, for the child; the pipe stays open."""
+    options = {name: _plain(getattr(config, name)) for name in config.names()}
+    orders = msgpack.packb([options, None if keys is None else keys.serialize()])
+    unsent = memoryview(len(orders).to_bytes(LENGTH_BYTES, "little") + orders)
+    while unsent:
+        unsent = unsent[pipe.write(unsent) :]
+
+
+def read_orders(pipe: IO[bytes]) -> tuple[CoordinatorConfig, JobKeys | None]:
+    """The inverse of `write_orders`.
+
+    Raises:
+        SerializationError: the launcher has died, or has sent something else.
+        ConfigError: an option is out of range.
+    """
+    length = int.from_bytes(pipe.read(LENGTH_BYTES), "little")
+    packed = pipe.read(length)
+    if not length or len(packed) != length:
+        raise SerializationError(f"orders of {length} bytes: {len(packed)} came; the launcher has died")
+    options, keys = unpack_msgpack("orders", packed)
+    return CoordinatorConfig(**options), None if keys is None else JobKeys.deserialize(keys)
+
+
+def write_answer(descriptor: int, address: str | None, error: str | None = None) -> None:
+    """Where the coordinator listens, or why it does not."""
+    os.write(descriptor, msgpack.packb([address, error]))
+
+
+def read_answer(pipe: IO[bytes]) -> str:
+    """The inverse of `write_answer`, up to the end of the pipe.
+
+    Raises:
+        ConfigError: the child refused what is configured.
+        ConnectionLostError: it has died.
+    """
+    packed = pipe.read()
+    if not packed:
+        raise ConnectionLostError("coordinator: its process ended before it listened; its last words are on stderr")
+    address, error = unpack_msgpack("answer", packed)
+    if error is not None:
+        raise ConfigError(error)
+    return str(address)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,234 @@
+"""A coordinator in this process: its deciding part on an event loop, its peers connected in memory.
+
+    client ── wire ──┐
+                     ├── CoordinatorCore        one loop, no socket, no process, nothing encoded
+    worker ── wire ──┘
+
+Always true: messages arrive in order and as they were sent, in a later turn of the loop; nothing is lost and nobody is
+silent, so that only what peers do and the clock decides. Who ends a connection hears no more of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rollout.config import CoordinatorConfig
+from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
+from rollout.distributed.protocol.frames import Sequencer
+from rollout.distributed.protocol.messages import Disconnect, Message, farewell
+from rollout.errors import ConnectionLostError, SerializationError
+
+if TYPE_CHECKING:
+    from rollout.distributed.transport.keys import JobKeys
+
+_log = logging.getLogger(__name__)
+
+MESSAGES_AT_ONCE = 32
+"""Messages that are taken in, or handed out, before whoever else lives on the loop has his turn."""
+
+NEVER_SILENT_S = 1e9
+"""Peers in memory are there or have left: their silence means nothing."""
+
+
+class LocalCoordinator:
+    """Every method belongs to the loop's thread, but `dial`, which only builds.
+
+    Args:
+        config: its address, its tokenizer and its heartbeats mean nothing here.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, config: CoordinatorConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._core = CoordinatorCore(
+            config.replace(tokenizer=None, heartbeat_interval_s=NEVER_SILENT_S / 4, heartbeat_timeout_s=NEVER_SILENT_S),
+            os.urandom(8).hex(),
+        )
+        self._clock = clock
+        self._wires: dict[bytes, LocalWire] = {}
+        self._sent: deque[tuple[LocalWire, Message]] = deque()
+        self._said: deque[tuple[bytes, int, Message]] = deque()
+        self._turn_is_due = False
+        self._delivery_is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def dial(
+        self,
+        address: str,
+        identity_name: str,
+        *,
+        keys: JobKeys | None,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[ConnectionLostError], None],
+    ) -> LocalWire:
+        """What a client or a worker takes for its connection."""
+        return LocalWire(self, address, identity_name, on_message, on_lost)
+
+    def shutdown(self, why: str) -> None:
+        """Take leave of everybody: what is open fails at its client, with `why`."""
+        self._core.shutdown(why, self._clock())
+        self._said.extend(self._core.take_outbox())
+        # The loop may end with this turn.
+        while self._said:
+            self._deliver_some()
+
+    def add(self, wire: LocalWire) -> None:
+        """A connection has been opened."""
+        self._wires[wire.identity] = wire
+
+    def take(self, wire: LocalWire, message: Message) -> None:
+        """A message of a peer; it counts in the loop's next turn."""
+        self._sent.append((wire, message))
+        self._have_a_turn()
+
+    def _have_a_turn(self) -> None:
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        with self._failing_by_name():
+            # What the peers answer to this turn is sent while it lasts, and belongs to the next.
+            for _ in range(min(len(self._sent), MESSAGES_AT_ONCE)):
+                wire, message = self._sent.popleft()
+                self._core.receive(wire.identity, wire.count(), message, self._clock())
+                if isinstance(message, Disconnect):
+                    self._wires.pop(wire.identity, None)
+            self._set_timer()
+        if self._sent:
+            self._have_a_turn()
+        self._deliver()
+
+    @contextmanager
+    def _failing_by_name(self) -> Iterator[None]:
+        """A bug of the deciding part must not leave its peers waiting: their sessions end with it."""
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - whatever it is, whoever waits has to hear of it
+            _log.exception("the coordinator in this process has failed")
+            wires, self._wires = self._wires, {}
+            for wire in wires.values():
+                wire.lose(ConnectionLostError(f"the coordinator has failed: {type(exc).__name__}: {exc}", final=True))
+
+    def _deliver(self) -> None:
+        self._said.extend(self._core.take_outbox())
+        # Nothing overtakes what is on its way.
+        if not self._delivery_is_due:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        self._delivery_is_due = False
+        try:
+            for _ in range(min(len(self._said), MESSAGES_AT_ONCE)):
+                identity, _, message = self._said.popleft()
+                wire = self._wires.get(identity)
+                if wire is not None and not wire.hear(message):
+                    self._wires.pop(identity, None)
+        finally:
+            # Also where a peer's callback has raised, which is no reason for the others not to hear theirs.
+            if self._said and not self._delivery_is_due:
+                self._delivery_is_due = True
+                asyncio.get_running_loop().call_soon(self._deliver_some)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = max(0.0, self._core.next_deadline() - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        with self._failing_by_name():
+            self._core.tick(self._clock())
+            self._set_timer()
+        self._deliver()
+
+
+class LocalWire:
+    """One peer's connection; the counterpart of `Dealer`, with the same words."""
+
+    def __init__(
+        self,
+        coordinator: LocalCoordinator,
+        address: str,
+        identity_name: str,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[ConnectionLostError], None],
+    ) -> None:
+        self.identity = identity_name.encode() + b"-" + os.urandom(8)
+        self._coordinator = coordinator
+        self._address = address
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._frames = Sequencer()
+        self._open = False
+        self._end = "open() it first"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._open
+
+    def open(self) -> None:
+        """Connect.
+
+        Raises:
+            RuntimeError: it was opened before; dial anew.
+        """
+        if self._open or self._end != "open() it first":
+            raise RuntimeError(f"{self._address}: open() again; a connection in memory is opened once, dial another")
+        self._open = True
+        self._coordinator.add(self)
+
+    def send(self, message: Message) -> None:
+        """Queue a message.
+
+        Raises:
+            ConnectionLostError: the connection is not open.
+        """
+        if not self._open:
+            raise ConnectionLostError(f"{self._address}: {self._end}")
+        self._coordinator.take(self, message)
+
+    def heartbeat(self, interval_s: float, timeout_s: float) -> None:
+        """Nothing to do: in one process nobody falls silent."""
+
+    def close(self, reason: str, *, quietly: bool = False) -> None:
+        """Take leave of the coordinator, which hears of it in any case. Harmless when repeated."""
+        if self._open:
+            self._coordinator.take(self, Disconnect(reason[:256]))
+            self._shut(f"the connection was closed ({reason})")
+
+    def count(self) -> int:
+        """The number of its next message."""
+        return self._frames.next()
+
+    def hear(self, message: Message) -> bool:
+        """A message from the coordinator; whether the session goes on."""
+        if self._open:
+            error = farewell(message)
+            try:
+                if error is None:
+                    self._on_message(message)
+            except SerializationError as exc:
+                error = ConnectionLostError(f"what arrived is no good: {exc}")
+                self.close(str(error))
+            if error is not None:
+                self.lose(error)
+        return self._open
+
+    def lose(self, error: ConnectionLostError) -> None:
+        """The session has ended, not from here."""
+        self._shut(str(error))
+        self._on_lost(ConnectionLostError(f"{self._address}: {error}", error.final))
+
+    def _shut(self, why: str) -> None:
+        self._open = False
+        self._end = why

@@ -1,0 +1,459 @@
+"""The coordinator as a process: a ROUTER socket, timers, a tokenizer and the schedule file around `CoordinatorCore`.
+
+    one turn      wait → take what has arrived → texts that are ready → timers → send → schedule file
+
+Promises:
+- nothing in a turn waits but its beginning, which a frame, a text, a signal or a deadline ends;
+- work and memory of a turn are bounded, and libzmq takes turns between peers: one that floods starves nobody, and what
+  libzmq itself holds of a peer before that is bounded by `ConnectionWatch`;
+- a peer that does not read is given up after `max_backlog_mb`; one that was killed, at the next heartbeat to it.
+
+A full pipe of a ROUTER empties without an event of its own. Its reader's progress wakes the socket's descriptor most
+times, but libzmq may have digested that inside an earlier call; so while something waits for a peer, and only then, it
+is tried again every `RETRY_S`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import zmq
+
+from rollout.config import CoordinatorConfig
+from rollout.distributed.coordinator.connections import ConnectionWatch
+from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
+from rollout.distributed.coordinator.outbox import Outgoing
+from rollout.distributed.coordinator.schedule_file import ScheduleFile
+from rollout.distributed.coordinator.tokenizer_threads import TextCodec, TextResult, TextWorker
+from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, decode, encode
+from rollout.distributed.protocol.messages import Heartbeat, Message
+from rollout.distributed.transport.keys import Context, Gatekeeper, JobKeys, Socket, is_loopback
+from rollout.errors import ConfigError, DeadlineError, SerializationError
+from rollout.requests.block_hash import compute_block_hashes_batched
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.synchronize import Event
+
+FRAMES_PER_TURN = 64
+BYTES_PER_TURN = 32 << 20
+"""Taken from the socket before anything is sent: few, so that ranks and clients work while the next ones are taken."""
+
+TURN_S = 0.05
+"""After so long no further message is taken in a turn; one message takes some tenths of a second at worst."""
+
+MAX_FRAMES_PER_MESSAGE = 512
+MAX_BYTES_TOGETHER = 2 << 20
+"""Of a message's frames besides the longest. A message of more is refused unread: libzmq takes turns by messages."""
+
+PIPE_MESSAGES = 16
+"""Messages of one peer that libzmq holds in either direction; small, because one may be as long as a frame may be."""
+
+LONGEST_MESSAGE = MAX_FRAME_BYTES + MAX_BYTES_TOGETHER + (64 << 10)
+
+RETRY_S = 0.02
+LONGEST_WAIT_S = 60.0
+GOODBYE_S = 1.0
+"""For the last frames, when the process ends."""
+
+HANDSHAKE_S = 10
+"""A connection that has not introduced itself by then is closed."""
+
+PENDING_CONNECTIONS = 4096
+
+
+class DataParallelInferenceCoordinator:
+    """Routes the requests of a job over its ranks; see `rollout.distributed.protocol.messages` for what it hears and says.
+
+    Either `start()` and `stop()`, in a thread of this process, or `bind()` and `run()`. The methods about ranks and
+    hashes are for whoever has not started it, or calls from its own thread.
+
+    Args:
+        keys: of the job, with the server's secret. None on loopback.
+
+    Raises:
+        ConfigError: others could reach it, and there are neither keys nor `insecure`.
+    """
+
+    def __init__(self, config: CoordinatorConfig, keys: JobKeys | None = None) -> None:
+        self._interface = _resolved(config.host)
+        if keys is None and not config.insecure and not is_loopback(self._interface):
+            raise ConfigError(
+                f"CoordinatorConfig.host={config.host!r}: off loopback keys are needed; pass JobKeys.generate() to the "
+                "coordinator and its client_side() to everybody else, or set insecure=True where nobody else can "
+                "reach the port"
+            )
+        self._config = config
+        self._keys = keys
+        self._core = CoordinatorCore(config, os.urandom(8).hex())
+        self._codec = TextCodec(config.tokenizer)
+        self._texts = TextWorker(self._codec, self._wake)
+        self._wake_end, self._woken = socket.socketpair()
+        self._wake_end.setblocking(False)
+        self._woken.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        self._launcher: int | None = None
+        self._orphaned = False
+        self._stop_reason: str | None = None
+        self._thread: threading.Thread | None = None
+        self._context: Context | None = None
+        self._schedule: ScheduleFile | None = None
+        self._gatekeeper: Gatekeeper | None = None
+        self._connections: ConnectionWatch | None = None
+        self._router: Socket
+        self._outgoing: Outgoing
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def bind(self) -> str:
+        """Listen.
+
+        Returns:
+            `tcp://address:port`. Listening everywhere, the address is a wildcard: others put this machine's name there.
+
+        Raises:
+            ConfigError: the port is taken, the address is not this machine's, or the schedule file cannot be made.
+        """
+        config = self._config
+        if config.schedule_output_path is not None:
+            self._schedule = ScheduleFile(
+                config.schedule_output_path,
+                self._core.dispatcher.policy,
+                config.data_parallel_size,
+                append=config.schedule_append,
+            )
+        # Its own: a context has room for one gatekeeper.
+        self._context = Context()
+        if self._keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._keys)
+            self._poll.register(self._gatekeeper.socket.fileno(), select.POLLIN)
+        self._router = _router_socket(self._context, config, self._keys, ":" in self._interface)
+        self._poll.register(self._router.fileno(), select.POLLIN)
+        self._connections = ConnectionWatch(self._router, 2 * LONGEST_MESSAGE, PIPE_MESSAGES, self._wake)
+        self._poll.register(self._connections.events.fileno(), select.POLLIN)
+        self._outgoing = Outgoing(
+            lambda parts: self._router.send_multipart(parts, zmq.NOBLOCK), config.max_backlog_mb << 20
+        )
+        return _listen(self._router, self._interface, config)
+
+    def run(self) -> None:
+        """Serve until everything has been shut down, `stop()`, `idle_exit_s` without peers, or nobody is left of the job."""
+        try:
+            self._loop()
+        finally:
+            self.close()
+
+    def start(self) -> str:
+        """Listen, and serve in a thread.
+
+        Returns:
+            The address, as `bind` gives it.
+        """
+        address = self.bind()
+        self._thread = threading.Thread(target=self.run, name="coordinator", daemon=True)
+        self._thread.start()
+        return address
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End what `start` began: what is open fails by name, every peer is told. From any other thread.
+
+        Raises:
+            DeadlineError: it has not ended within `timeout_s`.
+        """
+        self._ask_to_stop("the coordinator was stopped")
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise DeadlineError(f"coordinator: has not ended within timeout_s={timeout_s}")
+
+    def close(self) -> None:
+        """Give back sockets and files; whoever has called `run` or `start` need not. A second time it does nothing."""
+        self._texts.close()
+        if self._schedule is not None:
+            self._schedule.close()
+        if self._connections is not None:
+            self._connections.close()
+        if self._context is not None:
+            self._context.destroy(linger=int(GOODBYE_S * 1000))
+        self._woken.close()
+        self._wake_end.close()
+
+    @staticmethod
+    def entrypoint(
+        pipe: Connection, ready_event: Event, config: CoordinatorConfig, keys: JobKeys | None = None
+    ) -> None:
+        """Target of a `multiprocessing.Process`: sends the address through the pipe, sets the event, serves.
+
+        It ends by itself when the process that started it has died and no peer is left.
+        """
+        from multiprocessing import parent_process
+
+        parent = parent_process()
+        coordinator = DataParallelInferenceCoordinator(config, keys)
+
+        def announce(address: str) -> None:
+            pipe.send(address)
+            ready_event.set()
+
+        coordinator.serve(announce, None if parent is None else parent.sentinel)
+
+    def serve(self, announce: Callable[[str], None], launcher: int | None) -> None:
+        """Be the main thread of a process of one's own: listen, tell, run. SIGTERM ends it in order.
+
+        Args:
+            announce: called with the address.
+            launcher: a descriptor that becomes readable or closes when the launcher dies.
+        """
+        # Ctrl-C in a terminal reaches every process of it, but it is the trainer's to handle.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("the coordinator was terminated"))
+        # Without it a signal that comes just before the wait would be seen only after it.
+        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        _allow_many_connections()
+        # Nothing here forms cycles, and a collection would stop everything for a third of a second per 100,000 requests.
+        gc.freeze()
+        gc.disable()
+        if launcher is not None:
+            self._launcher = launcher
+            self._poll.register(launcher, select.POLLIN)
+        try:
+            announce(self.bind())
+            self._loop()
+        finally:
+            signal.set_wakeup_fd(-1)
+            self.close()
+
+    def _loop(self) -> None:
+        while not self._over():
+            self._turn()
+        self._say_goodbye()
+
+    def _over(self) -> bool:
+        deserted = self._orphaned and not (self._config.outlive_launcher and len(self._core.peers))
+        return self._core.finished or self._stop_reason is not None or deserted
+
+    def _ask_to_stop(self, why: str) -> None:
+        self._stop_reason = why
+        self._wake()
+
+    def _wake(self) -> None:
+        # Full: it will wake anyway. Closed: it has ended.
+        with suppress(BlockingIOError, OSError):
+            self._wake_end.send(b"\0")
+
+    # --- one turn ---------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._wait()
+        now = time.monotonic()
+        if self._gatekeeper is not None:
+            self._gatekeeper.answer()
+        self._receive(now)
+        for result in self._texts.take_results():
+            self._take_text(result, now)
+        if now >= self._core.next_deadline():
+            self._core.tick(now)
+        self._send(now)
+        for job in self._core.take_text_jobs():
+            self._texts.put(job)
+        decisions = self._core.take_decisions()
+        if self._schedule is not None:
+            self._schedule.append(decisions)
+
+    def _wait(self) -> None:
+        seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
+        if self._outgoing.waiting:
+            seconds = min(seconds, RETRY_S)
+        # The descriptors tell of changes only: what has already arrived must be asked for.
+        if _has_input(self._router) or (self._gatekeeper is not None and _has_input(self._gatekeeper.socket)):
+            seconds = 0.0
+        for descriptor, _ in self._poll.poll(math.ceil(max(0.0, seconds) * 1000)):
+            if descriptor == self._woken.fileno():
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            elif descriptor == self._launcher:
+                self._poll.unregister(descriptor)
+                self._orphaned = True
+
+    def _receive(self, now: float) -> None:
+        room, frames_left = BYTES_PER_TURN, FRAMES_PER_TURN
+        taken: dict[int, int] = defaultdict(int)
+        emptied = False
+        while frames_left > 0 and room > 0 and time.monotonic() < now + TURN_S:
+            try:
+                # Not copied: what libzmq knows of a message (where it came from) is not known of its bytes.
+                address, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                emptied = True
+                break
+            # Unknown of a peer that speaks a protocol older than ours can be: it stays a stranger.
+            with suppress(zmq.ZMQError):
+                taken[int(address.get(zmq.SRCFD))] += 1
+            frames_left -= max(1, len(frames))
+            room -= self._take_message(address.bytes, frames, now)
+        if self._connections is not None:
+            self._connections.took(taken, emptied)
+
+    def _take_message(self, peer: bytes, frames: Sequence[zmq.Frame], now: float) -> int:
+        sizes = [len(frame) for frame in frames]
+        if len(frames) > MAX_FRAMES_PER_MESSAGE or sum(sizes) - max(sizes, default=0) > MAX_BYTES_TOGETHER:
+            text = f"message of {len(frames)} frames and {sum(sizes)} bytes: at most {MAX_FRAMES_PER_MESSAGE} are taken"
+            text += f", with at most {MAX_BYTES_TOGETHER} bytes besides the longest; send several messages"
+            self._core.refuse(peer, "malformed", text)
+        else:
+            for frame in frames:
+                self._take(peer, frame.buffer, now)
+        return sum(sizes)
+
+    def _take(self, peer: bytes, frame: memoryview, now: float) -> None:
+        try:
+            sequence, message = decode(frame)
+        except SerializationError as exc:
+            self._core.unreadable(peer, str(exc))
+        else:
+            self._core.receive(peer, sequence, message, now)
+
+    def _take_text(self, result: TextResult, now: float) -> None:
+        if result.texts is not None:
+            self._core.detokenized(result.job_id, result.texts, now)
+        elif result.tokens is not None:
+            self._core.tokenized(result.job_id, result.tokens, now)
+
+    def _send(self, now: float) -> None:
+        while True:
+            for peer, sequence, message in self._core.take_outbox():
+                frame = encode(sequence, message)
+                if len(frame) > MAX_FRAME_BYTES:
+                    self._core.too_long(peer, message, len(frame), now)
+                    frame = encode(sequence, Heartbeat())
+                self._outgoing.put(peer, frame)
+            # What was theirs goes elsewhere, or is to be cancelled.
+            for peer, why in self._outgoing.flush():
+                self._core.unreachable(peer, why, now)
+            if not self._core.has_more_to_say:
+                return
+
+    def _say_goodbye(self) -> None:
+        now = time.monotonic()
+        if not self._core.finished:
+            self._core.shutdown(self._stop_reason or "the process that started the coordinator has ended", now)
+        self._send(now)
+        progress = select.poll()
+        progress.register(self._router.fileno(), select.POLLIN)
+        while self._outgoing.waiting and time.monotonic() < now + GOODBYE_S:
+            progress.poll(RETRY_S * 1000)
+            self._send(now)
+
+    # --- for people and tests ---------------------------------------------------------------------------------------
+
+    def get_next_data_parallel_rank(self) -> str | None:
+        """The rank that a request without a known prefix would go to; None when nobody has room."""
+        return self.get_best_data_parallel_rank(())
+
+    def get_best_data_parallel_rank(self, hashes: Sequence[int]) -> str | None:
+        """The rank that a request with these block hashes would go to; None when nobody has room."""
+        placements = self._core.router.place(hashes, 1)
+        return placements[0].rank if placements else None
+
+    def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
+        """Block hashes of a prompt, as ranks compute them; [] without prefix caching.
+
+        Raises:
+            InvalidRequestError: a text, and the tokenizer cannot read it, or there is none.
+        """
+        if not self._config.enable_prefix_caching:
+            return []
+        tokens = self._codec.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return compute_block_hashes_batched(tokens, self._config.block_size_tokens)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str | None:
+        """The text of a completion, special tokens skipped; None when there is none."""
+        return self._codec.detokenize([np.asarray(token_ids, "<i4").tobytes()])[0]
+
+    def _update_rank_hashes(self, name: str, hashes: Sequence[int]) -> None:
+        self._core.router.reported(name, hashes, (), False)
+
+    def _remove_engine(self, name: str) -> None:
+        identity = self._core.peers.rank_named(name).identity
+        self._core.unreachable(identity, "it was removed", time.monotonic())
+
+    def _send_to_engine(self, name: str, message: Message) -> bool:
+        """Whether it could be sent: False where no such rank is here, or it has just been found to be gone."""
+        if not self._core.peers.has_rank(name):
+            return False
+        self._core.peers.say(self._core.peers.rank_named(name), message)
+        self._send(time.monotonic())
+        return self._core.peers.has_rank(name)
+
+
+def _router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | None, ipv6: bool) -> Socket:
+    router: Socket = context.socket(zmq.ROUTER)
+    router.router_mandatory = True
+    # A peer whose connection broke is back before this side has noticed.
+    router.router_handover = True
+    router.maxmsgsize = MAX_FRAME_BYTES + (64 << 10)
+    router.sndhwm = router.rcvhwm = PIPE_MESSAGES
+    router.linger = int(GOODBYE_S * 1000)
+    router.ipv6 = ipv6
+    router.backlog = PENDING_CONNECTIONS
+    router.handshake_ivl = HANDSHAKE_S * 1000
+    router.heartbeat_ivl = math.ceil(config.heartbeat_interval_s * 1000)
+    router.heartbeat_timeout = math.ceil(config.heartbeat_timeout_s * 1000)
+    if keys is not None:
+        keys.secure_server(router)
+    return router
+
+
+def _listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
+    port = config.inference_coordinator_port
+    host = f"[{interface}]" if ":" in interface else interface
+    try:
+        router.bind(f"tcp://{host}:{'*' if port is None else port}")
+    except zmq.ZMQError as exc:
+        if exc.errno == zmq.EADDRINUSE:
+            raise ConfigError(
+                f"CoordinatorConfig.inference_coordinator_port={port}: another process listens there on "
+                f"{config.host}; end it, choose another port, or None for a free one"
+            ) from exc
+        raise ConfigError(
+            f"CoordinatorConfig.host={config.host!r}: cannot listen there ({exc}); give an address of this machine"
+        ) from exc
+    return router.get_string(zmq.LAST_ENDPOINT)
+
+
+def _resolved(host: str) -> str:
+    """An address for a name: libzmq listens on addresses only."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if bare == "*":
+        return bare
+    try:
+        return str(socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as exc:
+        raise ConfigError(
+            f"CoordinatorConfig.host={host!r}: no such address ({exc}); give one of this machine"
+        ) from exc
+
+
+def _has_input(router: Socket) -> bool:
+    return bool(int(router.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _allow_many_connections() -> None:
+    """One descriptor per peer: the usual soft limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

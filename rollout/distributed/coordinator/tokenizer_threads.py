@@ -1,0 +1,186 @@
+"""Text into tokens and tokens into text, in threads beside the loop, which goes on serving meanwhile.
+
+Promises:
+- a text or a tokenizer that is no good fails the one request, as its result;
+- the tokenizer is read when the first job needs it, in its thread;
+- long work lets the loop run: the batched calls of `tokenizers` are used, which release the interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rollout.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from rollout.distributed.coordinator.core.requests import TextJob
+
+_log = logging.getLogger(__name__)
+
+LONG_TEXT = 100_000
+"""Characters; about a tenth of a second of work."""
+
+CLOSE_TIMEOUT_S = 1.0
+"""Patience with a job that is being done when the coordinator ends."""
+
+
+class TextResult(NamedTuple):
+    """What became of a `TextJob`: `tokens` (int32) or why there are none, or one text or None per completion."""
+
+    job_id: int
+    tokens: Sequence[int] | Exception | None
+    texts: list[str | None] | None
+
+
+class TextCodec:
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+        tokenizer: path of a `tokenizer.json`, or its content; None where every prompt comes as tokens.
+    """
+
+    def __init__(self, tokenizer: str | None) -> None:
+        self._source = tokenizer
+        self._lock = threading.Lock()
+        self._read: Tokenizer | None = None
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        """Token ids (int32) of a text, with the special tokens that the tokenizer's template adds.
+
+        Raises:
+            InvalidRequestError: there is no tokenizer, or it cannot read this.
+        """
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text])
+            return array("i", encoding.ids)
+        except BaseException as exc:  # a panic of the library is no Exception
+            raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
+
+    def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
+        """The text of each completion, special tokens skipped; None for one that has none.
+
+        Args:
+            completions: little-endian int32 token ids.
+        """
+        return [self._text(np.frombuffer(completion, "<i4").tolist()) for completion in completions]
+
+    def _text(self, token_ids: list[int]) -> str | None:
+        try:
+            (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)
+        except BaseException as exc:  # noqa: BLE001 - a panic of the library is no Exception
+            _log.warning("a completion of %d tokens comes without text: %r", len(token_ids), exc)
+            return None
+        return str(text)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        with self._lock:
+            if self._read is None:
+                self._read = _read_tokenizer(self._source)
+            return self._read
+
+
+def _read_tokenizer(source: str | None) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    if source is None:
+        raise ConfigError("no tokenizer: set CoordinatorConfig.tokenizer, or send token ids")
+    if source.lstrip().startswith("{"):
+        return Tokenizer.from_str(source)
+    return Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
+
+
+class TextWorker:
+    """Does `TextJob`s in threads: completions, texts and long texts each in their own, each in order.
+
+    So nothing short waits for something long, and what is said of one request stays in order.
+
+    Args:
+        wake: called from a thread when a result is there.
+    """
+
+    def __init__(self, codec: TextCodec, wake: Callable[[], None]) -> None:
+        self._results: deque[TextResult] = deque()
+
+        def done(result: TextResult) -> None:
+            self._results.append(result)
+            wake()
+
+        self._completions = _Lane("completions", codec, done)
+        self._texts = _Lane("texts", codec, done)
+        self._long_texts = _Lane("long-texts", codec, done)
+
+    def put(self, job: TextJob) -> None:
+        """Queue a job."""
+        if job.text is None:
+            self._completions.put(job)
+        elif len(job.text) < LONG_TEXT:
+            self._texts.put(job)
+        else:
+            self._long_texts.put(job)
+
+    def take_results(self) -> list[TextResult]:
+        """What has been done since the last call."""
+        return [self._results.popleft() for _ in range(len(self._results))]
+
+    def close(self) -> None:
+        """Begin no further job. One that takes longer than `CLOSE_TIMEOUT_S` is left to die with the process."""
+        lanes = (self._completions, self._texts, self._long_texts)
+        for lane in lanes:
+            lane.end()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for lane in lanes:
+            lane.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Lane:
+    """One thread, started by the first job."""
+
+    def __init__(self, name: str, codec: TextCodec, done: Callable[[TextResult], None]) -> None:
+        self._name = f"coordinator-{name}"
+        self._codec = codec
+        self._done = done
+        self._jobs: SimpleQueue[TextJob | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def put(self, job: TextJob) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        self._ended = True
+        self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._ended:
+            self._done(self._result(job))
+            # This thread may wait long for the next job, and would keep the text meanwhile.
+            job.drop()
+
+    def _result(self, job: TextJob) -> TextResult:
+        text = job.text
+        if text is None:
+            return TextResult(job.job_id, None, self._codec.detokenize(job.token_ids or []))
+        try:
+            return TextResult(job.job_id, self._codec.tokenize(text), None)
+        except InvalidRequestError as exc:
+            return TextResult(job.job_id, exc, None)

@@ -1,0 +1,1 @@
+"""One rank of a data-parallel job: membership, barriers, weight gathering."""

@@ -1,0 +1,134 @@
+"""The coordinator of a job: rank 0 starts it and leaves its address in the job's store, where the others find it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import msgpack
+
+from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.distributed.coordinator.launch import CoordinatorHandle, launch_coordinator
+from rollout.distributed.job.world import World
+from rollout.distributed.transport.keys import JobKeys, is_loopback
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import ConfigError
+from rollout.requests.codec import refuse, unpack_msgpack
+
+START_TIMEOUT_S = 120.0
+"""For all ranks to find each other: they may load their models one after the other."""
+
+
+class JobCoordinator:
+    """Where the coordinator is, and on rank 0 its process.
+
+    Args:
+        config: the user's options; size, block size and seed are the job's, and so is the host where it is loopback and
+            the ranks are on several.
+        world: the ranks; None: this process alone.
+
+    Raises:
+        ConfigError: an option says something else than the engine, or than the number of ranks.
+
+    Attributes:
+        address: of the present one.
+        keys: of the job, where the ranks are on several hosts.
+        handle: its process, on rank 0.
+    """
+
+    def __init__(self, config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World | None) -> None:
+        self.address = ""
+        self.keys: JobKeys | None = None
+        self.handle: CoordinatorHandle | None = None
+        self._world = world
+        self._config = _completed(config, engine, world)
+        self._incarnation = -1
+
+    @property
+    def primary(self) -> bool:
+        """Whether this rank starts it."""
+        return self._world is None or self._world.rank == 0
+
+    def launch_or_learn(self) -> None:
+        """The first one, or the next after a lost one.
+
+        Raises:
+            DeadlineError: rank 0 did not say where it is, or it did not listen in time.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or has ended at once; said on every rank.
+        """
+        key = self._key(self._incarnation + 1)
+        if self.primary:
+            try:
+                self._launch()
+            except Exception as exc:
+                if self._incarnation < 0:
+                    # The others need not wait for what will not come.
+                    self._publish(key, f"{type(exc).__name__}: {exc}")
+                raise
+            self._publish(key)
+        else:
+            self._learn(key)
+        self._incarnation += 1
+
+    @property
+    def next_is_published(self) -> bool:
+        """Whether rank 0 has started another one."""
+        return self._world is not None and self._world.is_published(self._key(self._incarnation + 1))
+
+    def _launch(self) -> None:
+        config = self._config
+        if self.address:
+            config = config.replace(schedule_append=True)
+            # Whoever still talks to the old address is told at once that its session is over.
+            with suppress(ConfigError):
+                port = int(self.address.rpartition(":")[2])
+                self.handle = launch_coordinator(config.replace(inference_coordinator_port=port), self.keys)
+                return
+        elif not (config.insecure or is_loopback(config.host)):
+            self.keys = JobKeys.generate()
+        self.handle = launch_coordinator(config, self.keys)
+        address = self.handle.address
+        self.address = address if self._world is None else self._world.reachable(address)
+
+    def _publish(self, key: str, failure: str | None = None) -> None:
+        if self._world is not None:
+            told = None if self.keys is None else self.keys.client_side().serialize()
+            self._world.publish(key, msgpack.packb([self.address, told, failure]))
+
+    def _learn(self, key: str) -> None:
+        assert self._world is not None
+        published = unpack_msgpack(key, self._world.wait_for(key, START_TIMEOUT_S))
+        if type(published) is not list or len(published) != 3:
+            refuse(key, published, "[address, keys, why there is none]")
+        address, told, failure = published
+        if failure is not None:
+            raise ConfigError(f"rank {self._world.rank}: rank 0 could not start the coordinator: {failure}")
+        self.address = address
+        self.keys = None if told is None else JobKeys.deserialize(told)
+
+    def _key(self, incarnation: int) -> str:
+        return f"coordinator/{incarnation}"
+
+
+def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World | None) -> CoordinatorConfig:
+    """The user's options, with what the job knows better."""
+    host = config.host
+    if world is not None and world.rank == 0 and not world.one_host and is_loopback(host):
+        host = world.address_for_others()
+    size, block_size, seed = 1 if world is None else world.size, engine.config.block_size_tokens, engine.config.seed
+    _refuse_conflict("data_parallel_size", config.data_parallel_size, size, "the number of ranks")
+    _refuse_conflict("block_size_tokens", config.block_size_tokens, block_size, "InferenceConfig.block_size_tokens")
+    if seed != InferenceConfig.seed:
+        _refuse_conflict("seed", config.seed, seed, "InferenceConfig.seed")
+    return config.replace(
+        data_parallel_size=size,
+        block_size_tokens=block_size,
+        enable_prefix_caching=config.enable_prefix_caching and engine.config.enable_prefix_caching,
+        seed=config.seed if seed == InferenceConfig.seed else seed,
+        host=host,
+    )
+
+
+def _refuse_conflict(name: str, said: int, known: int, where: str) -> None:
+    """A value that differs from its default was meant."""
+    if said not in (known, getattr(CoordinatorConfig, name)):
+        raise ConfigError(f"CoordinatorConfig.{name}={said}: {where} is {known}; leave it out, or give the same")

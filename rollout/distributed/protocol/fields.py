@@ -1,0 +1,144 @@
+"""What a field of a message must be: names for checked types, used as annotations by `rollout.distributed.protocol.messages`.
+
+Checks use `type()` and not `isinstance()`: True is no integer on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from math import isfinite
+from types import NoneType
+from typing import Annotated, Any
+
+from rollout.state import ControlSignal, CoordinatorState, EngineState
+
+SET_VERSION = "set_version"
+"""The control call that is no lifecycle signal: its argument is the policy version."""
+FLUSH_PREFIX_CACHE = "flush_prefix_cache"
+"""A command to every engine, in any state."""
+
+TOKEN_BYTES = 4
+"""Of a token id on the wire, and of a log-prob."""
+
+Check = Callable[[Any], bool]
+
+
+class Rule:
+    """What a field must be."""
+
+    __slots__ = ("holds", "text")
+
+    def __init__(self, text: str, holds: Check) -> None:
+        self.text = text
+        self.holds = holds
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _seconds(value: Any) -> bool:
+    return type(value) in (float, int) and value == value and abs(value) != float("inf")
+
+
+def _name(value: Any) -> bool:
+    return type(value) is str and len(value) <= 256
+
+
+def _bytes_of(width: int) -> Check:
+    return lambda value: type(value) is bytes and not len(value) % width
+
+
+def _all(holds: Check) -> Check:
+    return lambda value: type(value) is list and all(map(holds, value))
+
+
+def _or_none(holds: Check) -> Check:
+    return lambda value: value is None or holds(value)
+
+
+# Columns are checked by what C does with them whole: a call of ours per entry would cost more than everything else.
+
+
+def _only(values: Iterable[Any], *kinds: type) -> bool:
+    return set(map(type, values)) <= set(kinds)
+
+
+def _counts(value: Any) -> bool:
+    return type(value) is list and _all_counts(value)
+
+
+def _all_counts(values: list[Any]) -> bool:
+    return not values or (_only(values, int) and min(values) >= 0 and max(values) < 2**63)
+
+
+def _all_runs(value: Any) -> bool:
+    if type(value) is not list or not _only(value, list):
+        return False
+    odd = all(len(row) % 2 for row in value)
+    return odd and _all_counts(list(chain.from_iterable(value))) and all(all(row[2::2]) for row in value)
+
+
+def _column_of(*kinds: type) -> Check:
+    return lambda value: value is None or (type(value) is list and _only(value, *kinds, NoneType))
+
+
+def _times(value: Any) -> bool:
+    return value is None or (
+        type(value) is list
+        and _only(value, float, int, NoneType)
+        and all(map(isfinite, (each for each in value if each is not None)))
+    )
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _blob(value: Any) -> bool:
+    return type(value) is bytes
+
+
+def _in(choices: Iterable[str]) -> Check:
+    allowed = frozenset(str(choice) for choice in choices)
+    return lambda value: type(value) is str and value in allowed
+
+
+Count = Annotated[int, Rule("an integer in [0, 2**63)", _count)]
+OptionalCount = Annotated[int | None, Rule("None or an integer in [0, 2**63)", _or_none(_count))]
+Seconds = Annotated[float, Rule("a finite number of seconds", _seconds)]
+OptionalSeconds = Annotated[float | None, Rule("None or a finite number of seconds", _or_none(_seconds))]
+Flag = Annotated[bool, Rule("a bool", _flag)]
+Name = Annotated[str, Rule("a string of at most 256 characters", _name)]
+Names = Annotated[list[str], Rule("a list of strings of at most 256 characters", _all(_name))]
+Text = Annotated[str, Rule("a string", _text)]
+OptionalText = Annotated[str | None, Rule("None or a string", _or_none(_text))]
+Blob = Annotated[bytes, Rule("bytes", _blob)]
+Tokens = Annotated[bytes, Rule("little-endian int32 in bytes", _bytes_of(TOKEN_BYTES))]
+LogProbs = Annotated[bytes, Rule("little-endian float32 in bytes", _bytes_of(TOKEN_BYTES))]
+Hashes = Annotated[bytes, Rule("little-endian int64 in bytes", _bytes_of(8))]
+Prompt = Annotated[
+    bytes | str,
+    Rule("a string, or little-endian int32 in bytes", lambda value: _text(value) or _bytes_of(TOKEN_BYTES)(value)),
+]
+Counts = Annotated[list[int], Rule("a list of integers in [0, 2**63)", _counts)]
+Versions = Annotated[
+    list[list[int]],
+    Rule("per sample [version of the prompt, version, count, version, count, …], counts above 0", _all_runs),
+]
+OptionalTimes = Annotated[list[float | None] | None, Rule("None, or per sample None or seconds", _times)]
+OptionalBlobs = Annotated[list[bytes | None] | None, Rule("None, or per sample None or bytes", _column_of(bytes))]
+OptionalTexts = Annotated[list[str | None] | None, Rule("None, or per sample None or a string", _column_of(str))]
+Signal = Annotated[str, Rule("a control signal", _in([*ControlSignal, SET_VERSION, FLUSH_PREFIX_CACHE]))]
+Argument = Annotated[int | str | None, Rule("None, a name or an integer", lambda v: v is None or _name(v) or _count(v))]
+EngineStateName = Annotated[str, Rule("the name of an engine state", _in(EngineState))]
+CoordinatorStateName = Annotated[str, Rule("the name of a coordinator state", _in(CoordinatorState))]
+Table = Annotated[dict[str, Any], Rule("a table", lambda value: type(value) is dict)]
+Priority = Annotated[
+    int, Rule("an integer in [-2**31, 2**31]", lambda value: type(value) is int and abs(value) <= 2**31)
+]

@@ -1,0 +1,227 @@
+"""A message as bytes and back, and the numbers that make a connection exact: encode and decode side by side.
+
+A decoder trusts nothing: what is not a frame of `rollout.distributed.protocol.messages` is a `SerializationError` that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
+from math import isfinite
+from operator import attrgetter, call
+from types import NoneType
+from typing import Any, get_type_hints
+
+import msgpack
+
+from rollout.distributed.protocol.fields import TOKEN_BYTES, Rule
+from rollout.distributed.protocol.messages import MESSAGES, PROTOCOL_VERSION, Message, Stretch
+from rollout.errors import SerializationError
+from rollout.requests.codec import refuse, unpack_msgpack
+
+MAX_FRAME_BYTES = 64 << 20
+"""Longest frame; a longer one is refused unread."""
+MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
+"""Of a prompt and what is known of its samples: with all the rest it must fit into one frame again."""
+SMALL_BYTES = 1 << 17
+"""Up to here a frame's values need no counting."""
+MAX_STRETCHES = 1 << 14
+"""In one frame: each takes as long as a hundred numbers."""
+MAX_ITEMS = 1 << 20
+"""Values in the lists and maps of a frame; a legitimate one carries its numbers in buffers."""
+MAX_KEYS = 1 << 10
+"""Of one map in a large frame."""
+
+
+class _Row:
+    """How one dataclass becomes a list and back."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        self.kind = kind
+        hints = get_type_hints(kind, include_extras=True)
+        names = [each.name for each in fields(kind)]
+        self.rules: list[tuple[str, Rule | type[Stretch]]] = [(name, hints[name].__metadata__[0]) for name in names]
+        self.least = sum(1 for each in fields(kind) if each.default is each.default_factory)
+        self._values = attrgetter(*names) if names else None
+        self._single = len(names) == 1
+        self._checks = [
+            (rule.holds, name, rule.text) if isinstance(rule, Rule) else (_any, name, "") for name, rule in self.rules
+        ]
+        self._holds = [holds for holds, _, _ in self._checks]
+        self._nested = [position for position, (_, rule) in enumerate(self.rules) if rule is Stretch]
+
+    def plain(self, value: Any) -> list[Any]:
+        if self._values is None:
+            return []
+        row = [self._values(value)] if self._single else list(self._values(value))
+        for position in self._nested:
+            row[position] = [_STRETCH.plain(each) for each in row[position]]
+        return row
+
+    def read(self, row: Sequence[Any]) -> Any:
+        if not self.least <= len(row) <= len(self.rules):
+            refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
+        values = list(row)
+        # All at once, and one by one only to name the field that breaks its rule.
+        if not all(map(call, self._holds, values)):
+            for value, (holds, name, text) in zip(values, self._checks, strict=False):
+                if not holds(value):
+                    refuse(f"{self.kind.__name__}.{name}", value, text)
+        for position in self._nested:
+            if position < len(values):
+                name = f"{self.kind.__name__}.{self.rules[position][0]}"
+                values[position] = _read_stretches(name, values[position])
+        return self.kind(*values)
+
+
+def _any(value: Any) -> bool:
+    """The check of a field that has another one of its own."""
+    return True
+
+
+_STRETCH = _Row(Stretch)
+
+
+def _read_stretches(name: str, value: Any) -> list[Stretch]:
+    if type(value) is not list or any(type(row) is not list for row in value):
+        refuse(name, value, "a list of stretches")
+    if len(value) > MAX_STRETCHES:
+        raise SerializationError(
+            f"{name}: {len(value)} stretches: at most {MAX_STRETCHES} are taken; send several frames"
+        )
+    return [Stretch(*row) if _surely_right(row) else _looked_at(row) for row in value]
+
+
+def _looked_at(row: list[Any]) -> Stretch:
+    stretch: Stretch = _STRETCH.read(row)
+    stretch.check()
+    return stretch
+
+
+def _surely_right(row: list[Any]) -> bool:
+    """Whether a stretch passes every rule; False: it must be looked at, field by field.
+
+    Nearly all frames of a job are stretches like these: one run per sample, no top-n. All their numbers are
+    looked at together, in half the time.
+    """
+    try:
+        number, attempt, indices, starts, counts, token_ids, log_probs, versions, ttfts, top_n, *ends = row
+        texts, outcomes, events = ends
+        columns = [indices, starts, counts, versions]
+        columns += [each for each in (ttfts, texts, outcomes, events) if each is not None]
+        numbers = [number, attempt, *indices, *starts, *counts, *chain.from_iterable(versions)]
+        return (
+            top_n is None
+            and type(token_ids) is type(log_probs) is bytes
+            and {*map(type, columns), *map(type, versions)} == {list}
+            and {*map(len, columns)} == {len({*indices})}
+            and {*map(type, numbers)} == {int}
+            and min(numbers) >= 0
+            and max(numbers) < 2**63
+            and [count for _, _, count in versions] == counts
+            and 0 not in counts
+            and len(token_ids) == len(log_probs) == TOKEN_BYTES * sum(counts)
+            and (ttfts is None or (_TIMES.issuperset(map(type, ttfts)) and all(map(isfinite, filter(None, ttfts)))))
+            and (texts is None or _TEXTS.issuperset(map(type, texts)))
+            and (outcomes is None or _BLOBS.issuperset(map(type, outcomes)))
+            and (events is None or _BLOBS.issuperset(map(type, events)))
+        )
+    except (TypeError, ValueError):
+        return False
+
+
+_TIMES = frozenset({float, NoneType})
+_TEXTS = frozenset({str, NoneType})
+_BLOBS = frozenset({bytes, NoneType})
+
+
+_ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}
+
+
+def encode(sequence: int, message: Message) -> bytes:
+    """One frame.
+
+    Args:
+        sequence: the number of this frame among those of its sender to its receiver, from 0.
+    """
+    packed: bytes = msgpack.packb([message.header, sequence, *_ROWS[message.header].plain(message)])
+    return packed
+
+
+def decode(frame: bytes | memoryview) -> tuple[int, Message]:
+    """(sequence, message); the inverse of `encode`.
+
+    Raises:
+        SerializationError: longer than `MAX_FRAME_BYTES`, no msgpack, an unknown header, or a field that is not what
+            it must be.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
+    row = unpack_msgpack("frame", frame, **({} if len(frame) <= SMALL_BYTES else _limits()))
+    if type(row) is not list or len(row) < 2 or type(row[0]) is not int or not _is_count(row[1]):
+        refuse("frame", row, "[header, sequence, fields …]")
+    known = _ROWS.get(row[0])
+    if known is None:
+        raise SerializationError(
+            f"header {row[0]}: unknown to protocol version {PROTOCOL_VERSION}; upgrade whichever side is older"
+        )
+    message: Message = known.read(row[2:])
+    return row[1], message
+
+
+def _limits() -> dict[str, Any]:
+    """For a large frame: each of its bytes can be made into an object of a hundred, so their number is limited."""
+    left = MAX_ITEMS
+
+    def count(items: Any) -> Any:
+        nonlocal left
+        left -= len(items) + 1
+        if left < 0:
+            raise ValueError(f"more than {MAX_ITEMS} values")
+        return items
+
+    return {"list_hook": count, "object_hook": count, "max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS}
+
+
+class LostFramesError(SerializationError):
+    """A frame's number is not the next one: frames before it were lost with a connection."""
+
+
+class Sequencer:
+    """The frame numbers of one connection, both directions."""
+
+    __slots__ = ("_received", "_sent")
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._received = 0
+
+    def next(self) -> int:
+        """The number of the next frame to send."""
+        self._sent += 1
+        return self._sent - 1
+
+    def skip(self) -> None:
+        """A frame arrived that nobody could read: it was the next one."""
+        self._received += 1
+
+    def accept(self, sequence: int) -> bool:
+        """Whether a received frame is new; False for a repetition.
+
+        Raises:
+            LostFramesError: frames before it are missing.
+        """
+        if sequence < self._received:
+            return False
+        if sequence > self._received:
+            raise LostFramesError(
+                f"frame {sequence} arrived where {self._received} must: {sequence - self._received} were lost with a "
+                "connection; start a new session"
+            )
+        self._received += 1
+        return True
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

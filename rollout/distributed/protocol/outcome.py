@@ -1,0 +1,307 @@
+"""What of a sample travels to whoever waits for it: the tokens it has gained, and how it ended.
+
+Always true: everything is read from the record as it stands, without merging it; what `pack` writes `unpack` reads.
+Knows records and no engine.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
+
+import msgpack
+
+from rollout.errors import SerializationError
+from rollout.requests.codec import FLOATS, TOP_N, Codec, optional, refuse, unpack_msgpack
+from rollout.requests.events import pack_events
+from rollout.requests.record import DynamicInferenceRequestRecord, segment_rows
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import VersionSpans
+from rollout.state import FinishReason
+
+MAX_EVENTS_SENT = 1 << 18
+"""Of one sample; what happens to it after so many is not told."""
+
+TopN = list[list[tuple[int, float]]]
+"""Per token, (token id, log-prob), best first."""
+
+
+# --- how it grows -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Growth:
+    """New completion tokens of one sample."""
+
+    request_id: int
+    sample_index: int
+    start: int
+    """Where in the completion, all segments together, the first one stands. 0 for a sample known further: it has
+    started afresh."""
+    count: int
+    token_ids: bytes
+    """int32 [count]."""
+    log_probs: bytes
+    """float32 [count]."""
+    versions: list[int]
+    """The policy version of the prompt, then version, count, version, count, … of the tokens."""
+    ttft: float | None = None
+    """Seconds from arrival to the first token, where that is among them."""
+    top_n: TopN | None = None
+    """Of each token, where asked for."""
+    events: bytes | None = None
+    """Packed, since those that are known; None: there are none."""
+    num_events: int = 0
+    """Of the sample, those in `events` included."""
+
+
+def growth(record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0) -> Growth:
+    """What a record that nobody computes on (it waits, or has ended) has beyond what is known.
+
+    Args:
+        known: completion tokens that are known.
+        prompt_version: the prompt's policy version that they came with.
+        events_known: events that are known.
+    """
+    live = record[-1]
+    made = completion_length(live)
+    start = first_unknown(live, made, known, prompt_version)
+    tokens = (*live.prompt_tokens[live.original_prompt_length + start :], *live.generated_tokens)
+    tokens = tokens[len(tokens) - (made - start) :]
+    log_probs = joined(record, "generated_log_probs", start)
+    return Growth(
+        record.request_id,
+        record.sample_index,
+        start,
+        made - start,
+        struct.pack(f"<{made - start}i", *tokens),
+        struct.pack(f"<{made - start}f", *log_probs),
+        versions(live, start, made),
+        None if start else first_token_after(record),
+        joined(record, "generated_top_n_logprobs", start) if live.sampling_params.logprobs else None,
+        *new_events(record, events_known),
+    )
+
+
+def completion_length(live: DynamicInferenceRequest) -> int:
+    """Completion tokens of all segments up to this one."""
+    return live.total_length - live.original_prompt_length
+
+
+def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
+    """Where what is not known begins: behind what is, or at 0 if the sample has started afresh since.
+
+    A sample starts afresh under a later policy version than all it had, so its prompt's version tells the two lives
+    apart even when the second one has grown longer than the first.
+    """
+    same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
+    return known if same_life else 0
+
+
+def version_of_prompt(live: DynamicInferenceRequest) -> int:
+    """The policy version under which the prompt was admitted, or would be now."""
+    return live.policy_spans.version_at(0) if live.policy_spans else live.policy_version
+
+
+def versions(live: DynamicInferenceRequest, start: int, stop: int) -> list[int]:
+    """`Growth.versions` of completion tokens `start` … `stop` - 1."""
+    spans, first, last = live.policy_spans, live.original_prompt_length + start, live.original_prompt_length + stop
+    row = [version_of_prompt(live)]
+    for run in spans.window(first, last):
+        row += run
+    open_end = last - max(first, len(spans))
+    if open_end > 0:
+        if len(row) > 1 and row[-2] == live.policy_version:
+            row[-1] += open_end
+        else:
+            row += (live.policy_version, open_end)
+    return row
+
+
+def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list[Any]:
+    """A per-token field of all segments, from completion token `start` on."""
+    live = record[-1]
+    if start >= live.rng_offset:
+        rows: list[Any] = getattr(live, name)[start - live.rng_offset :]
+        return rows
+    return [row for segment in record for row in getattr(segment, name)][start:]
+
+
+def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:
+    """(packed events behind the first `known` ones, how many there are of the sample)."""
+    events = record[-1].events if len(record) == 1 else [event for segment in record for event in segment.events]
+    count = min(len(events), MAX_EVENTS_SENT)
+    return (pack_events(events[known:count]) if count > known else None), count
+
+
+def first_token_after(record: DynamicInferenceRequestRecord) -> float | None:
+    """Seconds from arrival to the first token."""
+    return next((segment.ttft for segment in record if segment.ttft is not None), None)
+
+
+# --- how it ends ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a sample ended, and what is known only then."""
+
+    finish_reason: str
+    stop_reason: str | int | None
+    error: str | None
+    policy_version: int
+    """Current when it ended."""
+    policy_runs: list[int]
+    """[version, count, …] over prompt and completion."""
+    kv_runs: list[int]
+    """The same, of the version that computed the KV; positions without any are not covered."""
+    tpot: list[float]
+    """Seconds between one token and the next. A sample that has moved between ranks has fewer."""
+    ttft: float | None
+    """Seconds from arrival to the first token."""
+    latency: float | None
+    """Seconds from arrival to the end."""
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    prompt_log_probs: list[float] | None
+    prompt_top_n: TopN | None
+    max_tokens: int
+    """The budget, clamped to what the engine has room for."""
+    seed: int
+    """Of the request's random streams."""
+    segments: list[list[int]] = field(default_factory=list)
+    """`record.segment_rows`: where it was interrupted; empty: never."""
+    block_size_tokens: int | None = None
+    """Of the engine, where it keeps a prefix cache: block hashes follow from it and the prompt. None: it keeps none."""
+
+
+def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
+    """How an ended record ended."""
+    first, last = record[0], record[-1]
+    return Outcome(
+        FinishReason.ERROR.value if last.finish_reason is None else last.finish_reason.value,
+        last.stop_reason,
+        last.error,
+        last.policy_version,
+        last.policy_spans.serialize(),
+        last.kv_spans.serialize(),
+        first.tpot if len(record) == 1 else [gap for segment in record for gap in segment.tpot],
+        first_token_after(record),
+        record.latency,
+        first.num_cached_tokens,
+        _of_prompt(record, "prompt_log_probs"),
+        _of_prompt(record, "prompt_top_n_logprobs"),
+        first.sampling_params.max_tokens,
+        first.seed or 0,
+        segment_rows(record) if len(record) > 1 else [],
+        first.block_size_tokens if first.enable_prefix_caching else None,
+    )
+
+
+def _of_prompt(record: DynamicInferenceRequestRecord, name: str) -> list[Any] | None:
+    needed = len(record[0].prompt_tokens) - 1
+    rows = (getattr(segment, name) for segment in record)
+    return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
+
+
+# --- as bytes ---------------------------------------------------------------------------------------------------------
+
+
+def _plain(rule: str, holds: Any) -> Codec:
+    def decode(value: Any) -> Any:
+        if not holds(value):
+            refuse("value", value, rule)
+        return value
+
+    return Codec(lambda value: value, decode)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_segments(value: Any) -> bool:
+    return type(value) is list and all(
+        type(row) is list and len(row) >= 6 and all(map(_is_count, row)) for row in value
+    )
+
+
+def _is_seconds(value: Any) -> bool:
+    return value is None or type(value) is float
+
+
+_REASONS = frozenset(reason.value for reason in FinishReason)
+_COUNT = _plain("an integer in [0, 2**63)", _is_count)
+_SECONDS = _plain("None or a number of seconds", _is_seconds)
+_RUNS = Codec(lambda runs: runs, lambda runs: VersionSpans.deserialize(runs).serialize())
+_GAPS = Codec(lambda gaps: struct.pack(f"<{len(gaps)}d", *gaps), FLOATS.decode)
+_WIRE: dict[str, Codec] = {
+    "finish_reason": _plain("a finish reason", lambda value: type(value) is str and value in _REASONS),
+    "stop_reason": _plain("None, a string or an integer", lambda value: value is None or type(value) in (str, int)),
+    "error": _plain("None or a string", lambda value: value is None or type(value) is str),
+    "policy_version": _COUNT,
+    "policy_runs": _RUNS,
+    "kv_runs": _RUNS,
+    "tpot": _GAPS,
+    "ttft": _SECONDS,
+    "latency": _SECONDS,
+    "num_cached_tokens": _COUNT,
+    "prompt_log_probs": optional(FLOATS),
+    "prompt_top_n": optional(TOP_N),
+    "max_tokens": _COUNT,
+    "seed": _COUNT,
+    "segments": _plain("rows of counts, one per segment", _is_segments),
+    "block_size_tokens": optional(_COUNT),
+}
+_NAMES = tuple(field.name for field in fields(Outcome))
+_VALUES = attrgetter(*_NAMES)
+# The only fields that are not sent as they are.
+_TPOT, _LOG_PROBS, _TOP_N = (_NAMES.index(name) for name in ("tpot", "prompt_log_probs", "prompt_top_n"))
+
+
+def pack(outcome: Outcome) -> bytes:
+    """One msgpack row, fields in order; times as float64, log-probs likewise, in raw little-endian buffers."""
+    row = list(_VALUES(outcome))
+    row[_TPOT] = _GAPS.encode(row[_TPOT])
+    if row[_LOG_PROBS] is not None:
+        row[_LOG_PROBS] = FLOATS.encode(row[_LOG_PROBS])
+    if row[_TOP_N] is not None:
+        row[_TOP_N] = TOP_N.encode(row[_TOP_N])
+    packed: bytes = msgpack.packb(row)
+    return packed
+
+
+def unpack(packed: bytes) -> Outcome:
+    """The inverse of `pack`.
+
+    Raises:
+        SerializationError: no such row; the message names the field.
+    """
+    row = unpack_msgpack("Outcome", packed)
+    if type(row) is not list or len(row) != len(_NAMES):
+        refuse("Outcome", row, f"a row of {len(_NAMES)} fields")
+    values = []
+    for name, value in zip(_NAMES, row, strict=True):
+        try:
+            values.append(_WIRE[name].decode(value))
+        except SerializationError as exc:
+            raise SerializationError(f"Outcome.{name}: {exc}") from exc
+    return Outcome(*values)
+
+
+def pack_top_n(rows: TopN) -> bytes:
+    """A `Stretch.top_n` entry."""
+    packed: bytes = msgpack.packb(TOP_N.encode(rows))
+    return packed
+
+
+def unpack_top_n(packed: bytes) -> TopN:
+    """The inverse of `pack_top_n`.
+
+    Raises:
+        SerializationError: no such rows.
+    """
+    rows: TopN = TOP_N.decode(unpack_msgpack("top_n", packed))
+    return rows

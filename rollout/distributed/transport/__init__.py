@@ -1,0 +1,1 @@
+"""Authenticated message connections over ZMQ."""

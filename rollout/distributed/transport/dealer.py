@@ -1,0 +1,310 @@
+"""A DEALER socket on an event loop, without polling: frames in order in both directions, or a connection that is lost.
+
+Always true: `on_lost` is called at most once, with an error that says why, and nothing is received after it; a message
+that was sent is on its way when the loop next turns; what cannot be written waits here and is counted
+(`unsent_bytes`). There is no bound on that: a client's requests are bounded by the coordinator, which refuses more than
+`CoordinatorConfig.max_open_requests` of them, and a coordinator that has stopped reading is noticed by its silence.
+
+Every method belongs to the thread of the loop that `open` was called on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, Sequencer, decode, encode
+from rollout.distributed.protocol.messages import Disconnect, Heartbeat, Message, farewell
+from rollout.errors import ConfigError, ConnectionLostError, SerializationError
+
+if TYPE_CHECKING:
+    from rollout.distributed.transport.keys import JobKeys
+
+MAX_IDENTITY_BYTES = 200
+"""Of the name in a ZMQ identity, which has 255 at most."""
+TURNS_AT_ONCE = 200
+"""Messages each way after which the loop's other callbacks have their turn."""
+FRAMES_TOGETHER = 128
+"""Most frames of one ZMQ message."""
+BYTES_TOGETHER = 1 << 20
+"""Bytes after which no further frame joins a ZMQ message."""
+LINGER_MS = 1000
+"""How long a closed socket still tries to hand over its last messages."""
+
+
+class Wire(Protocol):
+    """A connection to a coordinator, whatever carries it. Its methods belong to one loop's thread."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+
+    def open(self) -> None:
+        """Connect."""
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+
+    def heartbeat(self, interval_s: float, timeout_s: float) -> None:
+        """Notice silence, and be noticed."""
+
+    def close(self, reason: str, *, quietly: bool = False) -> None:
+        """Take leave, or quietly not."""
+
+
+class Dial(Protocol):
+    """What makes a `Wire`; `Dealer` is one."""
+
+    def __call__(
+        self,
+        address: str,
+        identity_name: str,
+        *,
+        keys: JobKeys | None,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[ConnectionLostError], None],
+    ) -> Wire:
+        """A connection that is not open yet."""
+
+
+class Dealer:
+    """One connection after the other to one coordinator.
+
+    Args:
+        address: `tcp://host:port`; an IPv6 host in brackets.
+        identity_name: begins the identity by which the coordinator knows a connection. Eight random bytes follow, new
+            for each `open`, so that no connection is taken for an earlier one.
+        keys: of the job, where the socket is to be encrypted and authenticated.
+        on_message: gets each message in order, except heartbeats and farewells.
+        on_lost: gets the reason when the connection is lost: the coordinator has ended it, frames are missing, a frame
+            is malformed, or silence. It is not called for `close`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity_name: str,
+        *,
+        keys: JobKeys | None = None,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[ConnectionLostError], None],
+    ) -> None:
+        self.address = address
+        self.unsent_bytes = 0
+        """Of frames that wait to be written."""
+        self._name = identity_name
+        self._keys = keys
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._socket: zmq.Socket[bytes] | None = None
+        self._unsent: deque[bytes] = deque()
+        self._sequencer = Sequencer()
+        self._turn_is_due = False
+        self._end = "open() it first"
+        self._timer: asyncio.TimerHandle | None = None
+        self._interval_s = self._timeout_s = float("inf")
+        self._said = self._heard = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._socket is not None
+
+    def open(self) -> None:
+        """Connect, under a new identity; frames sent before the coordinator is there wait for it.
+
+        Raises:
+            ConfigError: no such address can be.
+            RuntimeError: it is open, or no loop runs.
+        """
+        if self._socket is not None:
+            raise RuntimeError(f"{self.address}: open() on a connection that is open; close() it first")
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            self._prepare(socket)
+        except zmq.ZMQError as exc:
+            self._give_back(socket, 0)
+            raise ConfigError(f"address={self.address!r}: must be tcp://host:port ({exc})") from exc
+        self._sequencer = Sequencer()
+        self._socket = socket
+        self._loop.add_reader(socket.FD, self._turn)
+        # The descriptor tells of changes only, and some may have happened already.
+        self._turn_soon()
+
+    def _prepare(self, socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.IDENTITY, self._name.encode()[:MAX_IDENTITY_BYTES] + b"-" + os.urandom(8))
+        # With this option a name that has both kinds of address would only be tried under the newer one.
+        socket.setsockopt(zmq.IPV6, int("[" in self.address))
+        socket.setsockopt(zmq.RCVHWM, 0)
+        # One that is dropped without close() must not hold whoever collects it until somebody takes its messages.
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if self._keys is not None:
+            self._keys.secure_client(socket)
+        socket.connect(self.address)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; those of one turn of the loop leave together.
+
+        Raises:
+            ConnectionLostError: the connection is not open.
+        """
+        if self._socket is None:
+            raise ConnectionLostError(f"{self.address}: {self._end}")
+        self._queue(message)
+        self._turn_soon()
+
+    def heartbeat(self, interval_s: float, timeout_s: float) -> None:
+        """From now on, say something at least every `interval_s`, and count silence of `timeout_s` as a loss."""
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._said = self._heard = self._loop.time()
+        self._set_timer()
+
+    def close(self, reason: str, *, quietly: bool = False) -> None:
+        """Take leave of the coordinator and close. Harmless when repeated.
+
+        Args:
+            reason: told to the coordinator, at most 256 characters of it.
+            quietly: not told, and what is still to be sent is dropped: a greeting that nobody has answered must not
+                reach whoever listens there next, as if it were newer than the next greeting.
+        """
+        self._shut(None if quietly else reason, f"the connection was closed ({reason})")
+
+    # --- both directions ----------------------------------------------------------------------------------------
+
+    def _queue(self, message: Message) -> None:
+        frame = encode(self._sequencer.next(), message)
+        self._unsent.append(frame)
+        self.unsent_bytes += len(frame)
+        self._said = self._loop.time()
+
+    def _turn_soon(self) -> None:
+        if not self._turn_is_due and self._socket is not None:
+            self._turn_is_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        settled = False
+        try:
+            settled = self._settle()
+        finally:
+            # Not so after many messages, or when a callback raised: the descriptor would not tell again.
+            if not settled:
+                self._turn_soon()
+
+    def _settle(self) -> bool:
+        """Send and receive until neither is possible (True), or for long enough.
+
+        Each send and each receive may take in the very event that the descriptor has told of, so EVENTS is asked after
+        every one of them.
+        """
+        for _ in range(TURNS_AT_ONCE):
+            if self._socket is None:
+                return True
+            events = int(self._socket.getsockopt(zmq.EVENTS))
+            writing = bool(self._unsent and events & zmq.POLLOUT)
+            reading = bool(events & zmq.POLLIN)
+            if writing:
+                self._write(self._socket)
+            if reading:
+                self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+            if not writing and not reading:
+                return True
+        return False
+
+    def _write(self, socket: zmq.Socket[bytes]) -> None:
+        together: list[bytes] = []
+        size = 0
+        while self._unsent and len(together) < FRAMES_TOGETHER and size < BYTES_TOGETHER:
+            frame = self._unsent.popleft()
+            together.append(frame)
+            size += len(frame)
+        self.unsent_bytes -= size
+        socket.send_multipart(together, zmq.NOBLOCK)
+
+    def _take(self, frames: list[bytes]) -> None:
+        self._heard = self._loop.time()
+        for frame in frames:
+            try:
+                sequence, message = decode(frame)
+                # Before its number: a coordinator that knows of no session counts from 0.
+                if (error := farewell(message)) is not None:
+                    self._lose(str(error), tell=False, final=error.final)
+                elif self._sequencer.accept(sequence) and not isinstance(message, Heartbeat):
+                    self._on_message(message)
+            except SerializationError as exc:
+                self._lose(f"what arrived is no good: {exc}", cause=exc)
+            if self._socket is None:
+                return
+
+    # --- silence ------------------------------------------------------------------------------------------------
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = min(self._said + self._interval_s, self._heard + self._timeout_s)
+        self._timer = self._loop.call_at(due, self._beat, due)
+
+    def _beat(self, due: float) -> None:
+        now = self._loop.time()
+        if self._silent(now):
+            # What has arrived meanwhile counts, and this process may itself have stood still.
+            self._turn()
+            if self._silent(now) and now - due > self._interval_s:
+                self._heard = now - self._timeout_s + self._interval_s
+            if self._silent(now):
+                self._lose(f"nothing was heard from the coordinator for {self._timeout_s} s")
+        if self._socket is None:
+            return
+        if now - self._said >= self._interval_s:
+            self.send(Heartbeat())
+        self._set_timer()
+
+    def _silent(self, now: float) -> bool:
+        return self._socket is not None and now - self._heard >= self._timeout_s
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _lose(self, why: str, *, tell: bool = True, cause: Exception | None = None, final: bool = False) -> None:
+        if self._socket is None:
+            return
+        self._shut(why if tell else None, why)
+        error = ConnectionLostError(f"{self.address}: {why}", final)
+        error.__cause__ = cause
+        self._on_lost(error)
+
+    def _shut(self, tell: str | None, why: str) -> None:
+        socket, timer = self._socket, self._timer
+        if socket is None:
+            return
+        if tell is not None:
+            self._queue(Disconnect(tell[:256]))
+            while self._unsent and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+                self._write(socket)
+        self._loop.remove_reader(socket.FD)
+        self._socket = self._timer = None
+        if timer is not None:
+            timer.cancel()
+        self._interval_s = self._timeout_s = float("inf")
+        self._end = why
+        self._unsent.clear()
+        self.unsent_bytes = 0
+        self._give_back(socket, 0 if tell is None else LINGER_MS)
+
+    def _give_back(self, socket: zmq.Socket[bytes], linger_ms: int) -> None:
+        """Close in the background, on a thread that the end of the process waits for."""
+        socket.close(linger=linger_ms)
+        try:
+            threading.Thread(target=self._context.term, name="rollout-linger").start()
+        except RuntimeError:
+            # The interpreter is ending: it starts no thread any more, and waits here instead.
+            self._context.term()

@@ -1,0 +1,1 @@
+"""Connects one engine to a coordinator."""

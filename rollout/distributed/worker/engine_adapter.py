@@ -1,0 +1,122 @@
+"""An engine as the session of its rank sees it: a few verbs, each a call or two of the engine's own.
+
+Always true: nothing is decided here, and nothing remembered but what has changed in the prefix cache and whether anybody
+steps the engine. Whoever calls holds the engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import cast
+
+from rollout.distributed.protocol.fields import SET_VERSION
+from rollout.distributed.protocol.outcome import Growth
+from rollout.distributed.worker.session import Key, Known
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.scheduling.block_allocator import CacheChanges
+from rollout.errors import EngineStateError
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.sampling_params import SamplingParams
+from rollout.state import ControlSignal, EngineState, KVCacheManagementMode
+
+
+class SeamOfEngine:
+    """An engine as `rank_session.EngineSeam`."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self.resting = False
+        """Nobody steps the engine: nothing in it runs."""
+        self._changes = CacheChanges()
+
+    def begin(self) -> list[int]:
+        """Keep account of the prefix cache from now on; returns the hashes that are in it."""
+        allocator = self.engine.context.allocator
+        self._changes = allocator.changes = CacheChanges()
+        return allocator.findable_hashes()
+
+    def end(self) -> None:
+        """Keep no account any more."""
+        self.engine.context.allocator.changes = None
+
+    @property
+    def state(self) -> EngineState:
+        """Where it stands."""
+        return self.engine.state
+
+    @property
+    def policy_version(self) -> int:
+        """Of its weights."""
+        return self.engine.policy_version
+
+    def next_request_id(self) -> int:
+        """A number nobody else will get."""
+        number = self.engine.next_request_id
+        self.engine.reserve_request_ids(number + 1)
+        return number
+
+    def add(
+        self,
+        request_id: int,
+        samples: Sequence[int],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float | None,
+    ) -> None:
+        """Queue some samples of a prompt."""
+        self.engine.add_request(
+            prompt, params, request_id=request_id, samples=samples, priority=priority, arrival_time=arrival_time
+        )
+
+    def continue_(self, record: DynamicInferenceRequestRecord) -> None:
+        """Queue a sample of which tokens are known."""
+        self.engine.add_record(record)
+
+    def discard(self, request_id: int, sample: int | None = None) -> None:
+        """End samples without a result."""
+        self.engine.abort_request(request_id, sample)
+        self.engine.take_ended(lambda key: key[0] == request_id and sample in (None, key[1]))
+
+    def progress(self, known: Mapping[Key, Known]) -> list[Growth]:
+        """New tokens."""
+        return self.engine.progress(known)
+
+    def take_ended(self, request_ids: Container[int]) -> list[DynamicInferenceRequestRecord]:
+        """Records that no step has returned."""
+        return self.engine.take_ended(lambda key: key[0] in request_ids)
+
+    def control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
+        """Do what the coordinator says. An engine of a later version keeps it."""
+        if signal == ControlSignal.PAUSE:
+            self.engine.pause()
+        elif signal == ControlSignal.UNPAUSE:
+            self.engine.unpause()
+        elif signal == ControlSignal.SUSPEND:
+            self.engine.suspend(cast(KVCacheManagementMode | None, argument))
+        elif signal == ControlSignal.RESUME:
+            self.engine.resume()
+        elif signal == ControlSignal.STOP:
+            return self.engine.stop()
+        elif signal == SET_VERSION and type(argument) is int:
+            # The version that it has: other weights under the same number, or it has said so itself.
+            if argument >= self.engine.policy_version:
+                self.engine.weights_updated(argument)
+        else:
+            raise EngineStateError(f"{signal}({argument!r}): no engine can do that; use the signals of rollout.state")
+        return []
+
+    def flush(self) -> int:
+        """Forget cached blocks that no request holds; how many."""
+        return self.engine.flush_prefix_cache()
+
+    def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
+        """What has changed in the prefix cache."""
+        taken = self._changes.take()
+        return taken.added, taken.removed, taken.flushed
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting) samples."""
+        scheduler = self.engine.context.scheduler
+        running, waiting = scheduler.num_active, scheduler.num_waiting
+        return (0, running + waiting) if self.resting else (running, waiting)

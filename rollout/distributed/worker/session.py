@@ -1,0 +1,488 @@
+"""What a rank does with what the coordinator says, and what it says of its engine. Messages in, messages out.
+
+Promises:
+- every sample of an assignment ends here once: it is reported, cancelled, declined, or forgotten with the session;
+- of each sample the tokens go out contiguously, none twice; its last ones go out with its outcome;
+- an engine that refuses a request declines that one alone;
+- state and version are said (`EngineMoved`, `CommandAck`) before anything that was computed under them.
+
+An assignment has a request id of the engine's own, so that an engine can serve others beside the coordinator, and so that
+what an older attempt has made is never taken for a newer one's. No sockets, no threads, no clock: whoever calls holds the
+engine at a step boundary (`DynamicInferenceEngine.locked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, SET_VERSION
+from rollout.distributed.protocol.messages import (
+    Assign,
+    Cancel,
+    Command,
+    CommandAck,
+    Decline,
+    EngineMoved,
+    Message,
+    Progress,
+    RegisterAck,
+    Stretch,
+)
+from rollout.distributed.protocol.outcome import Growth, growth, outcome, pack, pack_top_n
+from rollout.distributed.protocol.partial import pieces
+from rollout.errors import EngineDeadError, EngineStateError
+from rollout.requests.codec import unpack_msgpack
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.sampling_params import SamplingParams
+from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, EngineState
+
+Key = tuple[int, int]
+"""(the engine's request id, sample index)."""
+Known = tuple[int, int, int]
+"""(completion tokens the coordinator knows of, the policy version of the prompt they came with, events sent)."""
+
+NOTHING: Known = (0, 0, 0)
+
+Value = TypeVar("Value")
+
+
+class EngineSeam(Protocol):
+    """What a session needs of an engine. Every call is made at a step boundary."""
+
+    @property
+    def state(self) -> EngineState:
+        """Where it stands."""
+
+    @property
+    def policy_version(self) -> int:
+        """Of its weights."""
+
+    @property
+    def resting(self) -> bool:
+        """Whether nobody steps it."""
+
+    def next_request_id(self) -> int:
+        """A request id of its own that nobody has used."""
+
+    def add(
+        self,
+        request_id: int,
+        samples: Sequence[int],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float | None,
+    ) -> None:
+        """Queue some of the n samples of a prompt; None: it arrives now.
+
+        Raises:
+            RolloutError: it can never be served, or nothing is taken any more.
+        """
+
+    def continue_(self, record: DynamicInferenceRequestRecord) -> None:
+        """Queue a sample of which tokens are known. Raises as `add` does."""
+
+    def discard(self, request_id: int, sample: int | None = None) -> None:
+        """End a sample, or all of a request, now; its record never comes out. Nothing happens where there is none."""
+
+    def progress(self, known: Mapping[Key, Known]) -> list[Growth]:
+        """See `DynamicInferenceEngine.progress`."""
+
+    def take_ended(self, request_ids: Container[int]) -> list[DynamicInferenceRequestRecord]:
+        """Records of these requests that have ended and that no step has returned."""
+
+    def control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
+        """Do what a control signal or `set_version` says, nothing where that is harmless.
+
+        Returns:
+            Records that `stop` has ended.
+
+        Raises:
+            Exception: it could not.
+        """
+
+    def flush(self) -> int:
+        """Forget cached blocks that no request holds; how many."""
+
+    def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
+        """(added, removed, flushed) of the prefix cache since the last call: see `CacheChanges`."""
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting) samples."""
+
+
+@dataclass(eq=False, slots=True)
+class _Assignment:
+    request_id: int
+    attempt: int
+    number: int
+    """The engine's request id."""
+    interval: int
+    open: set[int]
+    """Samples that have not ended."""
+
+
+@dataclass(eq=False, slots=True)
+class _Pace:
+    """Samples of one reporting interval. A step gives a sample one token at most, so that steps are counted, not tokens."""
+
+    steps: int = 0
+    """Since the last report."""
+    known: dict[Key, Known] = field(default_factory=dict)
+
+
+class RankSession:
+    """One rank's side of one session.
+
+    Args:
+        engine: see `EngineSeam`.
+        send: takes messages for the coordinator, in order.
+        progress_interval: steps after which tokens are reported where an assignment does not say.
+        ordered: the engine state that commands of an earlier session led to: whoever put the engine there is who may
+            take it out of there. None: none did.
+        follows_version: the engine's weights are those of the version that the coordinator answers `Register` with. False:
+            a training loop beside it counts its own updates, and one that is behind is not said to be ahead.
+
+    Attributes:
+        entered: the engine has been brought to the state and version that the coordinator answered `Register` with;
+            before, nothing is said.
+        ordered: as the argument.
+        wanted: where the coordinator wants the engine, whatever the training loop has done with it meanwhile: neither
+            sets going what the other one has stopped.
+    """
+
+    def __init__(
+        self,
+        engine: EngineSeam,
+        send: Callable[[Message], None],
+        progress_interval: int = 16,
+        ordered: EngineState | None = None,
+        follows_version: bool = True,
+    ) -> None:
+        self._engine = engine
+        self._send = send
+        self._interval = progress_interval
+        self._follows_version = follows_version
+        self.ordered = ordered
+        self.wanted = CoordinatorState.RUNNING
+        self.entered = False
+        self._said = (engine.state, engine.policy_version)
+        self._said_resting = False
+        self._attempts: dict[int, _Assignment] = {}
+        self._numbers: dict[int, _Assignment] = {}
+        self._newest: dict[tuple[int, int], _Assignment] = {}
+        self._paces: dict[int, _Pace] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Samples of the coordinator that have not ended."""
+        return len(self._newest)
+
+    @property
+    def numbers(self) -> Container[int]:
+        """The engine's request ids of what came from the coordinator."""
+        return self._numbers
+
+    # --- what the coordinator says ----------------------------------------------------------------------------------
+
+    def receive(self, message: Message) -> list[DynamicInferenceRequestRecord]:
+        """Do what a message asks; messages that are not for a rank are ignored.
+
+        Returns:
+            Records of others that have ended by it (`stop` ends everything).
+        """
+        if isinstance(message, Assign):
+            self._assign(message)
+        elif isinstance(message, Cancel):
+            self._cancel(message)
+        elif isinstance(message, Command):
+            return self._command(message)
+        elif isinstance(message, RegisterAck):
+            return self._enter(message)
+        return []
+
+    def forgo(self, message: Assign) -> None:
+        """Take note of an assignment whose `Cancel` has come already: what it supersedes ends, nothing of it begins."""
+        self._supersede(message)
+
+    def _assign(self, message: Assign) -> None:
+        wanted = self._supersede(message)
+        if not wanted:
+            return
+        number = self._engine.next_request_id()
+        try:
+            known = self._queue(message, number, wanted)
+        except (EngineStateError, EngineDeadError) as exc:
+            self._engine.discard(number)
+            # An engine that has ended by itself leaves the session, and its requests go elsewhere.
+            if self.ordered is EngineState.STOPPED:
+                self._decline(message, number, exc)
+        except Exception as exc:  # noqa: BLE001 - whatever a request makes an engine raise harms this request alone
+            self._engine.discard(number)
+            self._decline(message, number, exc)
+        else:
+            self._open(message, number, wanted, known)
+
+    def _decline(self, message: Assign, number: int, exc: Exception) -> None:
+        # The engine's own number means nothing to whoever reads this.
+        text = str(exc).removeprefix(f"request {number}: ")
+        self._send(Decline(message.request_id, message.attempt, type(exc).__name__, text))
+
+    def _supersede(self, message: Assign) -> list[int]:
+        """The samples of a message that no newer attempt has; older attempts at them end here."""
+        wanted = []
+        for index in dict.fromkeys(message.indices):
+            before = self._newest.get((message.request_id, index))
+            if before is None or before.attempt < message.attempt:
+                wanted.append(index)
+            if before is not None and before.attempt < message.attempt:
+                self._engine.discard(before.number, index)
+                self._close(before, index)
+        return wanted
+
+    def _queue(self, message: Assign, number: int, wanted: list[int]) -> dict[int, Known]:
+        params = _params(message.params).replace(seed=message.seed)
+        prompt = np.frombuffer(message.prompt, "<i4").tolist()
+        known: dict[int, Known] = {}
+        for index, piece in pieces(message.known, wanted).items():
+            request = piece.request(
+                number, index, prompt, params, priority=message.priority, arrival_time=message.arrival_time or None
+            )
+            self._engine.continue_(DynamicInferenceRequestRecord.from_request(request))
+            known[index] = (len(piece.tokens), piece.prompt_version, len(request.events))
+        fresh = [index for index in wanted if index not in known]
+        if fresh:
+            # A coordinator has no wall clock of its own: 0 stands for now.
+            self._engine.add(number, fresh, prompt, params, message.priority, message.arrival_time or None)
+        return known
+
+    def _open(self, message: Assign, number: int, wanted: list[int], known: dict[int, Known]) -> None:
+        interval = message.interval or self._interval
+        assignment = _Assignment(message.request_id, message.attempt, number, interval, set(wanted))
+        self._attempts[message.attempt] = self._numbers[number] = assignment
+        pace = self._paces.setdefault(interval, _Pace())
+        for index in wanted:
+            self._newest[message.request_id, index] = assignment
+            pace.known[number, index] = known.get(index, NOTHING)
+
+    def _cancel(self, message: Cancel) -> None:
+        assignment = self._attempts.get(message.attempt)
+        if assignment is None or assignment.request_id != message.request_id:
+            return
+        self._engine.discard(assignment.number)
+        for index in list(assignment.open):
+            self._close(assignment, index)
+
+    def _command(self, message: Command) -> list[DynamicInferenceRequestRecord]:
+        error, foreign, amount = None, [], 0
+        try:
+            if message.signal == FLUSH_PREFIX_CACHE:
+                amount = self._engine.flush()
+                foreign = self.report((), steps=0)
+            elif message.signal != SET_VERSION:
+                acts_in, leads_to, _ = COORDINATOR_TRANSITIONS[ControlSignal(message.signal)]
+                self.wanted = leads_to if self.wanted in acts_in else self.wanted
+            if message.signal != FLUSH_PREFIX_CACHE:
+                foreign = self._control(message.signal, message.argument)
+        except Exception as exc:  # noqa: BLE001 - whatever it was, the coordinator is told
+            error = f"{type(exc).__name__}: {exc}"
+        self._said = (self._engine.state, self._engine.policy_version)
+        self._send(CommandAck(message.command_id, *self._now(), error, amount))
+        return foreign
+
+    def _enter(self, message: RegisterAck) -> list[DynamicInferenceRequestRecord]:
+        self._interval = message.progress_interval or self._interval
+        # What has happened since registration is said below, when the engine is where it must be.
+        self._said = (self._engine.state, self._engine.policy_version)
+        self.wanted = CoordinatorState(message.state)
+        if not self._follows_version:
+            foreign = []
+        elif message.policy_version > self._engine.policy_version:
+            foreign = self._control(SET_VERSION, message.policy_version)
+        else:
+            # Said again, the version that it has would tell it of other weights.
+            foreign = self._report(self._engine.take_ended(self._numbers), self._everything())
+        for signal in self._signals_to(self.wanted):
+            foreign += self._control(signal, None)
+        self._said = (self._engine.state, self._engine.policy_version)
+        self.entered = True
+        self._say_where_it_is()
+        return foreign
+
+    def _signals_to(self, state: CoordinatorState) -> list[ControlSignal]:
+        """The way to the coordinator's state. What the training loop has stopped by itself is not set going."""
+        if state is CoordinatorState.RUNNING:
+            theirs = self.ordered is not None and self.ordered is self._engine.state
+            return [ControlSignal.RESUME, ControlSignal.UNPAUSE] if theirs else []
+        way = [ControlSignal.PAUSE]
+        if state is CoordinatorState.SUSPENDED:
+            way.append(ControlSignal.SUSPEND)
+        if state is CoordinatorState.STOPPING:
+            way.append(ControlSignal.STOP)
+        if state is CoordinatorState.PAUSED and self.ordered is EngineState.SUSPENDED is self._engine.state:
+            way.append(ControlSignal.RESUME)
+        return way
+
+    def _control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
+        self.moved()
+        before = self._engine.state
+        theirs = before is EngineState.SUSPENDED and self.ordered is not EngineState.SUSPENDED
+        ended: list[DynamicInferenceRequestRecord] = []
+        # Device memory that the training loop has made room in is its own until it gives it back.
+        if not (theirs and signal in (ControlSignal.RESUME, ControlSignal.UNPAUSE)):
+            ended = self._engine.control(signal, argument)
+        if self._engine.state is not before:
+            self.ordered = self._engine.state
+        self._said = (self._engine.state, self._engine.policy_version)
+        # Nothing moves for a while now: what is known is known up to here.
+        return self._report([*ended, *self._engine.take_ended(self._numbers)], self._everything())
+
+    # --- what the engine has done -----------------------------------------------------------------------------------
+
+    def report(
+        self, ended: Iterable[DynamicInferenceRequestRecord], *, steps: int = 1, everything: bool = False
+    ) -> list[DynamicInferenceRequestRecord]:
+        """After a step, or whenever records have ended: say what is due, in one `Progress` at most.
+
+        Args:
+            ended: what the engine has handed out.
+            steps: made since the last call.
+            everything: also tokens that are not due yet.
+
+        Returns:
+            Those of `ended` that did not come from the coordinator.
+        """
+        if not self.entered:
+            return list(ended)
+        self.moved()
+        due = self._everything() if everything else {}
+        for interval, pace in self._paces.items():
+            pace.steps += steps
+            if pace.steps >= interval and not everything:
+                due |= pace.known
+                pace.steps = 0
+        return self._report(ended, due)
+
+    def moved(self) -> None:
+        """The engine may have moved by itself: say so if it has. States on the way to another are not worth a word."""
+        now = (self._engine.state, self._engine.policy_version)
+        same = now == self._said and self._engine.resting is self._said_resting
+        if self.entered and not same and now[0] in STABLE_ENGINE_STATES:
+            if now[0] is not self._said[0]:
+                self.ordered = None
+            self._said = now
+            self._say_where_it_is()
+
+    def _say_where_it_is(self) -> None:
+        self._said_resting = self._engine.resting
+        self._send(EngineMoved(*self._now(), self._said_resting))
+
+    def lost(self) -> None:
+        """The session has ended: nothing of it goes on, and nothing of it is said any more."""
+        for number in self._numbers:
+            self._engine.discard(number)
+        for table in (self._attempts, self._numbers, self._newest, self._paces):
+            table.clear()
+
+    def _now(self) -> tuple[str, int]:
+        return self._said[0].value, self._said[1]
+
+    def _everything(self) -> dict[Key, Known]:
+        due: dict[Key, Known] = {}
+        for pace in self._paces.values():
+            due |= pace.known
+            pace.steps = 0
+        return due
+
+    def _report(
+        self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
+    ) -> list[DynamicInferenceRequestRecord]:
+        foreign: list[DynamicInferenceRequestRecord] = []
+        columns: dict[int, list[tuple[Growth, DynamicInferenceRequestRecord | None]]] = {}
+        for record in ended:
+            assignment = self._numbers.get(record.request_id)
+            if assignment is None or record.sample_index not in assignment.open:
+                foreign.append(record)
+                continue
+            key = (record.request_id, record.sample_index)
+            known = self._paces[assignment.interval].known[key]
+            due.pop(key, None)
+            columns.setdefault(record.request_id, []).append((growth(record, *known), record))
+        if due:
+            for grown in self._engine.progress(due):
+                columns.setdefault(grown.request_id, []).append((grown, None))
+        stretches = [self._stretch(self._numbers[number], rows) for number, rows in columns.items()]
+        added, removed, flushed = self._engine.take_changes()
+        if stretches or added or removed or flushed:
+            self._send(Progress(stretches, _hashes(added), _hashes(removed), flushed, *self._engine.load()))
+        return foreign
+
+    def _stretch(
+        self, assignment: _Assignment, rows: list[tuple[Growth, DynamicInferenceRequestRecord | None]]
+    ) -> Stretch:
+        known = self._paces[assignment.interval].known
+        if len(rows) == 1 and rows[0][1] is None and _is_only_tokens(rows[0][0]):
+            ((grown, _),) = rows
+            known[assignment.number, grown.sample_index] = _known_after(grown)
+            return Stretch(
+                assignment.request_id, assignment.attempt, [grown.sample_index], [grown.start], [grown.count],
+                grown.token_ids, grown.log_probs, [grown.versions],
+            )  # fmt: skip
+        for grown, record in rows:
+            if record is None:
+                known[assignment.number, grown.sample_index] = _known_after(grown)
+            else:
+                self._close(assignment, grown.sample_index)
+        return Stretch(
+            assignment.request_id,
+            assignment.attempt,
+            [grown.sample_index for grown, _ in rows],
+            [grown.start for grown, _ in rows],
+            [grown.count for grown, _ in rows],
+            b"".join([grown.token_ids for grown, _ in rows]),
+            b"".join([grown.log_probs for grown, _ in rows]),
+            [grown.versions for grown, _ in rows],
+            _column([grown.ttft for grown, _ in rows]),
+            _column([None if grown.top_n is None else pack_top_n(grown.top_n) for grown, _ in rows]),
+            _column([None if record is None else record.completion_text for _, record in rows]),
+            _column([None if record is None else pack(outcome(record)) for _, record in rows]),
+            _column([grown.events for grown, _ in rows]),
+        )
+
+    def _close(self, assignment: _Assignment, index: int) -> None:
+        assignment.open.discard(index)
+        pace = self._paces[assignment.interval]
+        del pace.known[assignment.number, index]
+        if not pace.known:
+            del self._paces[assignment.interval]
+        del self._newest[assignment.request_id, index]
+        if not assignment.open:
+            del self._attempts[assignment.attempt]
+            del self._numbers[assignment.number]
+
+
+def _is_only_tokens(grown: Growth) -> bool:
+    return grown.ttft is None and grown.top_n is None and grown.events is None
+
+
+def _known_after(grown: Growth) -> Known:
+    return grown.start + grown.count, grown.versions[0], grown.num_events
+
+
+@lru_cache(maxsize=64)
+def _params(packed: bytes) -> SamplingParams:
+    return SamplingParams.deserialize(unpack_msgpack("Assign.params", packed))
+
+
+def _column(values: list[Value | None]) -> list[Value | None] | None:
+    """A column of a stretch, left out where nobody has anything in it."""
+    return values if any(value is not None for value in values) else None
+
+
+def _hashes(hashes: Collection[int]) -> bytes:
+    return np.fromiter(hashes, "<i8", len(hashes)).tobytes()

@@ -1,0 +1,1 @@
+"""The model's forward through paged attention: installation, fused variant, CUDA graphs."""

@@ -1,0 +1,222 @@
+"""What attention reads in one step, and how our attention comes into the trainer's model and out again.
+
+The model runs its own `forward`; transformers' attention interface hands every layer's queries, keys and values to
+`rollout_attention`, and the step's batch travels as a keyword argument, or beside the call where a model drops those. The
+trainer's implementation is back whenever our code is not running: `Installation` is a context manager that restores it
+whatever happens inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollout.engine.kernels.torch_paged import CacheWrite, PagedAttention, write_slots
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.threads.interrupts import interrupt_deferred
+
+IMPLEMENTATION = "rollout_paged"
+BATCH_ARGUMENT = "rollout_batch"
+
+_carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
+"""The batch of the forward that this thread is in."""
+
+
+class AttentionBatch(Protocol):
+    """What a step hands to every attention layer."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        """Attention of query [1, H, P, D] with key, value [1, Hkv, P, D]; returns [1, P, H, Dv]."""
+        ...
+
+
+def rollout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
+    batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
+    if batch is None:
+        # Some models' decoder layers hand no keyword arguments on.
+        batch = _carried.get()
+    if batch is None:
+        raise RuntimeError(
+            f"attention implementation {IMPLEMENTATION!r} ran without a rollout batch: a forward of the trainer started "
+            "while the engine had its attention installed (another thread?); run them one after the other"
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        # As the trainer's attention does: rotary embeddings have made queries and keys wider than values.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if attention_mask is not None:
+        kwargs["attention_mask"] = attention_mask
+    return batch.attend(module, query, key, value, scaling, kwargs), None
+
+
+AttentionInterface.register(IMPLEMENTATION, rollout_attention)
+
+
+def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
+    """Output of one forward of `model`, our attention installed, every attention layer of which is handed `batch`."""
+    token = _carried.set(batch)
+    try:
+        return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
+    finally:
+        _carried.reset(token)
+
+
+class PagedBatch:
+    """One step's view of the paged cache.
+
+    Args:
+        cache: where K and V live.
+        layer_of: index of each attention module's layer in the cache.
+        slots: [P] int64, token slot (block * block_size + offset) of each of the step's positions.
+        attention: the kernel, for this step.
+        windows: of layers that do not say themselves which window they have.
+        write: puts K and V into their slots.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        layer_of: dict[nn.Module, int],
+        slots: Tensor,
+        attention: PagedAttention,
+        windows: Mapping[nn.Module, int | None],
+        write: CacheWrite = write_slots,
+    ) -> None:
+        self._cache = cache
+        self._layer_of = layer_of
+        self._slots = slots
+        self._attention = attention
+        self._windows = windows
+        self._write = write
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        """Write K and V into their slots, then attend over the blocks."""
+        key_cache, value_cache = self._cache.layer(self._layer_of[module])
+        keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        self._write(keys, values, key_cache, value_cache, self._slots)
+        out = self._attention(
+            query[0].transpose(0, 1).contiguous(),
+            keys,
+            values,
+            key_cache,
+            value_cache,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=self._windows.get(module, arguments.get("sliding_window")),
+            softcap=arguments.get("softcap"),
+        )
+        return out[None]
+
+
+class Installation:
+    """Our attention in `model`, training behaviour off, while a `with installation:` block runs; nesting is free.
+
+    Args:
+        autocast: a dtype that forwards in the block are autocast to; None: what the caller has set holds.
+        implementation: the name our attention is registered under.
+
+    On leaving, every flag is exactly as it was, also after an exception. Saved and restored: the attention implementation
+    of every configuration object the model holds, and the `training` flag of every module (a trainer may keep some in
+    eval). Gradient checkpointing acts only while `training` is set, and `use_cache` is an argument of our forward: neither
+    is touched.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: torch.dtype | None = None, *, implementation: str = IMPLEMENTATION
+    ) -> None:
+        self._model = model
+        self._autocast = autocast
+        self._implementation = implementation
+        self._depth = 0
+        self._restore = ExitStack()
+        self.handovers = 0
+        """How often the trainer may have had the model in hands."""
+
+    def __enter__(self) -> None:
+        if self._depth:
+            self._depth += 1
+            return
+        try:
+            with interrupt_deferred():
+                self._install()
+        except BaseException:
+            self._restore.close()
+            raise
+        self._depth = 1
+        self.handovers += 1
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with interrupt_deferred():
+            self._depth -= 1
+            if not self._depth:
+                self.handovers += 1
+                self._restore.close()
+
+    def _install(self) -> None:
+        with ExitStack() as stack:
+            for config in _configs(self._model):
+                stack.callback(setattr, config, _IMPLEMENTATION_FIELD, config._attn_implementation)
+                setattr(config, _IMPLEMENTATION_FIELD, self._implementation)
+            training = [module for module in self._model.modules() if module.training]
+            stack.callback(_set_training, training, True)
+            _set_training(training, False)
+            # Casts of weights that autocast keeps: ours have no gradient, and the trainer's may be of an earlier update.
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(torch.no_grad())
+            if self._autocast is not None:
+                device = next(self._model.parameters()).device.type
+                stack.enter_context(torch.autocast(device, self._autocast))
+            self._restore = stack.pop_all()
+
+
+_IMPLEMENTATION_FIELD = "_attn_implementation_internal"
+
+
+def _set_training(modules: list[nn.Module], value: bool) -> None:
+    for module in modules:
+        module.training = value
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every configuration object with an attention implementation, each once."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, _IMPLEMENTATION_FIELD):
+            found[id(config)] = config
+    return list(found.values())

@@ -1,0 +1,83 @@
+"""Windows of a model's attention masks, learned from the functions of positions that transformers makes masks of.
+
+Many models hand the window of a layer to its attention as an argument; some tell only the mask. While the model is
+probed, `probe_mask` is registered with transformers' `AttentionMaskInterface`: what it returns remembers the function it
+was asked for, and `window_of` reads the window off that function, however large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from rollout.engine.forward.attention import rollout_attention
+
+PROBE = "rollout_probe"
+"""Name of an attention implementation that is given masks; in every other forward of ours none is made."""
+_DENSE = 64
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query position, key position) → whether the query sees the key; arguments broadcast."""
+
+
+class OtherMask(Exception):  # noqa: N818 - says what a mask is, and the caller what follows
+    """A mask that is not "the last so many positions"."""
+
+
+def probe_mask(*args: Any, **arguments: Any) -> Tensor:
+    """The function registered with transformers' `AttentionMaskInterface` under `PROBE`."""
+    length = int(arguments["q_length"])
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=arguments.get("device")).tril()
+    mask.rollout_mask_function = arguments["mask_function"]  # type: ignore[attr-defined]
+    return mask
+
+
+AttentionInterface.register(PROBE, rollout_attention)
+AttentionMaskInterface.register(PROBE, probe_mask)
+
+
+def function_of(mask: Tensor) -> MaskFunction | None:
+    """What `mask`, or what it is a view of, was made of; None if it is none of `probe_mask`."""
+    function: MaskFunction | None = getattr(mask, "rollout_mask_function", None)
+    return function if function is not None or mask._base is None else function_of(mask._base)
+
+
+def window_of(function: MaskFunction, length: int, device: torch.device) -> int | None:
+    """How many positions, itself included, each of the first `length` sees; None: all up to itself.
+
+    Args:
+        device: where the function may have tensors of its own.
+
+    Raises:
+        OtherMask: it sees others; the message shows the first that differs.
+    """
+    positions = torch.arange(length, device=device)
+    last = _seen(function, positions, length - 1, length)
+    window = int(last.sum())
+    dense = range(min(length, _DENSE))
+    edges = (window - 1, window, window + 1, length // 2, length - 1)
+    for query in sorted({*dense, *(each for each in edges if 0 <= each < length)}):
+        # What comes long after a position is looked at for some only: a row may be of a million.
+        width = length if query in (0, length // 2, length - 1) else min(length, max(dense.stop, query + 2))
+        keys = positions[:width]
+        differ = (_seen(function, positions, query, width) != (keys <= query) & (keys > query - window)).nonzero()
+        if len(differ):
+            key = int(differ[0])
+            raise OtherMask(
+                f"position {query} {'does not see' if query - window < key <= query else 'sees'} position {key}, which is "
+                f"neither causal attention nor a window of the last {window}"
+            )
+    return None if window == length else window
+
+
+def _seen(function: MaskFunction, positions: Tensor, query: int, width: int) -> Tensor:
+    zero = positions.new_zeros(())
+    try:
+        seen = function(zero, zero, positions[query], positions[:width])
+    except Exception as exc:
+        raise OtherMask(f"its mask function does not take position {query} ({type(exc).__name__}: {exc})") from exc
+    return seen.expand(width)

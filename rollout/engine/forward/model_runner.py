@@ -1,0 +1,211 @@
+"""Scheduled work → tensors → the model's own forward → sampled tokens. Owns tensors, knows no queues.
+
+The positions of one step travel as one packed row [1, P]: decoding sequences first, then prefill chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
+from rollout.engine.forward.cuda_graphs import CudaDevice, GraphedDecode, TritonDecode
+from rollout.engine.forward.fused_forward import FusedForward
+from rollout.engine.forward.model_support import ModelLayout
+from rollout.engine.kernels import cpu_library, triton_paged
+from rollout.engine.kernels.cpu_attention import CpuPagedAttention
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
+from rollout.engine.kernels.triton_attention import TritonPagedAttention
+from rollout.engine.memory.buffers import upload, upload_together
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.sampling.sampler import sample, token_logprobs
+from rollout.engine.sampling.sampling_table import SamplingTable
+from rollout.engine.scheduling.sequences import Sequence, SequenceTable
+from rollout.engine.scheduling.step import ScheduledStep, StepTokens
+
+PROMPT_LOGPROB_ROWS = 256
+"""Prompt positions whose full-vocabulary log-softmax is made at once: bounds the memory."""
+
+
+class ModelRunner:
+    """Runs steps on one model.
+
+    Args:
+        fused: on a CPU, try the fused forward.
+        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: none is.
+        autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        cache: KVCache,
+        table: SequenceTable,
+        *,
+        fused: bool = True,
+        graphed_rows: int = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.cache = cache
+        self.table = table
+        self._library = cpu_library.load() if layout.device.type == "cpu" else None
+        self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
+        self.fused = FusedForward(model, layout, cache, self._library) if fused and self._library else None
+        self.graphs: GraphedDecode | None = None
+        # Graphs have a workspace of their own: `release_workspace` must not take it from under them.
+        if graphed_rows and self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
+            self.graphs = GraphedDecode(
+                model, layout, cache, graphed_rows, CudaDevice(layout.device), TritonDecode(kernels, cache)
+            )
+        self.installation = Installation(model, autocast)
+        self.sampling = SamplingTable(layout.device)
+        self.workspace = Workspace()
+
+    def execute(self, step: ScheduledStep) -> StepTokens:
+        """One forward and one token per sampled row.
+
+        Prompt log-probs of the step's prefill chunks are appended to the sequences that asked for them.
+        """
+        if step.copies:
+            self.cache.copy_blocks(step.copies)
+        ids, packed = self._pack(step)
+        rows, repeats = _distinct(step)
+        wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
+        keep = packed.offsets[rows + 1] - 1
+        spans = self._prompt_spans(step, packed, wanted)
+        logits = self._forward(ids, packed, np.concatenate([keep, *(span for _, span in spans)]))
+        start = len(rows)
+        for sequence, span in spans:
+            self._take_prompt_logprobs(sequence, logits[start : start + len(span)], packed.positions[span])
+            start += len(span)
+        if not len(step.sample_slots):
+            return StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        sampled_logits = logits[: len(rows)]
+        if len(rows) != len(repeats):
+            sampled_logits = sampled_logits.index_select(0, upload(repeats, self.layout.device))
+        return self._sample(step, sampled_logits)
+
+    def paged_logits(self, tokens: list[int], cut: int) -> Tensor:
+        """[V] logits after `tokens`, computed in the chunks [:cut] and [cut:] in the pool's first blocks (all free)."""
+        size = self.table.block_size
+        blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
+        logits = torch.empty(0, device="cpu")
+        for start, end in ((0, cut), (cut, len(tokens))):
+            rows = PagedRows(np.array([0, end - start]), np.arange(start, end), blocks[None], size)
+            logits = self._forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
+        self.cache.zero_blocks(blocks.tolist())
+        return logits.clone()
+
+    def release_workspace(self) -> None:
+        """Give back buffers that the next step would allocate anyway."""
+        self.workspace.clear()
+        if self.paged is not None:
+            self.paged.clear()
+        if self.fused is not None:
+            self.fused.release()
+
+    # --- tensors ------------------------------------------------------------------------------------------------
+
+    def _pack(self, step: ScheduledStep) -> tuple[NDArray[np.int64], PagedRows]:
+        """Token ids [P] and where they stand."""
+        table = self.table
+        offsets = np.zeros(len(step.slots) + 1, np.int64)
+        np.cumsum(step.counts, out=offsets[1:])
+        rows = np.repeat(np.arange(len(step.slots)), step.counts)
+        positions = np.arange(offsets[-1]) - offsets[rows] + step.starts[rows]
+        width = -(-int((step.starts + step.counts).max()) // table.block_size)
+        tables = table.blocks[step.slots, :width].astype(np.int64)
+        ids = table.tokens[step.slots[rows], positions].astype(np.int64)
+        return ids, PagedRows(offsets, positions, tables, table.block_size)
+
+    def _forward(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+        """Logits [len(keep), V] at packed positions `keep`, valid until the next call."""
+        with self.installation:
+            if self.fused is not None and self.fused.ready(self.installation.handovers):
+                return self.fused.run(ids, rows, keep)
+            if self.graphs is not None:
+                replayed = self.graphs.run(ids, rows, keep, self.installation.handovers)
+                if replayed is not None:
+                    return replayed
+            keep = keep if len(keep) else rows.offsets[-1:] - 1
+            tokens, positions, slots, kept = upload_together(
+                (ids, rows.positions, rows.slots, keep), self.layout.device
+            )
+            write = write_slots if self.paged is None else self.paged.write
+            layout = self.layout
+            batch = PagedBatch(self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows, write)
+            output = forward_with(
+                batch, self.model, input_ids=tokens[None], position_ids=positions[None], logits_to_keep=kept
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _attention(self, rows: PagedRows) -> PagedAttention:
+        plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
+        if self.paged is not None:
+            return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
+        return plain if self._library is None else CpuPagedAttention(self._library, rows, plain)
+
+    # --- sampling -----------------------------------------------------------------------------------------------
+
+    def _sample(self, step: ScheduledStep, logits: Tensor) -> StepTokens:
+        table, slots = self.table, step.sample_slots
+        rows = self.sampling.select(slots)
+        length = table.length[slots]
+        short = np.flatnonzero(length < table.min_length[slots])
+        banned = [(row, ids[ids >= 0].tolist()) for row in short.tolist() if len(ids := table.stop_ids[slots[row]])]
+        histories = None
+        if rows.any_penalty:
+            histories = [
+                (table.tokens[slot, : table.origin[slot]], table.tokens[slot, table.origin[slot] : table.length[slot]])
+                for slot in slots.tolist()
+            ]
+        positions = upload((length - table.origin[slots]).astype(np.int64), self.layout.device)
+        sampled = sample(logits, rows, positions, histories=histories, banned=banned)
+        top = None
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            top = [
+                list(zip(ids, values, strict=True))
+                for ids, values in zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist(), strict=True)
+            ]
+        return StepTokens(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), top)
+
+    def _prompt_spans(
+        self, step: ScheduledStep, packed: PagedRows, wanted: Rows[Sequence]
+    ) -> list[tuple[Sequence, NDArray[np.int64]]]:
+        """Per sequence that wants prompt log-probs: the packed positions whose successor is a prompt token."""
+        spans = []
+        for row, sequence in enumerate(step.prefills, step.num_decodes):
+            if sequence in wanted:
+                span = np.arange(packed.offsets[row], packed.offsets[row + 1])
+                last = len(sequence.tokens) - 1
+                spans.append((sequence, span[packed.positions[span] < last]))
+        return spans
+
+    def _take_prompt_logprobs(self, sequence: Sequence, logits: Tensor, positions: NDArray[np.int64]) -> None:
+        targets = upload(sequence.tokens[positions + 1].astype(np.int64), self.layout.device)
+        top = sequence.params.prompt_logprobs or 0
+        for start in range(0, len(positions), PROMPT_LOGPROB_ROWS):
+            part = slice(start, start + PROMPT_LOGPROB_ROWS)
+            values, top_ids, top_values = token_logprobs(logits[part], targets[part], top)
+            sequence.prompt_logprobs += values.tolist()
+            if top_ids is not None and top_values is not None:
+                for ids, scores in zip(top_ids.tolist(), top_values.tolist(), strict=True):
+                    sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
+
+
+def _distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows that are sampled, each once, and which of them every sample takes."""
+    if not step.prefills:
+        rows = step.sample_rows.astype(np.int64)
+        return rows, rows
+    rows, repeats = np.unique(step.sample_rows, return_inverse=True)
+    return rows.astype(np.int64), repeats

@@ -1,0 +1,317 @@
+"""Finds out by trying whether the engine can honour a model, and refuses it by name when it cannot.
+
+A few tokens go through the model with an attention that only watches: which modules call it, with what shapes, what
+arguments and masks of what functions of positions. Whatever keeps state elsewhere (recurrent layers, a bypassed
+interface) is missing from that list; whatever asks for more than causal attention in a window (sinks, position bias,
+chunks, an argument we do not know) is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.modules import module as torch_module
+
+from rollout.engine.forward.attention import Installation, forward_with
+from rollout.engine.forward.attention_masks import PROBE, MaskFunction, OtherMask, function_of, window_of
+from rollout.engine.memory.kv_cache import LayerShape
+from rollout.errors import UnsupportedModelError
+
+_log = logging.getLogger(__name__)
+
+HONOURED = frozenset({"sliding_window", "softcap"})
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+     "logits_to_keep", "output_router_logits"}
+)  # fmt: skip
+PROBE_TOKENS = 4
+DEFAULT_LENGTH = 2048
+"""Longest sequence where neither the configuration nor the model says one."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention layer asks for."""
+
+    num_heads: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """What the engine needs to know of a model."""
+
+    layers: tuple[LayerShape, ...]
+    calls: tuple[AttentionCall, ...]
+    """One per layer, like `layers`."""
+    layer_of: dict[nn.Module, int]
+    mask_windows: dict[nn.Module, int | None]
+    """Of the layers that pass another window, or none, than their mask has."""
+    kv_dtype: torch.dtype
+    narrowest_dtype: torch.dtype
+    """Of keys and values: under a trainer's autocast they differ."""
+    device: torch.device
+    vocab_size: int
+    max_position_embeddings: int | None
+    described: str
+    """What tells a model's states from those of another, beside its weights."""
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
+        self.asked: list[AttentionCall] = []
+        self.masks: list[MaskFunction | None] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.lengths: set[int] = set()
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        mask = arguments.get("attention_mask")
+        self.masks.append(None if mask is None else function_of(mask))
+        if self.masks[-1] is not None:
+            del arguments["attention_mask"]
+        self.calls.append((module, shape, key.dtype, arguments))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        asked = AttentionCall(query.shape[1], scaling, arguments.get("sliding_window"), arguments.get("softcap"))
+        self.asked.append(asked)
+        self.dtypes |= {key.dtype, value.dtype}
+        self.lengths |= {query.shape[2], key.shape[2]}
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous()
+
+
+def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
+    """Run `PROBE_TOKENS` tokens and learn the model's attention layers.
+
+    Args:
+        max_sequence_length: how long sequences get; None: as long as the model says.
+
+    Raises:
+        UnsupportedModelError: naming the layer and what it does that the engine cannot honour.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "_attn_implementation_internal"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no Hugging Face PreTrainedModel (it has no config with an attention "
+            "implementation); pass the model itself, not a wrapper"
+        )
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models"
+        )
+    _refuse_without_weights(model)
+    _refuse_recurrent(model, text_config)
+    implementation = config._attn_implementation_internal
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    watcher = _watch(model, embedding.device)
+    names = {module: name for name, module in model.named_modules()}
+    _refuse_unwatched(model, text_config, watcher, names)
+    for module, _, _, arguments in watcher.calls:
+        _refuse_arguments(names[module], module, arguments)
+    modules = [module for module, _, _, _ in watcher.calls]
+    positions = getattr(text_config, "max_position_embeddings", None)
+    calls = tuple(watcher.asked)
+    # FlashAttention is handed the window as an argument and no mask.
+    if not str(implementation).startswith("flash"):
+        length = max_sequence_length or positions or DEFAULT_LENGTH
+        windows = _mask_windows([names[module] for module in modules], watcher.masks, calls, length, embedding.device)
+        calls = tuple(replace(call, window=window) for call, window in zip(calls, windows, strict=True))
+    return ModelLayout(
+        layers=tuple(shape for _, shape, _, _ in watcher.calls),
+        calls=calls,
+        layer_of={module: index for index, module in enumerate(modules)},
+        mask_windows={
+            module: call.window
+            for module, call, asked in zip(modules, calls, watcher.asked, strict=True)
+            if call.window != asked.window
+        },
+        kv_dtype=watcher.calls[0][2],
+        narrowest_dtype=min(watcher.dtypes, key=lambda dtype: dtype.itemsize),
+        device=embedding.device,
+        vocab_size=int(text_config.vocab_size),
+        max_position_embeddings=positions,
+        described=(
+            f"{getattr(text_config, 'model_type', 'model')} of {len(watcher.calls)} layers, a width of "
+            f"{getattr(text_config, 'hidden_size', None)} and {text_config.vocab_size} tokens"
+        ),
+    )
+
+
+def has_global_hooks() -> bool:
+    """Whether something listens to the forward of every module: then only the module's own forward will do."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _watch(model: nn.Module, device: torch.device) -> _Watcher:
+    watcher = _Watcher()
+    ids = torch.arange(PROBE_TOKENS, device=device)[None]
+    keep = torch.tensor([PROBE_TOKENS - 1], device=device)
+    with Installation(model, implementation=PROBE):
+        try:
+            output = forward_with(watcher, model, input_ids=ids, position_ids=ids, logits_to_keep=keep)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError) as exc:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: module {_innermost(model, exc)!r} does not run with the engine's arguments "
+                f"({type(exc).__name__}: {exc}); the forward must take position_ids, logits_to_keep and keyword "
+                "arguments that reach its attention layers, and these must go through transformers' attention interface"
+            ) from exc
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.ndim != 3 or logits.shape[1] != 1:
+        shown = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives {shown} for logits_to_keep=[{PROBE_TOKENS - 1}]: it must be a causal language "
+            "model (…ForCausalLM) that honours logits_to_keep"
+        )
+    return watcher
+
+
+def _innermost(model: nn.Module, exc: BaseException) -> str:
+    """Name of the innermost module in whose code an exception was raised."""
+    names = {module: name for name, module in model.named_modules()}
+    found, trace = type(model).__name__, exc.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found = names.get(module) or found
+        trace = trace.tb_next
+    return found
+
+
+def _mask_windows(
+    names: Sequence[str],
+    masks: Sequence[MaskFunction | None],
+    calls: Sequence[AttentionCall],
+    length: int,
+    device: torch.device,
+) -> list[int | None]:
+    """The window of each layer: what its mask shows, or, where there is no mask, what it passes."""
+    known: dict[MaskFunction, int | None] = {}
+    windows = []
+    for name, mask, call in zip(names, masks, calls, strict=True):
+        if mask is not None and mask not in known:
+            try:
+                known[mask] = window_of(mask, length, device)
+            except OtherMask as exc:
+                raise UnsupportedModelError(
+                    f"attention layer {name!r}: {exc}; the engine serves causal attention, also in a sliding window"
+                ) from exc
+        window = call.window if mask is None else known[mask]
+        # One that is never full is as good as none.
+        same = (call.window or length) >= length and (window or length) >= length
+        windows.append(call.window if same else window)
+    return windows
+
+
+def _refuse_without_weights(model: nn.Module) -> None:
+    name = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {name} is on the meta device, which holds no weights; build the engine after they "
+            "are loaded (from_pretrained without device_map='meta', or to_empty() and load_state_dict())"
+        )
+
+
+def _refuse_recurrent(model: nn.Module, config: Any) -> None:
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} layer {index} is {kind!r}: the engine serves full_attention and "
+                "sliding_attention layers only"
+            )
+
+
+def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
+    """Refuse sequences longer than a model has positions for.
+
+    Some rotary variants change every position once a sequence grows past the original context; without rotary positions
+    there is a table of so many rows. Other rotary models go on, worse than they were trained: that is said once.
+
+    Raises:
+        UnsupportedModelError: `max_sequence_length` reaches beyond that point, where cached keys would go wrong.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rows = getattr(config, "max_position_embeddings", None)
+    if not parameters and rows is not None and max_sequence_length > rows:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has max_position_embeddings={rows} and no rotary positions, and "
+            f"max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {rows}"
+        )
+    if rows is not None and max_sequence_length > rows:
+        _log.warning(
+            "max_sequence_length=%d and %s has max_position_embeddings=%d: beyond these its tokens are worse than it was "
+            "trained for; set InferenceConfig.max_sequence_length <= %d unless you mean it",
+            max_sequence_length,
+            type(model).__name__,
+            rows,
+            rows,
+        )
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if each.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        original = each.get("original_max_position_embeddings") or config.max_position_embeddings
+        if max_sequence_length > original:
+            raise UnsupportedModelError(
+                f"rope_type={each['rope_type']!r} rotates every position anew once a sequence passes {original} tokens, "
+                f"and max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {original}"
+            )
+
+
+def _refuse_unwatched(model: nn.Module, config: Any, watcher: _Watcher, names: dict[nn.Module, str]) -> None:
+    seen: set[nn.Module] = set()
+    for module, _, _, _ in watcher.calls:
+        if module in seen:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention layer {names[module]!r} runs twice in one forward; "
+                "the engine keeps one KV per layer"
+            )
+        seen.add(module)
+    if watcher.lengths - {PROBE_TOKENS}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the "
+            "model puts some of its own before them (prompt tuning, prefix tuning); use an adapter that acts inside the "
+            "layers, such as LoRA"
+        )
+    expected = getattr(config, "num_hidden_layers", None)
+    if not watcher.calls or (expected is not None and len(seen) != expected):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {len(seen)} of {expected} layers go through transformers' attention interface "
+            f"(first seen: {names[watcher.calls[0][0]] if watcher.calls else 'none'!r}); layers that compute attention "
+            "themselves or keep other state (recurrent, convolutional) are not supported"
+        )
+
+
+def _refuse_arguments(name: str, module: nn.Module, arguments: dict[str, Any]) -> None:
+    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
+        raise UnsupportedModelError(
+            f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served"
+        )
+    for argument, value in arguments.items():
+        if argument in HONOURED or argument in HARMLESS or argument == "is_causal" or value is None or value is False:
+            continue
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise UnsupportedModelError(
+            f"attention layer {name!r} passes {argument}={shown}, which the engine cannot honour"
+        )

@@ -1,0 +1,1 @@
+"""KV tensors, their transfer to the host, reusable buffers."""

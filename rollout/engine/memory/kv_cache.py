@@ -1,0 +1,202 @@
+"""The K and V of every block on the device, one host pool beside it, and the copies between them.
+
+Owns memory; does not know what a block is for. Layer-major: the blocks of one layer's K lie together, because a gather
+over contiguous rows is many times faster than over strided ones (13 times, for 8 kB rows on a CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.engine.memory.buffers import staged, upload
+from rollout.engine.memory.kv_transfer import CudaLane, KVTransfer
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Per-token KV of one attention layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[numel] zeros: a masked position has weight 0, and 0 x NaN of uninitialised memory would be NaN.
+
+    On a CPU the pages are taken from the system only when they are first written.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+class KVCache:
+    """`num_blocks` blocks of `block_size` token slots for every layer, or, while given up, none on the device.
+
+    Args:
+        layers: KV shape per attention layer.
+        allocate: makes a flat device tensor; raises `torch.OutOfMemoryError` when it cannot (a seam for tests).
+
+    Attributes:
+        addresses: [2 * layers] int64 on the device, where K and V of each layer lie, K first: captured graphs, which
+            outlive a pool, find it there.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        allocate: Allocate = zeros,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self._shapes = [(s.num_kv_heads, width) for s in layers for width in (s.head_dim, s.value_dim)]
+        self._widths = [block_size * heads * width for heads, width in self._shapes]
+        self._allocate = allocate
+        self._data: Tensor | None = None
+        self._parts: list[Tensor] = []
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._host: Tensor | None = None
+        self._saved: NDArray[np.int32] | None = None
+        # Born in inference mode, it could not be written to outside it.
+        with torch.inference_mode(False):
+            self.addresses = torch.zeros(len(self._shapes), dtype=torch.int64, device=device)
+        self._transfer: Callable[[], KVTransfer] | None = None
+        if device.type == "cuda":
+            self._transfer = partial(self._on_streams, CudaLane(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+        self.materialize(num_blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self._widths) * self.dtype.itemsize
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes held on the device now."""
+        return 0 if self._data is None else self._data.numel() * self.dtype.itemsize
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host pool (kept for the next suspend)."""
+        return 0 if self._host is None else self._host.numel() * self.dtype.itemsize
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the cache can be read and written."""
+        return self._data is not None
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv] of one layer, contiguous."""
+        return self._layers[index]
+
+    def materialize(self, num_blocks: int) -> None:
+        """Take device memory for `num_blocks` blocks, content undefined.
+
+        Raises:
+            torch.OutOfMemoryError: the device does not have it; nothing has changed.
+        """
+        data = self._allocate(num_blocks * sum(self._widths), self.dtype, self.device)
+        self._data, self.num_blocks = data, num_blocks
+        self._parts = list(self._split(data, num_blocks))
+        addresses = np.array([part.data_ptr() for part in self._parts], np.int64)
+        self.addresses.copy_(staged(addresses, self.device), non_blocking=True)
+        shaped = [
+            part.view(num_blocks, self.block_size, heads, width)
+            for part, (heads, width) in zip(self._parts, self._shapes, strict=True)
+        ]
+        self._layers = list(zip(shaped[::2], shaped[1::2], strict=True))
+
+    def drop(self) -> int:
+        """Give the device memory back, content lost; returns the bytes freed."""
+        freed = self.device_bytes
+        self._data, self._parts, self._layers = None, [], []
+        return freed
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block `source` to block `destination` for each pair.
+
+        A block that is source of one pair and destination of a later one is read before it is written.
+        """
+        sources = upload(np.array([source for source, _ in pairs], np.int64), self.device)
+        targets = upload(np.array([target for _, target in pairs], np.int64), self.device)
+        for part in self._parts:
+            part.index_copy_(0, targets, part.index_select(0, sources))
+
+    def save(self, blocks: NDArray[np.int32]) -> int:
+        """Copy `blocks` into the host pool and give the device memory back; returns the bytes copied."""
+        index, host = upload(blocks.astype(np.int64), self.device), self._host_pool(len(blocks))
+        if self._transfer is not None:
+            self._transfer().save(self._parts, index, host)
+        else:
+            for part, rows in zip(self._parts, self._split(host, len(blocks)), strict=True):
+                torch.index_select(part, 0, index, out=rows)
+        self._saved = blocks.copy()
+        self.drop()
+        return len(blocks) * self.block_bytes
+
+    def restore(self, blocks: NDArray[np.int32] | None, mapping: NDArray[np.int32] | None = None) -> int:
+        """Copy what `save` kept into the (materialised) cache; returns the bytes copied.
+
+        Args:
+            blocks: ids still wanted, a subset of the saved ones; None: those that `mapping` keeps.
+            mapping: [old num_blocks] new id of each old block, negative for those given up; None: ids are unchanged.
+        """
+        if self._saved is None:
+            raise RuntimeError("restore() without save(): there is nothing in the host pool")
+        targets = self._saved.copy() if mapping is None else mapping[self._saved]
+        if blocks is not None:
+            targets[~np.isin(self._saved, blocks)] = -1
+        kept = np.flatnonzero(targets >= 0)
+        host = self._host_pool(len(self._saved))
+        if self._transfer is not None:
+            self._transfer().restore(self._parts, targets.astype(np.int64), host)
+        else:
+            index = torch.from_numpy(targets[kept].astype(np.int64))
+            rows = None if len(kept) == len(self._saved) else torch.from_numpy(kept)
+            for part, saved in zip(self._parts, self._split(host, len(self._saved)), strict=True):
+                part.index_copy_(0, index, saved if rows is None else saved[rows])
+        self._saved = None
+        return len(kept) * self.block_bytes
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Set the content of `blocks` to zero."""
+        index = upload(np.array(blocks, np.int64), self.device)
+        for part in self._parts:
+            part.index_fill_(0, index, 0)
+
+    def _host_pool(self, num_blocks: int) -> Tensor:
+        """Host memory for `num_blocks` blocks, flat; what it holds stays while the number does not rise."""
+        # One pool, kept between suspends and grown geometrically: pinning memory costs more than copying it.
+        need = num_blocks * sum(self._widths)
+        if self._host is None or self._host.numel() < need:
+            size = 0 if self._host is None else self._host.numel()
+            self._host = None
+            grown = max(need, min(2 * size, self.num_blocks * sum(self._widths)))
+            self._host = torch.empty(grown, dtype=self.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+        return self._host
+
+    def _on_streams(self, copies: CudaLane) -> KVTransfer:
+        stage = partial(torch.empty, dtype=self.dtype, device=self.device)
+        return KVTransfer(CudaLane(torch.cuda.current_stream(self.device)), copies, stage)
+
+    def _split(self, data: Tensor, num_blocks: int) -> Iterator[Tensor]:
+        offset = 0
+        for width in self._widths:
+            yield data[offset : offset + num_blocks * width].view(num_blocks, width)
+            offset += num_blocks * width

@@ -1,0 +1,416 @@
+"""Logits and parameters in, tokens and log-probs out.
+
+Always true here:
+- A row's token and log-probs follow from its logits, parameters, key and position alone, bit for bit, whatever rows
+  stand beside it. Probabilities are summed as integers (the likeliest token weighs 2^42): such a sum has no order.
+- A token of weight 0 cannot be drawn: the draw is an integer below the total weight, and picks the first token whose
+  running sum exceeds it. Filtered tokens weigh 0, and so do those less than 2^-42 as likely as the likeliest.
+- Nothing here waits for the device, and the logits given are not changed.
+- A row without a finite largest logit (all -inf, or a NaN) gets log-prob NaN and some token id of the vocabulary. The
+  caller looks for NaN when it reads the log-probs: to raise here would be to wait.
+
+Order: logit_bias, banned tokens, repetition, presence and frequency penalties, temperature, top_k, top_p, min_p. The
+filters keep a definite number of tokens: among equal logits, those with the lower ids. A greedy row takes the largest
+logit (lowest id on ties) with temperature 1 and its filters off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.engine.kernels import cpu_draw
+from rollout.engine.kernels.cpu_draw import CpuDraw
+from rollout.engine.memory.buffers import BLOCK, Scratch, upload
+from rollout.engine.sampling.random_stream import uniforms
+from rollout.engine.sampling.sampling_table import SamplingRows
+from rollout.errors import ConfigError
+
+UNIT = 2.0**42
+"""Weight of the likeliest token. A sum over fewer than 2^21 tokens fits in 63 bits; cutting to integers moves no
+log-prob by more than 2^-42 per token of the vocabulary."""
+
+LOWEST = -50.0
+"""Logits this far below the largest, or farther, weigh exp(-50) * 2^42 < 1e-9, which is 0."""
+
+CPU_ELEMENTS = 2**19
+"""Logits worked on together by one CPU thread: few enough for its cache, enough to make a call worth its overhead."""
+
+DEVICE_ELEMENTS = 2**27
+"""The same elsewhere, where it only bounds the temporaries (about 20 bytes per logit)."""
+
+
+History = tuple[NDArray[np.integer], NDArray[np.integer]]
+"""Token ids of one row: (prompt, completion)."""
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """One token per row. NaN in `logprobs`: the row had no finite largest logit."""
+
+    token_ids: Tensor
+    """[R] int64."""
+    logprobs: Tensor
+    """[R] float32, of the distribution that each row asks for (`logprobs_mode`)."""
+    top_ids: Tensor | None
+    """[R, k] int64, likeliest first, lower id first on ties; k is the most any row asks for, None if 0."""
+    top_logprobs: Tensor | None
+    """[R, k] float32, of the same distribution as `logprobs`; -inf where a filter removed the token."""
+
+
+@torch.no_grad()
+def sample(
+    logits: Tensor,
+    rows: SamplingRows,
+    positions: Tensor,
+    *,
+    histories: Sequence[History] | None = None,
+    banned: Sequence[tuple[int, Sequence[int]]] = (),
+) -> Sampled:
+    """Draw one token per row.
+
+    Args:
+        logits: [R, V], any float dtype; V below 2^21. The arithmetic is float32.
+        rows: the parameters of the R rows.
+        positions: [R] int64, the number of completion tokens each row already has: the counter of its random stream.
+        histories: the token ids of every row; read only for rows with a penalty, None if there is none.
+        banned: (row, token ids that must not be drawn); ids outside the vocabulary are ignored.
+
+    Raises:
+        ConfigError: a logit_bias names a token outside the vocabulary; or histories are missing.
+    """
+    kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
+    if kernel is not None and not (rows.edited or rows.any_raw or rows.top_n or banned):
+        token_ids, *total, score = kernel(logits, rows.temperature, rows.greedy, rows.key, positions)
+        return Sampled(token_ids, _log_probs(score, _Total(*total)), None, None)
+    parts, start, done = rows.parts(_rows_at_once(logits)), 0, []
+    for part in parts:
+        cut = slice(start, start + len(part))
+        own = [(row - start, ids) for row, ids in banned if start <= row < cut.stop]
+        raw = _single(logits[cut], part.scratch)
+        scores = _edited(raw, part, None if histories is None else histories[cut], own)
+        done.append(_sample(scores, raw, part, positions[cut], rows.top_n, kernel))
+        start = cut.stop
+    return Sampled(*_joined(done))
+
+
+@torch.no_grad()
+def token_logprobs(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-softmax of logits [T, V] at targets [T] (int64), in float32, and of the k likeliest tokens beside them.
+
+    Returns:
+        Log-probs [T] float32; ids [T, k] int64 and log-probs [T, k] float32, likeliest first, or None twice if k is 0.
+        A k beyond V gives V columns.
+    """
+    done, scratch, size = [], Scratch(), _rows_at_once(logits)
+    for part, target in zip(torch.split(logits, size), torch.split(targets, size), strict=True):
+        scores = _single(part, scratch)
+        total = _raw_total(scores, scratch)
+        top = _top(scores, total, k, scratch)
+        done.append((_log_probs(scores.gather(1, target[:, None]), total)[:, 0], *top))
+    log_probs, top_ids, top_log_probs = _joined(done)
+    return log_probs, top_ids, top_log_probs
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    """Rows worked on together: on a CPU what the cache holds, elsewhere what keeps the temporaries in bounds."""
+    elements = CPU_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else DEVICE_ELEMENTS
+    return max(1, elements // logits.shape[1])
+
+
+def _single(logits: Tensor, scratch: Scratch) -> Tensor:
+    return logits if logits.dtype == torch.float32 else scratch.take("raw", logits).copy_(logits)
+
+
+def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _sample(
+    scores: Tensor, raw: Tensor, rows: SamplingRows, positions: Tensor, top_n: int, kernel: CpuDraw | None
+) -> tuple[Tensor | None, ...]:
+    """The fields of `Sampled`, from edited float32 scores [R, V] and the model's own logits `raw`."""
+    scratch = rows.scratch
+    if kernel is None:
+        token_ids, total, score, listed = _drawn(scores, rows, positions, list_scores=top_n > 0)
+    else:
+        scores, listed = _filtered(scores, rows, list_scores=top_n > 0)
+        drawn = kernel(scores, rows.temperature, rows.greedy, rows.key, positions)
+        token_ids, peak, log_sum, score = (column[:, None] for column in drawn)
+        total = _Total(peak, log_sum)
+    if rows.any_raw:
+        if rows.any_raw_temperature:
+            raw = torch.div(raw, rows.raw_temperature[:, None], out=scratch.take("raw_tempered", raw))
+        mine, own = rows.raw[:, None], _raw_total(raw, scratch)
+        score = torch.where(mine, raw.gather(1, token_ids), score)
+        total = _Total(torch.where(mine, own.peak, total.peak), torch.where(mine, own.log_sum, total.log_sum))
+        if listed is not None:
+            listed = raw if rows.all_raw else torch.where(mine, raw, listed)
+    return token_ids[:, 0], _log_probs(score, total)[:, 0], *_top(listed, total, top_n, scratch)
+
+
+def _filtered(scores: Tensor, rows: SamplingRows, *, list_scores: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores [R, V] with -inf where filtered; and, if asked for, the scores of the final distribution."""
+    if not (rows.any_filter or list_scores):
+        return scores, None
+    scratch, tempered = rows.scratch, scores
+    if rows.any_temperature:
+        tempered = torch.div(scores, rows.temperature[:, None], out=scratch.take("tempered", scores))
+    if not rows.any_filter:
+        return scores, tempered
+    peak = tempered.amax(-1, keepdim=True)
+    relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
+    kept = _kept(tempered, peak, relative, rows)
+    assert kept is not None
+    # A row with a NaN keeps it: its neighbours must not see a difference, and its caller must.
+    removed = kept.logical_not_().logical_and_(peak.isfinite())
+    if list_scores:
+        tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)
+    return scratch.take("masked", scores).copy_(scores).masked_fill_(removed, -torch.inf), tempered
+
+
+def _drawn(
+    scores: Tensor, rows: SamplingRows, positions: Tensor, *, list_scores: bool
+) -> tuple[Tensor, _Total, Tensor, Tensor | None]:
+    """Token ids [R, 1], sum of exponentials, score of the token; scores of the final distribution."""
+    relative, peak, greedy_ids, listed = _relative(scores, rows, list_scores=list_scores)
+    weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
+    ends = weights.sum(-1).cumsum(-1)
+    token_ids = _chosen(weights, ends, greedy_ids, rows, positions)[:, None].clamp_(0, scores.shape[1] - 1)
+    return token_ids, _total(peak, ends[:, -1:]), scores.gather(1, token_ids) / rows.temperature[:, None], listed
+
+
+def _relative(
+    scores: Tensor, rows: SamplingRows, *, list_scores: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Probabilities relative to the likeliest token's, 0 where filtered, in blocks [R, C, BLOCK].
+
+    Beside them the largest score [R, 1]; its token ids [R], if some row is greedy; and, if asked for, the scores [R, V]
+    of the final distribution.
+    """
+    scratch = rows.scratch
+    tempered = scores
+    if rows.any_temperature:
+        tempered = torch.div(scores, rows.temperature[:, None], out=scratch.take("tempered", scores))
+    peak = tempered.amax(-1, keepdim=True)
+    blocks = scratch.blocks("relative", scores, -torch.inf)
+    flat = blocks.flatten(1)[:, : scores.shape[1]]
+    torch.sub(tempered, peak, out=flat)
+    greedy_ids = _first_best(blocks) if rows.any_greedy else None
+    _exponentials(blocks)
+    kept = _kept(tempered, peak, flat, rows)
+    if kept is not None:
+        flat.mul_(kept)
+        if list_scores:
+            tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(kept.logical_not_(), -torch.inf)
+    return blocks, peak, greedy_ids, tempered if list_scores else None
+
+
+def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: SamplingRows, positions: Tensor) -> Tensor:
+    if greedy_ids is not None and rows.all_greedy:
+        return greedy_ids
+    total = ends[:, -1]
+    # The product rounds, for the largest uniforms up to the total itself.
+    draw = torch.minimum((uniforms(rows.key, positions) * total).to(torch.int64), total - 1)
+    drawn = _first_above(weights, ends, draw)
+    return drawn if greedy_ids is None else torch.where(rows.greedy, greedy_ids, drawn)
+
+
+# --- editing logits ---------------------------------------------------------------------------------------------------
+
+
+def _edited(
+    raw: Tensor, rows: SamplingRows, histories: Sequence[History] | None, banned: Sequence[tuple[int, Sequence[int]]]
+) -> Tensor:
+    """`raw` itself when there is nothing to edit, else a changed copy."""
+    if not (rows.any_bias or rows.any_penalty or banned):
+        return raw
+    scores = rows.scratch.take("edited", raw).copy_(raw)
+    if rows.any_bias:
+        _add_biases(scores, rows)
+    if banned:
+        _, index = _places([row for row, _ in banned], [np.asarray(ids, np.int64) for _, ids in banned], scores)
+        scores.view(-1).index_fill_(0, index, -torch.inf)
+    if rows.any_penalty:
+        if histories is None:
+            raise ConfigError("sample: histories=None: rows with a penalty need the token ids of every row")
+        _penalize(scores, rows, histories)
+    return scores
+
+
+def _add_biases(scores: Tensor, rows: SamplingRows) -> None:
+    row, token, bias = rows.bias
+    vocabulary = scores.shape[1]
+    if token.max() >= vocabulary:
+        raise ConfigError(
+            f"SamplingParams.logit_bias names token {token.max()}: must be below the vocabulary size {vocabulary}; "
+            "refuse the request when it is added"
+        )
+    flat, index = scores.view(-1), upload(row * vocabulary + token, scores.device)
+    flat[index] = flat[index] + upload(bias, scores.device)
+
+
+def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
+    # A token that comes twice is written twice, with the same value.
+    flat, penalized = scores.view(-1), rows.penalized.tolist()
+    if rows.any_repetition:
+        row, index = _places(penalized, [np.concatenate(histories[row]) for row in penalized], scores)
+        score, penalty = flat[index], rows.repetition_penalty[row]
+        flat[index] = torch.where(score < 0, score * penalty, score / penalty)
+    if rows.any_occurrence:
+        row, index = _places(penalized, [histories[row][1] for row in penalized], scores)
+        counts = rows.scratch.take("counts", scores).zero_().view(-1)
+        counts.index_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
+        flat[index] = flat[index] - (counts[index] * rows.frequency_penalty[row] + rows.presence_penalty[row])
+
+
+def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: Tensor) -> Tensor:
+    """[2, N] int64 on the device: the row of every token, and its index in the flattened scores."""
+    vocabulary = scores.shape[1]
+    row = np.repeat(np.asarray(rows, np.int64), [len(ids) for ids in tokens])
+    token = np.concatenate(tokens).astype(np.int64)
+    inside = (token >= 0) & (token < vocabulary)
+    row, token = row[inside], token[inside]
+    return upload(np.stack([row, row * vocabulary + token]), scores.device)
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) -> Tensor | None:
+    """[R, V] bool, the tokens that the filters leave; None when there are no filters."""
+    kept = None
+    if rows.any_top_k or rows.any_top_p:
+        kept = _likeliest(scores, peak, rows)
+    if rows.any_min_p:
+        likely = torch.ge(relative, rows.min_p[:, None], out=rows.scratch.take("likely", scores, torch.bool))
+        kept = likely if kept is None else kept.logical_and_(likely)
+    return kept
+
+
+def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
+    """[R, V] bool: what top_k and top_p leave."""
+    limited, width = rows.limited, min(rows.limited_width or scores.shape[1], scores.shape[1])
+    if len(limited) == len(scores):
+        return _leading(scores, peak, rows.top_k, rows.top_p, width, rows.scratch)
+    kept = _leading(scores[limited], peak[limited], rows.top_k[limited], rows.top_p[limited], width, rows.scratch)
+    return rows.scratch.take("all_kept", scores, torch.bool).fill_(True).index_copy_(0, limited, kept)
+
+
+def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
+    """[L, V] bool: the likeliest tokens, lower ids first on ties: at most top_k, the fewest that weigh top_p of those.
+
+    `width`: no row keeps more tokens than this.
+    """
+    negated = _smallest(torch.neg(scores, out=scratch.take("negated", scores)), width)
+    count = _leading_count(negated, peak, top_k[:, None], top_p[:, None], scratch)
+    edge = negated.gather(1, count - 1)
+    room = count - torch.searchsorted(negated, edge)
+    at_edge = torch.eq(scores, -edge, out=scratch.take("at_edge", scores, torch.bool))
+    ties = scratch.blocks("weights", scores, 0, torch.int64)
+    ties.flatten(1)[:, : scores.shape[1]] = at_edge
+    last = _first_above(ties, ties.sum(-1).cumsum(-1), room[:, 0] - 1)
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    among_first = torch.le(ids, last[:, None], out=scratch.take("among_first", scores, torch.bool))
+    kept = torch.gt(scores, -edge, out=scratch.take("kept", scores, torch.bool))
+    return kept.logical_or_(at_edge.logical_and_(among_first))
+
+
+def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, scratch: Scratch) -> Tensor:
+    """[L, 1] int64, the number of tokens to keep; `negated` [L, width] are the largest scores, negated, in order."""
+    count = top_k.clamp(max=negated.shape[1])
+    weights = _exponentials(torch.add(negated, peak, out=scratch.take("sorted", negated)).neg_()).mul_(UNIT)
+    ends = scratch.take("weights", negated, torch.int64).copy_(weights).cumsum_(-1)
+    wanted = (ends.gather(1, count - 1) * top_p).ceil_().to(torch.int64)
+    return torch.where(top_p < 1, torch.minimum(count, torch.searchsorted(ends, wanted) + 1), count)
+
+
+def _smallest(values: Tensor, width: int) -> Tensor:
+    """[L, width]: the smallest values of each row [L, V], ascending. May reorder `values`."""
+    if values.device.type == "cpu":
+        # numpy's vectorised sort takes a thirtieth of the time of torch's on a CPU.
+        array = values.numpy()
+        if width == array.shape[1]:
+            array.sort(axis=-1)
+            return values
+        array.partition(width - 1, axis=-1)
+        return torch.from_numpy(np.sort(array[:, :width], axis=-1))
+    if width < values.shape[1]:
+        return values.topk(width, largest=False).values
+    return values.sort(-1).values
+
+
+# --- sums and searches ------------------------------------------------------------------------------------------------
+
+
+def _first_best(blocks: Tensor) -> Tensor:
+    """[R] int64: the first largest element of each row. Two small searches: one `argmax` takes ten times as long."""
+    block = blocks.amax(-1).argmax(-1, keepdim=True)
+    return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
+
+
+def _first_above(weights: Tensor, ends: Tensor, level: Tensor) -> Tensor:
+    """[R] int64: the first element whose running sum exceeds `level` [R]; `ends` [R, C]: the sums after each block."""
+    level = level[:, None]
+    block = torch.searchsorted(ends, level, right=True).clamp_(max=ends.shape[1] - 1)
+    inside = _inside(weights, block)
+    rest = level - ends.gather(1, block) + inside.sum(-1, keepdim=True)
+    return (block * BLOCK + torch.searchsorted(inside.cumsum(-1), rest, right=True))[:, 0]
+
+
+def _inside(blocks: Tensor, block: Tensor) -> Tensor:
+    return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+
+
+def _exponentials(shifted: Tensor) -> Tensor:
+    """In place. What weighs nothing is cut off first: a CPU takes 40 times as long for results below 1e-38."""
+    return shifted.clamp_(min=LOWEST).exp_()
+
+
+class _Total(NamedTuple):
+    """Summed exponentials of scores, as peak + log_sum: in one number a large peak would absorb the rest."""
+
+    peak: Tensor
+    """[R, 1] float32, the largest score."""
+    log_sum: Tensor
+    """[R, 1] float64, logarithm of the summed exponentials of score - peak; NaN where the peak is not finite."""
+
+
+def _raw_total(scores: Tensor, scratch: Scratch) -> _Total:
+    peak = scores.amax(-1, keepdim=True)
+    relative = _exponentials(torch.sub(scores, peak, out=scratch.take("relative", scores))).mul_(UNIT)
+    return _total(peak, scratch.take("weights", scores, torch.int64).copy_(relative).sum(-1, keepdim=True))
+
+
+def _total(peak: Tensor, weight: Tensor) -> _Total:
+    """Of [R, 1] integer weights, `UNIT` for the peak."""
+    log_sum = (weight.to(torch.float64) / UNIT).log_()
+    return _Total(peak, torch.where(peak.isfinite(), log_sum, torch.nan))
+
+
+def _log_probs(scores: Tensor, total: _Total) -> Tensor:
+    return ((scores.to(torch.float64) - total.peak) - total.log_sum).to(torch.float32)
+
+
+def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Ids and log-probs of the k largest scores. Sorted by score and id in one integer, so that ties have an order."""
+    if scores is None or k == 0:
+        return None, None
+    bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)
+    # The bits of floats ascend as integers once those of negative ones are turned round; `not` makes them descend.
+    torch.bitwise_right_shift(bits, 31, out=order).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
+    keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))
+    ids = _smallest(keys, min(k, scores.shape[1])).bitwise_and(0xFFFFFFFF)
+    return ids, _log_probs(scores.gather(1, ids), total)

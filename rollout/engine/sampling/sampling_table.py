@@ -1,0 +1,170 @@
+"""The sampling parameters of every slot, and those of the rows of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.engine.memory.buffers import Scratch, upload
+from rollout.errors import ConfigError
+from rollout.sampling_params import SamplingParams
+
+Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
+"""Per slot with a logit_bias: (token ids, biases)."""
+
+_NUMBERS = ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p")
+_INTEGERS = ("top_k", "key", "top_n", "greedy", "raw", "tempered")
+_NO_TOP_K = 2**31 - 1
+
+
+class SamplingRows:
+    """The parameters of R rows: tensors on the device, and flags known without asking it.
+
+    Greedy rows stand here with temperature 1 and their filters off.
+
+    Attributes:
+        greedy, raw: [R] bool; `raw` rows report log-probs of the model's own logits, divided by `raw_temperature`.
+        key: [R] int64.
+        top_k: [R] int64, 2^31 - 1 where off.
+        top_p: [R] float64.
+        temperature, raw_temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
+        limited: [L] int64, the rows with top_k or top_p.
+        limited_width: the largest top_k of the limited rows; None when one of them has top_p alone.
+        penalized: [N] numpy int64, the rows with a penalty.
+        bias: numpy (row, token id, bias) of every logit_bias.
+        top_n: the most top log-probs any row asks for.
+        scratch: buffers shared by all rows of a table.
+    """
+
+    def __init__(
+        self,
+        slots: NDArray[np.int64],
+        numbers: NDArray[np.float64],
+        integers: NDArray[np.int64],
+        biases: Biases,
+        scratch: Scratch,
+        device: torch.device,
+    ) -> None:
+        """`numbers` and `integers` hold one row of R values for every name of `_NUMBERS` and `_INTEGERS`."""
+        self._source = slots, numbers, integers, biases
+        self.scratch = scratch
+        self._parts: tuple[int, list[SamplingRows]] = len(slots), [self]
+        temperature, min_p, repetition, presence, frequency, top_p = numbers
+        top_k, key, top_n, greedy, raw, tempered = integers
+        occurrence = (presence != 0) | (frequency != 0)
+        limited = np.flatnonzero((top_k > 0) | (top_p < 1))
+        self.top_n = int(top_n.max(initial=0))
+        self.any_greedy, self.all_greedy = bool(greedy.any()), bool(greedy.all())
+        self.any_raw, self.all_raw = bool(raw.any()), bool(raw.all())
+        self.any_temperature = bool((temperature != 1).any())
+        self.any_raw_temperature = bool(((temperature != 1) & (tempered > 0)).any())
+        self.any_top_k = bool(top_k.any())
+        self.any_top_p = bool((top_p < 1).any())
+        self.any_min_p = bool(min_p.any())
+        self.any_repetition = bool((repetition != 1).any())
+        self.any_occurrence = bool(occurrence.any())
+        self.any_penalty = self.any_repetition or self.any_occurrence
+        self.penalized = np.flatnonzero((repetition != 1) | occurrence)
+        self.bias = _biased(slots, biases)
+        self.any_bias = len(self.bias[0]) > 0
+        self.any_filter = self.any_top_k or self.any_top_p or self.any_min_p
+        self.edited = self.any_filter or self.any_penalty or self.any_bias
+        self.limited = upload(limited, device)
+        bounded = len(limited) > 0 and bool((top_k[limited] > 0).all())
+        self.limited_width = int(top_k[limited].max()) if bounded else None
+        wide = upload(numbers, device)
+        self.top_p = wide[-1]
+        self.temperature, self.min_p, self.repetition_penalty, self.presence_penalty, self.frequency_penalty = (
+            wide[:-1].to(torch.float32).unbind()
+        )
+        self.top_k, self.key = upload(np.stack([np.where(top_k > 0, top_k, _NO_TOP_K), key]), device).unbind()
+        self.greedy, self.raw, hot = upload(np.stack([greedy, raw, tempered]) > 0, device).unbind()
+        self.raw_temperature = torch.where(hot, self.temperature, 1.0)
+
+    def __len__(self) -> int:
+        return len(self._source[0])
+
+    def parts(self, size: int) -> list[SamplingRows]:
+        """These rows, at most `size` at a time."""
+        if size >= len(self):
+            return [self]
+        if self._parts[0] != size:
+            self._parts = size, [self._part(start, start + size) for start in range(0, len(self), size)]
+        return self._parts[1]
+
+    def _part(self, start: int, end: int) -> SamplingRows:
+        slots, numbers, integers, biases = self._source
+        cut = slice(start, end)
+        return SamplingRows(slots[cut], numbers[:, cut], integers[:, cut], biases, self.scratch, device=self.key.device)
+
+
+class SamplingTable:
+    """The sampling parameters of every slot, kept on the host; `select` sends those of a step to the device.
+
+    A step usually has the rows of the step before it: the last selection is kept and given again while nothing changed.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._numbers: NDArray[np.float64] = np.zeros((len(_NUMBERS), 0))
+        self._integers: NDArray[np.int64] = np.zeros((len(_INTEGERS), 0), np.int64)
+        self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._selected: tuple[NDArray[np.int64], SamplingRows] | None = None
+        self._scratch = Scratch()
+
+    def set(self, slot: int, params: SamplingParams, key: int) -> None:
+        """`slot` samples with `params` and the random stream `key` (`stream_key`) from now on."""
+        capacity = self._numbers.shape[1]
+        if slot >= capacity:
+            room = ((0, 0), (0, max(16, slot + 1, 2 * capacity) - capacity))
+            self._numbers, self._integers = np.pad(self._numbers, room), np.pad(self._integers, room)
+        greedy = params.greedy
+        if greedy:
+            params = params.replace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        self._numbers[:, slot] = [getattr(params, name) for name in _NUMBERS]
+        raw, tempered = params.logprobs_mode != "processed", params.logprobs_mode == "tempered"
+        self._integers[:, slot] = params.top_k, key, params.logprobs or 0, greedy, raw, tempered
+        # A new dict: the selection made before reads its own.
+        self._biases = {other: bias for other, bias in self._biases.items() if other != slot}
+        if params.logit_bias:
+            tokens, values = zip(*params.logit_bias.items(), strict=True)
+            self._biases[slot] = np.array(tokens, np.int64), np.array(values, np.float32)
+        self._selected = None
+
+    def select(self, slots: NDArray[np.integer]) -> SamplingRows:
+        """The parameters of rows that belong to `slots` [R]; a slot may come several times.
+
+        Raises:
+            ConfigError: a slot was never set.
+        """
+        if self._selected is None or not np.array_equal(self._selected[0], slots):
+            chosen = np.array(slots, np.int64)
+            self._check(chosen)
+            numbers, integers = self._numbers[:, chosen], self._integers[:, chosen]
+            rows = SamplingRows(chosen, numbers, integers, self._biases, self._scratch, self.device)
+            self._selected = chosen, rows
+        return self._selected[1]
+
+    def _check(self, slots: NDArray[np.int64]) -> None:
+        inside = (slots >= 0) & (slots < self._numbers.shape[1])
+        known = inside.copy()
+        # No temperature is stored as 0.
+        known[inside] = self._numbers[0, slots[inside]] != 0
+        if not known.all():
+            slot = slots[~known][0]
+            raise ConfigError(f"SamplingTable.select: slot {slot} was never set; call set({slot}, params, key) first")
+
+
+def _biased(
+    slots: NDArray[np.int64], biases: Biases
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    rows = [row for row, slot in enumerate(slots.tolist()) if slot in biases] if biases else []
+    pairs = [biases[int(slots[row])] for row in rows]
+    return (
+        np.repeat(np.array(rows, np.int64), [len(tokens) for tokens, _ in pairs]),
+        np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in pairs)]),
+        np.concatenate([np.zeros(0, np.float32), *(values for _, values in pairs)]),
+    )

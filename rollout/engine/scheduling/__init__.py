@@ -1,0 +1,1 @@
+"""Which sequences run next and which blocks they hold; no tensors."""

@@ -1,0 +1,267 @@
+"""What the scheduler mutates: one `Sequence` per sample, and the table that holds the active ones as arrays.
+
+The table is arrays and not objects so that a step over thousands of sequences is a handful of numpy calls. A sequence
+owns a row (`slot`) while it is active; its record is brought up to date only when it leaves it, or for a snapshot.
+Knows no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.distributed.protocol.outcome import Growth, first_token_after, first_unknown, joined, new_events, versions
+from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
+from rollout.engine.scheduling.block_allocator import NO_BLOCK
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+
+NO_SLOT = -1
+NO_TOKEN = -1
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample on its way through the engine."""
+
+    record: DynamicInferenceRequestRecord
+    order: int
+    """Arrival number of its request: what FIFO means."""
+    tokens: IntArray
+    """[P] prompt of the live segment (everything known when the sequence last had to wait)."""
+    stop_ids: tuple[int, ...]
+    """Token ids that end it: its own and, unless `ignore_eos`, the model's."""
+    max_length: int
+    """Prompt + completion at which its budget is used up."""
+    min_length: int
+    """Prompt + completion below which no stop counts."""
+    hashes: list[int]
+    """Block hashes of the live segment's prompt."""
+    siblings: list[Sequence] = field(default_factory=list)
+    """Samples that fork off when the prompt has been computed."""
+    text: Any = None
+    """A `CompletionText` when stop strings are asked for."""
+    stop_string: str | None = None
+    """The stop string that ended it."""
+    slot: int = NO_SLOT
+    variant: Variant = NO_ADAPTER
+    """Of the model when it was accepted: it runs under no other."""
+    wants_prompt_logprobs: bool = False
+    """Prompt log-probs are asked for and not complete: its prompt must be computed whole."""
+    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    @property
+    def request(self) -> DynamicInferenceRequest:
+        """The live segment."""
+        return self.record[-1]
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters of the live segment."""
+        return self.request.sampling_params
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(request_id, sample_index)."""
+        return self.record.request_id, self.record.sample_index
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sort key: higher priority first, then order of arrival, then sample."""
+        return -self.request.priority, self.order, self.record.sample_index
+
+    @property
+    def active(self) -> bool:
+        """Whether it owns a row of the table."""
+        return self.slot != NO_SLOT
+
+
+class SequenceTable:
+    """Active sequences as arrays; row = slot.
+
+    Attributes:
+        tokens: [S, C] int32, prompt and completion.
+        logprobs: [S, C] float32, of each completion token (0 on the prompt).
+        times: [S, C] float64 seconds, when each completion token arrived.
+        length: [S] int32, tokens known.
+        computed: [S] int32, leading positions whose KV is in the cache.
+        prompt_length: [S] int32, of the live segment.
+        origin: [S] int32, length of the prompt the user gave (a checkpoint makes `prompt_length` grow past it).
+        max_length, min_length: [S] int32, see `Sequence`.
+        stop_ids: [S, K] int32, padded with `NO_TOKEN`.
+        blocks: [S, B] int32 block table, padded with `NO_BLOCK`.
+        num_blocks: [S] int32.
+        chain: [S] int64, hash of the last complete block registered or matched.
+        chained: [S] int32, how many leading blocks `chain` covers.
+        current: [S] bool, its KV was computed as a new request's would be now, by the same weights in the same way.
+        plain: [S] bool, no Python is needed per token (no stop strings, no top-k log-probs).
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.capacity = 0
+        self.columns = 0
+        self._free: list[int] = []
+        self.tokens: IntArray = np.zeros((0, 0), np.int32)
+        self.logprobs: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self.times: NDArray[np.float64] = np.zeros((0, 0), np.float64)
+        self.blocks: IntArray = np.zeros((0, 0), np.int32)
+        self.stop_ids: IntArray = np.full((0, 1), NO_TOKEN, np.int32)
+        self.length: IntArray = np.zeros(0, np.int32)
+        self.computed: IntArray = np.zeros(0, np.int32)
+        self.prompt_length: IntArray = np.zeros(0, np.int32)
+        self.origin: IntArray = np.zeros(0, np.int32)
+        self.max_length: IntArray = np.zeros(0, np.int32)
+        self.min_length: IntArray = np.zeros(0, np.int32)
+        self.num_blocks: IntArray = np.zeros(0, np.int32)
+        self.chained: IntArray = np.zeros(0, np.int32)
+        self.chain: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.current: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.plain: NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def add(self, sequence: Sequence) -> None:
+        """Give `sequence` a row, filled with its prompt; it holds no block yet."""
+        self._fit(sequence)
+        slot = self._free.pop()
+        sequence.slot = slot
+        prompt = sequence.tokens
+        self.tokens[slot, : len(prompt)] = prompt
+        self.logprobs[slot, : len(prompt)] = 0
+        self.length[slot] = self.prompt_length[slot] = len(prompt)
+        self.computed[slot] = self.num_blocks[slot] = self.chain[slot] = self.chained[slot] = 0
+        self.origin[slot] = sequence.request.original_prompt_length
+        self.max_length[slot] = sequence.max_length
+        self.min_length[slot] = sequence.min_length
+        self.blocks[slot] = NO_BLOCK
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
+        self.current[slot] = True
+        self.plain[slot] = sequence.text is None and not sequence.params.logprobs
+
+    def fork(self, source: Sequence, target: Sequence) -> None:
+        """Copy what `source` has computed of their common prompt into `target`'s row, block table included."""
+        a, b = source.slot, target.slot
+        for column in (self.computed, self.num_blocks, self.chain, self.chained, self.current):
+            column[b] = column[a]
+        self.blocks[b] = self.blocks[a]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take its row back."""
+        self._free.append(sequence.slot)
+        sequence.slot = NO_SLOT
+
+    def start_over(self) -> None:
+        """Every row is free, whoever owned it."""
+        self._free = list(range(self.capacity - 1, -1, -1))
+
+    def held(self, slot: int) -> IntArray:
+        """Its blocks, in chain order (a view)."""
+        return self.blocks[slot, : self.num_blocks[slot]]
+
+    def generated(self, slot: int) -> tuple[IntArray, NDArray[np.float32], NDArray[np.float64]]:
+        """Completion tokens of the live segment, their log-probs and arrival times (views)."""
+        span = slice(self.prompt_length[slot], self.length[slot])
+        return self.tokens[slot, span], self.logprobs[slot, span], self.times[slot, span]
+
+    def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> Growth:
+        """What an active sequence has beyond what is known; its record stays as it is. See `outcome.growth`."""
+        slot, record = sequence.slot, sequence.record
+        live = record[-1]
+        origin, end = self.origin.item(slot), self.length.item(slot)
+        start = first_unknown(live, end - origin, known, prompt_version)
+        low, segment = origin + start, self.prompt_length.item(slot)
+        events, num_events = new_events(record, events_known)
+        if start and low >= segment and len(live.policy_spans) <= low and not live.sampling_params.logprobs:
+            # So nearly always: tokens of one version, behind what was known, in the live segment.
+            return Growth(
+                record.request_id,
+                record.sample_index,
+                start,
+                end - low,
+                self.tokens[slot, low:end].tobytes(),
+                self.logprobs[slot, low:end].tobytes(),
+                [prompt_version, live.policy_version, end - low] if end > low else [prompt_version],
+                None,
+                None,
+                events,
+                num_events,
+            )
+        log_probs = self.logprobs[slot, max(low, segment) : end].tobytes()
+        if low < segment:
+            log_probs = np.asarray(joined(record, "generated_log_probs", start), np.float32).tobytes() + log_probs
+        ttft = None
+        if not start:
+            ttft = first_token_after(record)
+            if ttft is None and end > segment:
+                ttft = float(self.times[slot, segment]) - live.arrival_time
+        top_n = None
+        if live.sampling_params.logprobs:
+            earlier = segment - origin
+            top_n = sequence.top_logprobs[max(0, start - earlier) :]
+            if start < earlier:
+                top_n = [*joined(record, "generated_top_n_logprobs", start), *top_n]
+        return Growth(
+            record.request_id,
+            record.sample_index,
+            start,
+            end - low,
+            self.tokens[slot, low:end].tobytes(),
+            log_probs,
+            versions(live, start, end - origin),
+            ttft,
+            top_n,
+            events,
+            num_events,
+        )
+
+    def write_back(self, sequence: Sequence) -> None:
+        """Bring the record of an active sequence up to date with its row."""
+        slot, request = sequence.slot, sequence.request
+        computed, prompt = int(self.computed[slot]), int(self.prompt_length[slot])
+        tokens, logprobs, times = self.generated(slot)
+        request.generated_tokens = tokens.tolist()
+        request.generated_log_probs = logprobs.tolist()
+        request.tpot = np.diff(times).tolist()
+        if len(tokens) and request.ttft is None:
+            request.ttft = float(times[0]) - request.arrival_time
+        if sequence.params.logprobs:
+            request.generated_top_n_logprobs = list(sequence.top_logprobs)
+        request.policy_spans.extend_to(int(self.length[slot]), request.policy_version)
+        request.kv_spans.extend_to(computed, request.policy_version)
+        request.finished_chunk_token_count = min(computed, prompt)
+
+    def _fit(self, sequence: Sequence) -> None:
+        if not self._free:
+            self._grow_rows()
+        need = max(sequence.max_length, len(sequence.tokens))
+        if need > self.columns:
+            self.columns = max(need, 2 * self.columns)
+            for name in ("tokens", "logprobs", "times"):
+                setattr(self, name, _widened(getattr(self, name), self.columns, 0))
+            width = -(-self.columns // self.block_size)
+            self.blocks = _widened(self.blocks, width, NO_BLOCK)
+        if len(sequence.stop_ids) > self.stop_ids.shape[1]:
+            self.stop_ids = _widened(self.stop_ids, len(sequence.stop_ids), NO_TOKEN)
+
+    def _grow_rows(self) -> None:
+        before, self.capacity = self.capacity, max(16, 2 * self.capacity)
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                grown = np.zeros((self.capacity, *value.shape[1:]), value.dtype)
+                grown[:before] = value
+                setattr(self, name, grown)
+        self._free.extend(range(self.capacity - 1, before - 1, -1))
+
+
+def _widened(array: NDArray[Any], width: int, fill: int) -> NDArray[Any]:
+    wide = np.full((array.shape[0], width), fill, array.dtype)
+    wide[:, : array.shape[1]] = array
+    return wide

@@ -1,0 +1,51 @@
+"""What scheduler and model runner say to each other: the work of one forward, and what it sampled. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engine.scheduling.sequences import IntArray, Sequence
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledStep:
+    """Work for one forward. Row r computes `counts[r]` positions of `slots[r]`, from position `starts[r]` on.
+
+    The first `num_decodes` rows compute one position each and are all sampled; the others are prefill chunks.
+    """
+
+    slots: IntArray
+    """[R] int32."""
+    starts: IntArray
+    """[R] int32."""
+    counts: IntArray
+    """[R] int32."""
+    num_decodes: int
+    prefills: tuple[Sequence, ...]
+    """Sequences of the rows from `num_decodes` on."""
+    copies: tuple[tuple[int, int], ...]
+    """(source, destination) blocks to copy before the forward, in this order."""
+    sample_rows: IntArray
+    """[K] int32, the row whose last position is sampled."""
+    sample_slots: IntArray
+    """[K] int32, the slot that receives the token; the samples of one group share a row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class StepTokens:
+    """What a step sampled, aligned with `ScheduledStep.sample_slots`."""
+
+    token_ids: NDArray[np.int64]
+    """[K]."""
+    logprobs: NDArray[np.float32]
+    """[K]; NaN where the logits had no finite value."""
+    top: list[list[tuple[int, float]]] | None = None
+    """[K] of (token, log-prob), best first; None when nobody asked."""

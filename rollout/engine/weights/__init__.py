@@ -1,0 +1,1 @@
+"""Where whole, current weights come from, and whether they changed unannounced."""

@@ -1,0 +1,255 @@
+"""Weights that FSDP has spread over the ranks: whole while the engine generates, as FSDP wants them before and after.
+
+Always true: between `gather` and `release` forwards need no other rank, so that ranks may run different numbers of them;
+after `release` training goes on exactly as if nothing had been gathered, partial gradients of accumulated micro-batches
+included, also when a forward was interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.engine.weights.fingerprints import persistent_tensors
+from rollout.errors import UnsupportedModelError
+
+
+def unmanaged_shard(model: nn.Module, managed: Collection[str]) -> str | None:
+    """The name of a parameter that is a DTensor and not among the managed ones; None: there is none."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local") and name not in managed:
+            return name
+    return None
+
+
+class ShardedWeights:
+    """FSDP2 (`fully_shard`): each unit is unsharded once and kept. In between the model is its shards plus one whole
+    model in the dtype of its mixed-precision policy, and `state_dict` gives the shards as ever.
+
+    Raises:
+        UnsupportedModelError: some parameters are sharded by something else too, or this torch keeps FSDP2's state
+            elsewhere.
+    """
+
+    collective = True
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self.trained = self.sampled = model
+        # fully_shard([a, b]) makes one unit of several modules.
+        units: dict[Any, Any] = {}
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                units.setdefault(_state(module), module)
+        self._units = list(units.values())
+        self._names = {module: name for name, module in model.named_modules()}
+        _check_internals([_state(unit) for unit in self._units])
+        self._release: ExitStack | None = None
+        if (name := unmanaged_shard(model, self._local())) is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {name} is a DTensor that FSDP2 does not gather: shard by fully_shard alone"
+            )
+
+    @property
+    def ready(self) -> bool:
+        """Whether every unit is whole: a backward inside a phase shards it as ever."""
+        return self._release is not None and all(
+            group.is_unsharded for unit in self._units for group in _groups(_state(unit))
+        )
+
+    def gather(self) -> None:
+        """Unshard; every rank."""
+        if self.ready:
+            return
+        self.release()
+        with ExitStack() as undo:
+            for unit in self._units:
+                # Else the first forward would do it, after what it decides has been put aside.
+                _state(unit)._lazy_init()
+            for unit in self._units:
+                undo.callback(_reshard, unit)
+                unit.unshard()
+            for group in (group for unit in self._units for group in _groups(_state(unit))):
+                undo.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
+                group.post_forward_mesh_info = None
+                _stay_whole_after_state_dict(group, undo)
+            self._release = undo.pop_all()
+
+    def release(self) -> None:
+        """Reshard."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release.close()
+
+    def changed(self) -> None:
+        """What was gathered is old."""
+        self.release()
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """This rank's shards, gathered or not, and what FSDP2 leaves alone."""
+        local = self._local()
+        shared = [(name, tensor) for name, tensor in persistent_tensors(self.trained) if name not in local]
+        return [(name, tensor) for name, tensor in local.items() if tensor is not None] + shared
+
+    def stale(self) -> list[str]:
+        """There is no second one."""
+        return []
+
+    def _local(self) -> dict[str, Tensor | None]:
+        """This rank's shard of every parameter of a unit; None under the other names of a tied one."""
+        found: dict[str, Tensor | None] = {}
+        for unit in self._units:
+            for group in _groups(_state(unit)):
+                for each in group.fsdp_params:
+                    info = each._module_info
+                    found[self._name(info.module, info.param_name)] = each.sharded_param.to_local()
+                    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                        found.setdefault(self._name(module, name), None)
+        return found
+
+    def _name(self, module: nn.Module, parameter: str) -> str:
+        prefix = self._names[module]
+        return f"{prefix}.{parameter}" if prefix else parameter
+
+
+def _state(unit: Any) -> Any:
+    return unit._get_fsdp_state()
+
+
+def _groups(state: Any) -> list[Any]:
+    """torch 2.13 has a list of them, earlier ones have one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [each for each in (state._fsdp_param_group,) if each is not None]
+    return list(groups)
+
+
+_OF_STATE = ("_lazy_init", "_training_state", "_state_ctx")
+_OF_GROUP = ("post_forward_mesh_info", "_training_state", "fsdp_params", "is_unsharded", "_to_sharded", "reshard")
+_OF_PARAMETER = ("sharded_param", "_module_info", "_setattr_on_modules")
+
+
+def _check_internals(states: list[Any]) -> None:
+    owners: list[tuple[Any, tuple[str, ...]]] = []
+    for state in states:
+        owners.append((state, _OF_STATE))
+        for group in _groups(state):
+            owners.append((group, _OF_GROUP))
+            owners += [(each, _OF_PARAMETER) for each in group.fsdp_params]
+    for owner, names in owners:
+        missing = [name for name in names if not hasattr(owner, name)]
+        if missing:
+            raise UnsupportedModelError(
+                f"FSDP2 of torch {torch.__version__} has no {type(owner).__name__}.{missing[0]}: gathering weights for "
+                "rollouts is tried with torch 2.11 to 2.13; install one of these"
+            )
+
+
+def _reshard(unit: Any) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    # An interrupted forward leaves its state behind, in which reshard() does nothing. The public cure,
+    # reset_iter_state(), would drop the gradients of accumulated micro-batches.
+    state = _state(unit)
+    state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+    getattr(state, "_modules_to_run_forward", set()).clear()
+    for group in _groups(state):
+        group._training_state = TrainingState.IDLE
+    unit.reshard()
+
+
+def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
+    """Let hooks that FSDP2 has on `state_dict` and `load_state_dict` show the shards, and free nothing meanwhile."""
+
+    def show_shards() -> None:
+        for each in group.fsdp_params:
+            each._setattr_on_modules(each.sharded_param)
+
+    def show_whole(*_: Any) -> None:
+        for each in group.fsdp_params if group.is_unsharded else ():
+            each._setattr_on_modules(each._unsharded_param)
+
+    def reshard() -> None:
+        del group._to_sharded
+        try:
+            type(group).reshard(group)
+        finally:
+            group._to_sharded = show_shards
+
+    group._to_sharded, group.reshard = show_shards, reshard
+    undo.callback(group.__dict__.pop, "_to_sharded")
+    undo.callback(group.__dict__.pop, "reshard")
+    for module in dict.fromkeys(each._module_info.module for each in group.fsdp_params):
+        undo.callback(module.register_state_dict_post_hook(show_whole).remove)
+        undo.callback(module.register_load_state_dict_post_hook(show_whole).remove)
+
+
+class UnitWeights:
+    """FSDP1 (`FullyShardedDataParallel`): its own context gathers; each unit's own gathering is off in between.
+
+    Raises:
+        UnsupportedModelError: `mixed_precision` is set: rollouts would be in another dtype than the trainer's forward.
+    """
+
+    collective = True
+
+    def __init__(self, wrapper: Any) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        self._fsdp = FullyShardedDataParallel
+        self._wrapper = wrapper
+        self._units = [module for module in wrapper.modules() if isinstance(module, FullyShardedDataParallel)]
+        mixed = next((unit.mixed_precision for unit in self._units if unit.mixed_precision is not None), None)
+        if mixed is not None and mixed.param_dtype is not None:
+            raise UnsupportedModelError(
+                f"FSDP1 with mixed_precision={mixed}: its context gathers in full precision, so that rollouts would not be "
+                "the trainer's; shard by fully_shard (FSDP2) with a MixedPrecisionPolicy, or leave it out"
+            )
+        self.trained = self.sampled = wrapper.module
+        self._release: ExitStack | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether every unit is whole."""
+        return self._release is not None
+
+    def gather(self) -> None:
+        """Every rank."""
+        if self._release is not None:
+            return
+        with ExitStack() as undo:
+            undo.enter_context(self._fsdp.summon_full_params(self._wrapper, writeback=False))
+            for unit in self._units:
+                # A unit's own forward would gather again, and free what was summoned.
+                undo.callback(unit.__dict__.update, {k: v for k, v in vars(unit).items() if k == "forward"})
+                undo.callback(unit.__dict__.pop, "forward")
+                unit.__dict__["forward"] = unit._fsdp_wrapped_module.__call__
+            self._release = undo.pop_all()
+
+    def release(self) -> None:
+        """Shard again."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release.close()
+
+    def changed(self) -> None:
+        """What was gathered is old."""
+        self.release()
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """This rank's flat shard of every unit, where FSDP1 keeps it."""
+        flat = []
+        for number, unit in enumerate(self._units):
+            handle = unit._handle
+            if handle is not None:
+                flat.append((f"unit {number} ({', '.join(handle.flat_param._fqns)})", handle.flat_param._local_shard))
+        return flat
+
+    def stale(self) -> list[str]:
+        """There is no second one."""
+        return []

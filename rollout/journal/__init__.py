@@ -1,0 +1,1 @@
+"""Finished groups on disk, between two checkpoints of the trainer."""

@@ -1,0 +1,265 @@
+"""Finished groups that survive the process, also between two checkpoints of the trainer.
+
+    journal = Journal("run/journal-rank0", job="run 17")
+    journal.append(samples)                          a group has ended; on the disk from here
+    mark = journal.checkpoint(step)                  goes into the trainer's checkpoint
+    for group in journal.since(mark): ...            after a restart from that checkpoint: what ended since
+
+A journal is a folder of files (`rollout.journal.segment`), one more for each checkpoint. Always true: what `append` has
+returned from is read again, in order, exactly once per `since`, or named in its `damage`; nothing else is ever read. A
+file older than the oldest checkpoint that is kept is removed, so that the disk holds what `keep_checkpoints` of them
+need. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from rollout.errors import ConfigError, DamagedHeaderError, JournalError, RolloutError
+from rollout.journal.lock import FolderLock
+from rollout.journal.reader import (
+    Damage,
+    FinishedGroup,
+    GroupReader,
+    Place,
+    pack_group,
+    segments_of,
+    unpack_group,
+)
+from rollout.journal.segment import SegmentName, SegmentWriter, read_body
+from rollout.requests.request import DynamicInferenceRequest
+
+Fsync = Literal["always", "interval", "never"]
+_log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Append finished groups; read those that ended since a checkpoint. For one thread.
+
+    Args:
+        folder: made where it is missing. One writer each: several ranks need several.
+        job: a name of the run, so that the groups of another are never taken for its own.
+        fsync: when appended groups are forced onto the disk. `always`: before `append` returns; `interval`: by the first
+            `append` after `fsync_interval_s`, by `checkpoint` and by `close`; `never`: when the system likes. It matters
+            when the machine goes down: groups survive the end of the process in any case.
+        fsync_interval_s: seconds.
+        keep_checkpoints: of how many checkpoints, counted from the newest, `since` still works. At least 2: the newest
+            is not yet written by whoever asked for its mark.
+        clock: seconds that never run backwards; a seam for tests.
+
+    Attributes:
+        damage: what was cut off the newest file when it was opened: half a record, if anything.
+
+    Raises:
+        ConfigError: an option out of range, or the folder holds the journal of another job.
+        EngineStateError: another process, or another object here, is writing it; names it.
+        JournalError: the folder cannot be written.
+        SerializationError: written by another version.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        job: str = "",
+        fsync: Fsync = "interval",
+        fsync_interval_s: float = 1.0,
+        keep_checkpoints: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check(fsync, fsync_interval_s, keep_checkpoints)
+        self.folder = Path(folder).absolute()
+        self.job = job
+        self.damage: list[Damage] = []
+        self._fsync = fsync
+        self._interval_s = fsync_interval_s
+        self._keep = keep_checkpoints
+        self._clock = clock
+        self._line: list[str] = []
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.folder)
+        except OSError as exc:
+            raise JournalError(
+                f"{self.folder} cannot hold a journal ({exc.strerror or exc}): choose a folder that is writable"
+            ) from exc
+        try:
+            self._writer = self._open_newest()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._synced = clock()
+
+    def append(self, samples: Sequence[DynamicInferenceRequest], key: bytes = b"") -> Place:
+        """A group has ended.
+
+        Args:
+            samples: all of them, merged.
+            key: the caller's own, given back with the group.
+
+        Raises:
+            JournalError: the disk is full, say: nothing was added, and a later call may succeed. Or the journal is closed,
+                or this process a forked copy of the one that opened it.
+        """
+        self._check_mine()
+        record = self._writer.append(pack_group(samples, key))
+        now = self._clock()
+        if self._fsync == "always" or (self._fsync == "interval" and now - self._synced >= self._interval_s):
+            self.sync()
+        return Place(self._writer.path, record)
+
+    def checkpoint(self, step: int) -> str:
+        """The trainer is about to save itself: what has ended so far is in that checkpoint, or was used before it.
+
+        Returns:
+            The mark, which belongs into the checkpoint. Until `keep_checkpoints` later ones, `since(mark)` gives what
+            was appended after this call.
+
+        Raises:
+            JournalError: a new file cannot be made; the journal goes on as it was.
+        """
+        self._check_mine()
+        if self._fsync != "never":
+            self.sync()
+        names = segments_of(self.folder)
+        before, self._writer = self._writer, self._begin(step, names)
+        before.close()
+        self._line.append(self._writer.mark)
+        self._remove_older(names)
+        return self._writer.mark
+
+    def since(self, mark: str | None) -> GroupReader:
+        """What ended after the checkpoint with this mark. None: everything that is there.
+
+        Until the next `checkpoint`, all of this stays on the disk, also if another mark has been made since.
+
+        Raises:
+            ConfigError: no such mark; names those that there are.
+        """
+        names = segments_of(self.folder)
+        if mark is None:
+            return GroupReader(self.folder, names, self.job)
+        marks = [name.mark for name in names]
+        if mark not in marks:
+            raise ConfigError(
+                f"{self.folder} knows no checkpoint {mark!r}, only {', '.join(marks)}: go on from one of these, raise "
+                f"keep_checkpoints={self._keep}, or go on without what ended since"
+            )
+        self._line = [mark]
+        return GroupReader(self.folder, names[marks.index(mark) :], self.job)
+
+    def read(self, place: Place) -> FinishedGroup | None:
+        """A group again; None: its file was removed since, or is damaged."""
+        try:
+            with place.path.open("rb") as file:
+                samples, key = unpack_group(read_body(file, place.record))
+        except (FileNotFoundError, RolloutError):
+            return None
+        except OSError as exc:
+            raise JournalError(f"{place.path} cannot be read ({exc.strerror or exc})") from exc
+        return FinishedGroup(samples, key, place)
+
+    def sync(self) -> None:
+        """Return when everything appended is on the disk.
+
+        Raises:
+            JournalError: the disk failed; nothing more can be appended until the journal is opened anew.
+        """
+        self._writer.sync()
+        self._synced = self._clock()
+
+    def close(self) -> None:
+        """End, and let others write. Harmless when repeated."""
+        if not self._lock.is_mine():
+            return
+        try:
+            if self._fsync != "never":
+                self.sync()
+        finally:
+            self._writer.close()
+            self._lock.release()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _open_newest(self) -> SegmentWriter:
+        names = segments_of(self.folder)
+        if not names:
+            return self._begin(0, names)
+        try:
+            writer = self._open(names[-1])
+        except DamagedHeaderError as exc:
+            # Its records can be read; what comes now goes into a file of its own.
+            _log.warning("journal: %s", exc)
+            return self._begin(0, names)
+        if writer.cut is not None:
+            self.damage.append(Damage(writer.path, writer.cut.start, writer.cut.end, None, "torn tail, now cut off"))
+            _log.warning("journal: %s", self.damage[-1])
+        return writer
+
+    def _begin(self, step: int, names: Sequence[SegmentName]) -> SegmentWriter:
+        name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
+        try:
+            return self._open(name)
+        except BaseException:
+            name.path(self.folder).unlink(missing_ok=True)
+            raise
+
+    def _open(self, name: SegmentName) -> SegmentWriter:
+        writer = SegmentWriter(name.path(self.folder), name.mark, self.job)
+        if self._fsync != "never":
+            writer.sync()
+            _sync_folder(self.folder)
+        return writer
+
+    def _remove_older(self, names: Sequence[SegmentName]) -> None:
+        """Remove what no checkpoint needs that is kept, or whose line of checkpoints was left for an earlier one."""
+        if len(self._line) < self._keep:
+            return
+        oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
+        for name in names:
+            if name.number < oldest:
+                name.path(self.folder).unlink(missing_ok=True)
+
+    def _check_mine(self) -> None:
+        if not self._lock.is_mine():
+            raise JournalError(f"{self.folder} is not open in process {os.getpid()}: closed, or opened before a fork")
+        if not self._lock.is_intact():
+            raise JournalError(
+                f"{self.folder}: its lock file was removed or replaced, so that another process may be writing it; end "
+                "that one, if there is one, and open the journal anew"
+            )
+
+
+def _sync_folder(folder: Path) -> None:
+    # A file is on the disk when its name is, too.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as exc:
+        raise JournalError(f"{folder} cannot be synchronised ({exc.strerror or exc})") from exc
+    finally:
+        os.close(descriptor)
+
+
+def _check(fsync: str, interval_s: float, keep: int) -> None:
+    if fsync not in ("always", "interval", "never"):
+        raise ConfigError(f"fsync={fsync!r}: must be 'always', 'interval' or 'never'")
+    if not interval_s >= 0:
+        raise ConfigError(f"fsync_interval_s={interval_s!r}: must be at least 0")
+    if type(keep) is not int or keep < 2:
+        raise ConfigError(f"keep_checkpoints={keep!r}: must be an integer of at least 2")

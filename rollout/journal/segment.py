@@ -1,0 +1,334 @@
+"""One file of a journal: a header, then records. What was appended is found again, whatever became of the rest.
+
+    header   magic, version, length, CRC of these | job and mark | CRC
+    record   marker, sequence number, length, CRC of the body, CRC of these | body
+
+Always true: a record is believed only where marker, both checksums and the order of sequence numbers agree; where they
+do not, reading goes on at the next marker, so that a damaged length costs one record like any other damage. The marker
+is made from the file's own random mark (which its name repeats, so that a damaged header costs no record): no text that
+a record may hold looks like one. A file only grows, but for an append that failed, which is taken back.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgpack
+
+from rollout.errors import ConfigError, DamagedHeaderError, JournalError, SerializationError
+from rollout.requests.codec import STR, refuse, unpack_msgpack
+
+VERSION = 1
+MAGIC = b"rolljrnl"
+MAX_BODY_BYTES = (1 << 32) - 1
+SUFFIX = ".journal"
+_PRELUDE = struct.Struct("<8sII")
+_RECORD = struct.Struct("<8sQII")
+_CRC = struct.Struct("<I")
+_HEAD_BYTES = _RECORD.size + _CRC.size
+_WINDOW_BYTES = 1 << 20
+
+
+class SegmentName(NamedTuple):
+    """What a file's name says: `000003-40-9f86d081884c7d65.journal`."""
+
+    number: int
+    mark: str
+    """The step of the checkpoint it begins with, and a random part."""
+
+    def path(self, folder: Path) -> Path:
+        """Where it lies."""
+        return folder / f"{self.number:06d}-{self.mark}{SUFFIX}"
+
+
+class Header(NamedTuple):
+    """What a file says of itself."""
+
+    start: int
+    """Offset of the first record."""
+    mark: str
+
+
+class Record(NamedTuple):
+    """Where a record lies; the body is still to be read."""
+
+    sequence: int
+    start: int
+    length: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        """Offset behind its last byte."""
+        return self.start + _HEAD_BYTES + self.length
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Bytes that are no record."""
+
+    start: int
+    end: int
+    lost: int | None
+    """Records that were there; None: nobody can know."""
+
+
+def segments(folder: Path) -> list[SegmentName]:
+    """The files of a journal, oldest first. Others are ignored, and what is no file: opening a pipe waits."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            number, dash, mark = entry.name.removesuffix(SUFFIX).partition("-")
+            if entry.name.endswith(SUFFIX) and dash and number.isascii() and number.isdigit() and entry.is_file():
+                found.append(SegmentName(int(number), mark))
+    return sorted(found)
+
+
+def pack_header(job: str, mark: str) -> bytes:
+    """The header of a file."""
+    body: bytes = msgpack.packb([job, mark], use_bin_type=True)
+    prelude = _PRELUDE.pack(MAGIC, VERSION, len(body))
+    return prelude + _CRC.pack(zlib.crc32(prelude)) + body + _CRC.pack(zlib.crc32(body))
+
+
+def read_header(file: BinaryIO, path: Path, job: str | None) -> Header | None:
+    """The header; None: it is damaged.
+
+    Args:
+        job: whose journal it must be; None: anybody's.
+
+    Raises:
+        SerializationError: an intact header of another version, or not of such a journal.
+        ConfigError: the journal of another job.
+    """
+    file.seek(0)
+    prelude, checksum = file.read(_PRELUDE.size), file.read(_CRC.size)
+    if len(checksum) < _CRC.size or _CRC.unpack(checksum)[0] != zlib.crc32(prelude):
+        return None
+    magic, version, length = _PRELUDE.unpack(prelude)
+    if magic != MAGIC or version != VERSION:
+        refuse(str(path), (magic, version), f"a journal of version {VERSION}, which this release reads,")
+    body, checksum = file.read(length), file.read(_CRC.size)
+    if len(checksum) < _CRC.size or _CRC.unpack(checksum)[0] != zlib.crc32(body):
+        return None
+    plain = unpack_msgpack(str(path), body)
+    if not isinstance(plain, list) or len(plain) != 2:
+        refuse(str(path), plain, "[job, mark]")
+    owner = STR.decode(plain[0])
+    if job is not None and owner != job:
+        raise ConfigError(
+            f"{path} belongs to job={owner!r}, and this is job={job!r}: give each job a folder of its own"
+        )
+    return Header(file.tell(), STR.decode(plain[1]))
+
+
+def walk(file: BinaryIO, mark: str, start: int, expected: int = 0) -> Iterator[Record | Gap]:
+    """Records and gaps in the order of their bytes, which they cover from `start` to the end without overlap.
+
+    Args:
+        mark: of the header or, where that is damaged, of the file's name.
+        start: of the first record; 0: not known.
+        expected: its sequence number.
+    """
+    marker, size = _marker(mark), file.seek(0, os.SEEK_END)
+    reached = position = start
+    while position < size:
+        record = _record_at(file, marker, position, size)
+        if record is None or record.sequence < expected:
+            position = _next_marker(file, marker, position + 1, size)
+            continue
+        if reached < position:
+            yield Gap(reached, position, record.sequence - expected)
+        yield record
+        reached = position = record.end
+        expected = record.sequence + 1
+    if reached < size:
+        yield Gap(reached, size, None)
+
+
+def read_body(file: BinaryIO, record: Record) -> bytes | None:
+    """The body of a record; None: it is damaged."""
+    file.seek(record.end - record.length)
+    body = file.read(record.length)
+    return body if len(body) == record.length and zlib.crc32(body) == record.checksum else None
+
+
+def _marker(mark: str) -> bytes:
+    return hashlib.sha256(mark.encode()).digest()[:8]
+
+
+def _record_at(file: BinaryIO, marker: bytes, position: int, size: int) -> Record | None:
+    file.seek(position)
+    head = file.read(_HEAD_BYTES)
+    if len(head) < _HEAD_BYTES or not head.startswith(marker):
+        return None
+    fields, checksum = head[: _RECORD.size], head[_RECORD.size :]
+    if _CRC.unpack(checksum)[0] != zlib.crc32(fields):
+        return None
+    _, sequence, length, body_checksum = _RECORD.unpack(fields)
+    record = Record(sequence, position, length, body_checksum)
+    return record if record.end <= size else None
+
+
+def _next_marker(file: BinaryIO, marker: bytes, position: int, size: int) -> int:
+    """Offset of the next marker at or after `position`; `size`: there is none."""
+    while position < size:
+        file.seek(position)
+        window = file.read(_WINDOW_BYTES)
+        found = window.find(marker)
+        if found >= 0:
+            return position + found
+        if len(window) < _WINDOW_BYTES:
+            break
+        # A marker may lie across the edge of two windows.
+        position += len(window) - len(marker) + 1
+    return size
+
+
+class SegmentWriter:
+    """Appends to one file. What `append` has returned from is with the operating system: killing the process loses none.
+
+    Args:
+        path: an empty file gets a header; another is continued, and what lies behind its last whole record is cut.
+        mark: of the checkpoint it begins with, where it is empty.
+        job: whose journal it is.
+
+    Attributes:
+        cut: what was cut.
+
+    Raises:
+        JournalError: the file cannot be written.
+        DamagedHeaderError: it is not touched: who knows what it is.
+        SerializationError, ConfigError: see `read_header`.
+    """
+
+    def __init__(self, path: Path, mark: str, job: str) -> None:
+        self.path = path
+        self.mark = mark
+        self.cut: Gap | None = None
+        self._broken = ""
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as exc:
+            raise _trouble(path, "opened for writing", exc) from exc
+        try:
+            # (offset, sequence number) of the next record: one value, because Ctrl-C may come between two.
+            self._next = self._continue(job) if os.fstat(self._file).st_size else self._begin(job)
+        except DamagedHeaderError:
+            os.close(self._file)
+            raise
+        except OSError as exc:
+            os.close(self._file)
+            raise _trouble(path, "continued", exc) from exc
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._marker = _marker(self.mark)
+
+    def append(self, body: bytes) -> Record:
+        """Add a record.
+
+        Raises:
+            JournalError: the disk is full, say. Nothing was added, and the next call tries again.
+            SerializationError: more than 4 GiB.
+        """
+        if self._broken:
+            raise JournalError(f"{self.path} takes no more records, because {self._broken}: open the journal anew")
+        if len(body) > MAX_BODY_BYTES:
+            raise SerializationError(f"a record of {len(body)} bytes: at most {MAX_BODY_BYTES} fit; log smaller groups")
+        start, sequence = self._next
+        record = Record(sequence, start, len(body), zlib.crc32(body))
+        fields = _RECORD.pack(self._marker, record.sequence, record.length, record.checksum)
+        try:
+            self._next = self._write(fields + _CRC.pack(zlib.crc32(fields)) + body, start), sequence + 1
+        except BaseException as exc:
+            self._take_back(exc)
+            if isinstance(exc, OSError):
+                raise _trouble(self.path, "appended to", exc) from exc
+            raise
+        return record
+
+    def sync(self) -> None:
+        """Return when everything is on the disk.
+
+        Raises:
+            JournalError: the disk failed: what is on it is not known, so nothing more is added.
+        """
+        try:
+            os.fsync(self._file)
+        except OSError as exc:
+            self._broken = f"its disk failed ({exc})"
+            raise _trouble(self.path, "synchronised", exc) from exc
+
+    def close(self) -> None:
+        """End. Harmless when repeated."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._broken = "it is closed"
+
+    def _write(self, data: bytes, start: int) -> int:
+        view, position = memoryview(data), start
+        while view:
+            written = os.pwrite(self._file, view, position)
+            position += written
+            view = view[written:]
+        return position
+
+    def _take_back(self, cause: BaseException) -> None:
+        try:
+            os.ftruncate(self._file, self._next[0])
+        except OSError:
+            self._broken = f"half a record could not be taken back ({cause})"
+
+    def _begin(self, job: str) -> tuple[int, int]:
+        return self._write(pack_header(job, self.mark), 0), 0
+
+    def _continue(self, job: str) -> tuple[int, int]:
+        with open(self._file, "rb", closefd=False) as file:
+            header = read_header(file, self.path, job)
+            if header is None:
+                raise DamagedHeaderError(f"{self.path} begins with no whole header")
+            self.mark = header.mark
+            end, sequence = _end_of_records(file, header)
+            size = file.seek(0, os.SEEK_END)
+        if end < size:
+            self.cut = Gap(end, size, None)
+            os.ftruncate(self._file, end)
+        return end, sequence
+
+
+def _end_of_records(file: BinaryIO, header: Header) -> tuple[int, int]:
+    """(offset behind the last whole record, its sequence number + 1)."""
+    last = None
+    for found in walk(file, header.mark, header.start):
+        last = found if isinstance(found, Record) else last
+    if last is None:
+        return header.start, 0
+    # A machine that went down may have written the head of the last record, and not its body.
+    if last.end == file.seek(0, os.SEEK_END) and read_body(file, last) is None:
+        return last.start, last.sequence
+    return last.end, last.sequence + 1
+
+
+def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
+    cure = _CURES.get(exc.errno or 0, "choose a folder on a local disk, where this is a regular file")
+    return JournalError(f"{path} cannot be {what} ({exc.strerror or exc}): {cure}")
+
+
+_FULL = "free space on that disk, or choose a folder on another one"
+_NOT_OURS = "choose a folder that is writable"
+_CURES = {
+    errno.ESPIPE: "it is a pipe, and a journal is a file; choose a folder on a disk",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT), _NOT_OURS),
+    errno.EIO: "the disk fails: choose a folder on another one",
+}

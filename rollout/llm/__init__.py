@@ -1,0 +1,1 @@
+"""`LLM` and `AsyncLLM`: the engine for callers without a training loop."""

@@ -1,0 +1,1 @@
+"""What a training loop holds: `RolloutManager`, its batch, suspension, checkpoint, telemetry."""

@@ -1,0 +1,178 @@
+"""Who computes a manager's groups: the engine beside it, or all ranks of the job (`rollout.distributed.job.data_parallel`).
+
+A manager knows groups and results; a backend knows where they are computed. Promises: every group that was submitted
+and not aborted gives each of its samples once, by `advance` or `take_ended`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from rollout.engine.controller import Prompt
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import EngineStateError
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+
+
+class Backend(Protocol):
+    """What a manager asks of whoever computes."""
+
+    @property
+    def next_group_id(self) -> int:
+        """The id the next group gets."""
+
+    def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
+        """Queue a group under an id that has not been used.
+
+        Raises:
+            InvalidRequestError: it can never be served; nothing was queued.
+        """
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
+        """Go on with samples of groups that were saved; ids below `next_group_id` are taken. All of them, or none.
+
+        Raises:
+            InvalidRequestError: one can never be served here.
+        """
+
+    def abort(self, group_id: int) -> None:
+        """End a group: here now, elsewhere soon. Unknown ids are ignored."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is something to do, at most so long. Ctrl-C may interrupt it.
+
+        Raises:
+            EngineStateError: there never will be.
+            DeadlineError: other ranks do not come to the end of theirs; names them.
+            ConnectionLostError: the coordinator was lost, and none took its place in time.
+        """
+
+    def advance(self) -> list[DynamicInferenceRequest]:
+        """Do what there is to do: at most one step. Samples that have ended, merged."""
+
+    def take_ended(self) -> list[DynamicInferenceRequest]:
+        """Samples that have ended meanwhile, merged."""
+
+    def leave(self) -> bool:
+        """Whether this rank may stop computing; called again and again, with `advance` in between, until it may.
+
+        Raises:
+            EngineStateError: the ranks have come here by different calls, or with different policy versions.
+        """
+
+    def rest(self) -> None:
+        """Nobody steps for a while."""
+
+    def samples_here(self, samples_missing: int) -> int:
+        """Of the samples that are still to come, or that others ask for: those this engine has to compute."""
+
+    def moved_together(self, what: str) -> None:
+        """An explicit pause, unpause, suspend or resume is done here; returns when all ranks have done it.
+
+        Raises:
+            DeadlineError: some have not; names them.
+            EngineStateError: some have done something else, or are of another policy version; names them.
+        """
+
+    @property
+    def held_by_coordinator(self) -> bool:
+        """Whether a control call of somebody else has paused or suspended the engine, and will set it going."""
+
+    def ages(self) -> Iterable[tuple[int, int]] | None:
+        """(group id, updates since its oldest token was sampled) of groups with unfinished samples.
+
+        None: another rank has not said yet what it computed before the last update; `wait` ends when it is worth
+        asking again.
+        """
+
+    def snapshot(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the unfinished samples."""
+
+    def close(self) -> None:
+        """Give everything up. Harmless when repeated."""
+
+
+class LocalBackend:
+    """The engine in this process: no other process, no socket."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._engine = engine
+
+    @property
+    def next_group_id(self) -> int:
+        """The id the next group gets."""
+        return self._engine.next_request_id
+
+    def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
+        """Queue a group."""
+        self._engine.add_request(prompt, params, request_id=group_id, metadata=metadata)
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
+        """Go on with samples of groups that were saved. All of them, or none."""
+        try:
+            for record in records:
+                self._engine.add_record(record)
+        except BaseException:
+            for record in records:
+                self._engine.abort_request(record.request_id)
+            self._engine.take_ended()
+            raise
+        self._engine.reserve_request_ids(next_group_id)
+
+    def abort(self, group_id: int) -> None:
+        """End a group now; its blocks are free when this returns."""
+        self._engine.abort_request(group_id)
+
+    def wait(self, timeout_s: float) -> None:
+        """There always is, unless somebody took the samples away."""
+        if not self._engine.has_unfinished:
+            self._engine.refuse_when_nothing_can_run()
+            raise EngineStateError(
+                "the groups in flight cannot end: somebody else took their samples out of the engine (engine.step()?); "
+                "abort() them"
+            )
+
+    def advance(self) -> list[DynamicInferenceRequest]:
+        """One step."""
+        return _merged(self._engine.step())
+
+    def take_ended(self) -> list[DynamicInferenceRequest]:
+        """Samples that ended between two steps."""
+        return _merged(self._engine.take_ended())
+
+    def leave(self) -> bool:
+        """At once."""
+        return True
+
+    def rest(self) -> None:
+        """There is nobody to tell."""
+
+    def samples_here(self, samples_missing: int) -> int:
+        """All of them."""
+        return samples_missing
+
+    def moved_together(self, what: str) -> None:
+        """There is nobody else."""
+
+    @property
+    def held_by_coordinator(self) -> bool:
+        """There is none."""
+        return False
+
+    def ages(self) -> Iterable[tuple[int, int]]:
+        """(group id, updates since its oldest token was sampled)."""
+        return self._engine.staleness().items()
+
+    def snapshot(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the unfinished samples."""
+        return self._engine.snapshot()
+
+    def close(self) -> None:
+        """The engine stays the manager's."""
+
+
+def _merged(records: list[DynamicInferenceRequestRecord]) -> list[DynamicInferenceRequest]:
+    return [record.merge() for record in records]

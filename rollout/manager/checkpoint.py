@@ -1,0 +1,194 @@
+"""What is in flight, as one buffer and back. Nothing in it is ever unpickled.
+
+One buffer, and not a tree of lists, because `torch.load(weights_only=True)` refuses some plain values (empty bytes).
+"""
+
+from __future__ import annotations
+
+import zlib
+from itertools import islice
+from typing import Any
+
+import msgpack
+
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import ConfigError, SerializationError
+from rollout.manager.backend import Backend
+from rollout.manager.groups import GroupLedger
+from rollout.manager.recovery import GroupJournal
+from rollout.requests.codec import INT, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import MAX_VERSION
+
+FORMAT = 3
+
+
+def save(
+    engine: DynamicInferenceEngine,
+    backend: Backend,
+    groups: GroupLedger,
+    updates_per_round: int,
+    journal: GroupJournal,
+) -> dict[str, Any]:
+    """The state of a rollout: versions, the groups, their samples that have come back, and records of the others."""
+    fields = {
+        "model": engine.controller.layout.described,
+        "policy_version": engine.policy_version,
+        "next_request_id": backend.next_group_id,
+        "updates_per_round": updates_per_round,
+        "groups": [list(group) for group in groups.sizes()],
+        "finished": [result.serialize() for result in groups.results(groups)],
+        "unfinished": [record.serialize() for record in backend.snapshot()],
+    }
+    # Last: a checkpoint that failed must not count among those for which the journal keeps its files.
+    fields["journal"] = journal.checkpoint(engine.policy_version)
+    data = msgpack.packb(fields, use_bin_type=True)
+    return {"format": FORMAT, "checksum": zlib.crc32(data), "data": data}
+
+
+def load(
+    state: Any, engine: DynamicInferenceEngine, backend: Backend, journal: GroupJournal
+) -> tuple[GroupLedger, int]:
+    """Go on with what `save` made, where no request is. If it raises, there is none afterwards either.
+
+    Args:
+        journal: of the run that made it, with the groups that were finished since; restored too.
+
+    Returns:
+        The groups, and the updates per round.
+
+    Raises:
+        SerializationError: not such a state, or of another format; the message names the field.
+        ConfigError: the state is of another model, the engine's policy version is beyond the state's, or the journal does
+            not know the state.
+        InvalidRequestError: a request does not fit this engine (its pool is smaller than the saved one's, say).
+    """
+    loaded = _decode(state)
+    if loaded["model"] != (here := engine.controller.layout.described):
+        raise ConfigError(
+            f"the state is of a {loaded['model']}, and this rollout of a {here}: load it with its own model"
+        )
+    journal.restore(loaded["journal"], loaded["policy_version"])
+    try:
+        finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
+        groups = _ledger(loaded["groups"], finished, records)
+        # Also where it is the present one: what is cached here may have been computed by other weights.
+        engine.weights_updated(loaded["policy_version"])
+        backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
+    except BaseException:
+        # What was finished after a checkpoint that is not gone on from is nobody's.
+        journal.restore("", 0)
+        raise
+    return groups, int(loaded["updates_per_round"])
+
+
+def _finish(
+    finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
+) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
+    """Groups that were in flight and are in the journal need not be computed again."""
+    ended: dict[int, list[DynamicInferenceRequest]] = {}
+    for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
+        tokens = first.prompt_tokens[: first.original_prompt_length]
+        samples = journal.in_flight(group_id, tokens, first.sampling_params)
+        if samples is not None:
+            ended[group_id] = samples
+    others = [result for result in finished if result.request_id not in ended]
+    open_still = [record for record in unfinished if record[0].request_id not in ended]
+    return others + [sample for samples in ended.values() for sample in samples], open_still
+
+
+def check_portable(name: str, value: Any) -> None:
+    """Refuse now what `save` could not write later.
+
+    Raises:
+        TypeError: msgpack does not take it.
+    """
+    try:
+        msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise TypeError(
+            f"{name}={repr(value)[:80]}: must be made of None, bool, int, float, str, bytes, list and dict, so that it "
+            f"survives a checkpoint ({exc})"
+        ) from exc
+
+
+def _decode(state: Any) -> dict[str, Any]:
+    if isinstance(state, dict) and state.get("format") != FORMAT:
+        refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
+    envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": _BUFFER})
+    data = envelope["data"]
+    if zlib.crc32(data) != envelope["checksum"]:
+        refuse(
+            "state.checksum", envelope["checksum"], f"{zlib.crc32(data)}, that of its data: a byte of it was damaged;"
+        )
+    plain = unpack_msgpack("state.data", data, strict_map_key=False)
+    fields = decode_fields("state.data", plain, _FIELDS)
+    for name, least in (("policy_version", 0), ("next_request_id", 0), ("updates_per_round", 1)):
+        if fields[name] < least:
+            refuse(f"state.data.{name}", fields[name], f"an integer of at least {least}")
+    if fields["policy_version"] > MAX_VERSION:
+        refuse("state.data.policy_version", fields["policy_version"], f"an integer of at most {MAX_VERSION}")
+    return fields
+
+
+def _ledger(
+    sizes: list[tuple[int, int]],
+    finished: list[DynamicInferenceRequest],
+    unfinished: list[DynamicInferenceRequestRecord],
+) -> GroupLedger:
+    groups = GroupLedger()
+    # Counted by what is there, never by what a group says that it has: that may be any number.
+    there: dict[int, set[int]] = {}
+    for group_id, size in sizes:
+        if group_id in there:
+            raise SerializationError(f"state.data.groups: group {group_id} is there twice")
+        groups.add(group_id, size)
+        there[group_id] = set()
+    wanted = dict(sizes)
+    for name, samples in (("finished", finished), ("unfinished", unfinished)):
+        for sample in samples:
+            group_id, index = sample.request_id, sample.sample_index
+            if not 0 <= index < wanted.get(group_id, 0) or index in there[group_id]:
+                raise SerializationError(
+                    f"state.data.{name}: sample {index} of group {group_id} is there twice, or data.groups knows no such "
+                    "sample"
+                )
+            there[group_id].add(index)
+    for group_id, size in sizes:
+        if len(there[group_id]) < size:
+            first = islice((index for index in range(size) if index not in there[group_id]), 4)
+            raise SerializationError(
+                f"state.data.unfinished: samples {list(first)} of group {group_id} are missing, which has {size}"
+            )
+    for result in finished:
+        groups.take(result)
+    return groups
+
+
+def _decode_group(plain: Any) -> tuple[int, int]:
+    if not isinstance(plain, list | tuple) or len(plain) != 2:
+        refuse("group", plain, "[group id, number of samples]")
+    group_id, size = INT.decode(plain[0]), INT.decode(plain[1])
+    if group_id < 0 or size < 1:
+        refuse("group", plain, "a group id of at least 0 and at least 1 sample")
+    return group_id, size
+
+
+def _decode_buffer(plain: Any) -> bytes:
+    if not isinstance(plain, bytes):
+        refuse("buffer", plain, "bytes")
+    return plain
+
+
+_BUFFER = Codec(bytes, _decode_buffer)
+_FIELDS = {
+    "model": STR,
+    "policy_version": INT,
+    "next_request_id": INT,
+    "updates_per_round": INT,
+    "journal": STR,
+    "groups": list_of(Codec(list, _decode_group)),
+    "finished": list_of(Codec(DynamicInferenceRequest.serialize, DynamicInferenceRequest.deserialize)),
+    "unfinished": list_of(Codec(DynamicInferenceRequestRecord.serialize, DynamicInferenceRequestRecord.deserialize)),
+}

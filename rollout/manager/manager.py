@@ -1,0 +1,671 @@
+"""What a training loop holds: prompts in, a batch out, the KV cache out of the way while the optimizer works.
+
+    rollout = RolloutManager(model, tokenizer, InferenceConfig(...))
+    batch = rollout.generate(prompts, SamplingParams(n=8, max_tokens=256))
+    with rollout.suspended():
+        loss.backward(); optimizer.step()
+
+Promises: a group that was accepted is handed out exactly once, whole, unless it is given up: by `abort`, by `close`, or
+by Ctrl-C in the `generate` that brought it. Whatever else raises, it stays in flight and the next call goes on with it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+from torch import Tensor, nn
+
+from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.distributed.job.data_parallel import DataParallelBackend
+from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.world import World
+from rollout.engine.context import MemoryMove
+from rollout.engine.controller import Prompt
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineStateError,
+    InvalidRequestError,
+    JournalError,
+    RolloutFailedError,
+)
+from rollout.journal.journal import Journal
+from rollout.journal.reader import FinishedGroup
+from rollout.manager import checkpoint, lengths
+from rollout.manager.backend import Backend, LocalBackend
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.groups import GroupLedger
+from rollout.manager.lengths import LengthBook
+from rollout.manager.pacing import StalenessPacer
+from rollout.manager.progress import ProgressBar
+from rollout.manager.recovery import GroupJournal
+from rollout.manager.suspension import Mode, Suspension
+from rollout.manager.telemetry import RolloutMetrics
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.state import EngineState
+from rollout.threads.interrupts import interrupt_deferred
+
+OnError = Literal["raise", "mask"]
+
+
+class RolloutManager:
+    """Rollouts from the module the optimizer steps.
+
+    Args:
+        model: the Hugging Face causal model being trained, as it is or in its wrapper (DDP, FSDP1, torch.compile). Where
+            FSDP has spread its weights over the ranks, every rank builds its manager at the same time. A model that
+            FSDP2 shards later (a trainer's own wrapping) is taken as it is then by the next `generate`.
+        tokenizer: its tokenizer; None where prompts are token ids and no text is asked for.
+        config: see `InferenceConfig`; None: defaults.
+        engine: an engine of this model made elsewhere; then without `config`.
+        coordinator: on several ranks (torch.distributed is initialised), how they compute each other's groups: options,
+            True: the default ones, False: every rank for itself. Alone it changes nothing: no process, no socket.
+        journal: where finished groups survive between two checkpoints; this rank's own. Every group is appended when its
+            last sample has ended. `state_dict` begins a new file of it, `load_state_dict` takes from it what ended since:
+            groups that were in flight are handed out as finished, and a prompt that is submitted again with the same
+            parameters and metadata as a group that has ended is not computed again (an evaluation wants a manager of
+            its own for that reason). The caller closes it.
+        clock: seconds that never run backwards; a seam for tests.
+
+    Raises:
+        UnsupportedModelError: the model does something the engine cannot honour; the message names it.
+        ConfigError: `engine` is of another model, or comes with a `config`.
+        DeadlineError: the ranks have not found each other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        config: InferenceConfig | None = None,
+        *,
+        engine: DynamicInferenceEngine | None = None,
+        coordinator: CoordinatorConfig | bool = True,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if engine is not None and (not engine.is_of(model) or config is not None):
+            raise ConfigError("engine= is of another model, or comes with config=: pass its own model, and no config")
+        if engine is not None and tokenizer is not None and tokenizer is not engine.controller.tokenizer:
+            raise ConfigError(
+                "tokenizer= is another than that of engine=, which reads the prompts: pass that one, or none"
+            )
+        if not isinstance(coordinator, CoordinatorConfig | bool):
+            raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
+        self.engine = engine or DynamicInferenceEngine(model, tokenizer, config)
+        self.tokenizer = self.engine.controller.tokenizer
+        self.model = self.engine.model
+        self.config = self.engine.config
+        self._clock = clock
+        self._metrics = RolloutMetrics(self.engine, clock)
+        self._groups = GroupLedger()
+        self._journal = GroupJournal(journal)
+        self._lengths = LengthBook()
+        self._backend = self._choose_backend(coordinator)
+        world = World.of_torch() if self.engine.weights.collective else None
+        self._gathering = Gathering(self.engine, self._backend, world)
+        self._suspension = Suspension(self.engine, self._metrics, lambda: self._backend.held_by_coordinator)
+        self._closed = False
+        self._pacer = StalenessPacer(self.config.max_staleness)
+
+    def _choose_backend(self, coordinator: CoordinatorConfig | bool) -> Backend:
+        world = World.of_torch() if coordinator is not False else None
+        options = coordinator if isinstance(coordinator, CoordinatorConfig) else None
+        if world is None:
+            if options is not None and options.schedule_output_path is not None:
+                raise ConfigError(
+                    f"CoordinatorConfig.schedule_output_path={options.schedule_output_path!r}: there is one rank, and "
+                    "nothing to route; leave it None, or initialise torch.distributed with several ranks first"
+                )
+            return LocalBackend(self.engine)
+        return DataParallelBackend(self.engine, options, world)
+
+    # --- generating ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        min_groups: int | None = None,
+        metadata: Sequence[Any] | None = None,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> RolloutBatch:
+        """Sample completions; blocks until they are done.
+
+        On several ranks every rank calls it, with its own prompts or with `[]`, and it ends on all of them together: a
+        rank that is done early computes for the others. A rank on which it raises before that (a prompt that can never
+        be served, `timeout_s`, Ctrl-C) keeps the others waiting until it calls again, or ends; after
+        `control_timeout_s` they raise a `DeadlineError` that names it. `on_error="raise"` raises at the common end.
+
+        Weights that are sharded over the ranks are gathered when all have called it, and sharded again when it ends or
+        raises; after a raise before the common end every rank has to call it again.
+
+        Several threads may call it: one generates, the others wait until it has ended, in order of their calls.
+
+        Args:
+            prompts: texts, token id sequences, or lists of chat messages; `[]` is allowed.
+            sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
+            min_groups: None: exactly these prompts are returned, all of them. A number: returns as soon as that many
+                groups (a prompt with its samples) have ended, counting what earlier calls left in flight; the rest
+                stays in flight and is continued by the next call, after the weight update. With `max_staleness` set it
+                also waits for every group that the coming updates (as many as there were since the last such call)
+                would make too old, so that none is thrown away.
+            metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
+            on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its
+                row is masked out and named in `batch.errors`.
+            progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
+            timeout_s: give up after this many seconds; what is in flight stays in flight. Another thread's turn is waited
+                for as long, before nothing is queued.
+
+        Returns:
+            Samples of a prompt side by side, prompts in order of submission.
+
+        Raises:
+            InvalidRequestError: a prompt can never be served; nothing of this call was queued.
+            EngineStateError: an explicit `pause` or `suspend` was not undone, or the manager is closed; or the ranks are
+                not of the same policy version, or have not made the same calls (raised on all of them).
+            WeightsChangedError: weights have changed without an optimizer step; names them. Nothing was queued.
+            EngineDeadError: too many steps in a row have failed.
+            DeadlineError: `timeout_s` has passed, or another rank does not come; the message names it.
+            ConnectionLostError: the coordinator was lost, and none took its place within `control_timeout_s`.
+            JournalError: a group that has ended cannot be written; it stays in flight, and the next call tries again.
+            RolloutFailedError: see `on_error`.
+            KeyboardInterrupt: Ctrl-C, at the end of the step; this call's prompts are given up.
+        """
+        _check_on_error(on_error)
+        if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
+            raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
+        with self.engine.turns.taken(timeout_s):
+            self._ensure_running()
+            self._follow_sharding()
+            self.engine.check_weights()
+            mine = self.submit(prompts, sampling_params, metadata=metadata)
+            try:
+                if min_groups is None:
+                    self._run(mine, len(mine), progress=progress, timeout_s=timeout_s)
+                    return self._hand_out(mine, on_error)
+                goal = min(min_groups, len(self._groups))
+                self._pacer.begin_round(self.policy_version)
+                self._run(self._groups, goal, self._too_old, progress=progress, timeout_s=timeout_s)
+                return self._hand_out(self._groups.complete(), on_error)
+            except (KeyboardInterrupt, SystemExit):
+                self.abort(mine)
+                raise
+
+    def submit(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        metadata: Sequence[Any] | None = None,
+    ) -> list[int]:
+        """Queue prompts; they run during the coming `generate` and `as_completed` calls. Returns their group ids.
+
+        Where the completions of some prompts are known to be long, from earlier calls, these start first: a batch ends
+        with its longest sample.
+
+        Raises:
+            InvalidRequestError: a prompt can never be served; the message names it. Nothing of this call was queued.
+            TypeError: a prompt is none of text, token ids, chat messages, or `prompts` is no list of prompts.
+        """
+        if isinstance(prompts, str | bytes | Mapping):
+            raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list of prompts, [prompt] for one")
+        prompts = list(prompts)
+        params = _one_each(sampling_params, len(prompts))
+        extras = [None] * len(prompts) if metadata is None else list(metadata)
+        added: list[int] = []
+        try:
+            with self.engine.locked():
+                added = self._submit(prompts, params, extras)
+        except (KeyboardInterrupt, SystemExit):
+            # It came meanwhile, and takes effect only now.
+            self.abort(added)
+            raise
+        return added
+
+    def _submit(self, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
+        if len(extras) != len(prompts):
+            raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
+        for index, extra in enumerate(extras):
+            checkpoint.check_portable(f"metadata[{index}]", extra)
+        first = self._backend.next_group_id
+        keys = [lengths.key(prompt) for prompt in prompts]
+        journal_keys = [self._journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
+        added: list[int] = []
+        finished: dict[int, FinishedGroup] = {}
+        where = "prompts"
+        try:
+            for position in self._lengths.longest_first(keys):
+                where = f"prompts[{position}]"
+                with interrupt_deferred():
+                    if group := self._journal.submitted(journal_keys[position], first + position):
+                        finished[position] = group
+                        continue
+                    added.append(first + position)
+                    self._backend.submit(added[-1], prompts[position], params[position], extras[position])
+            with interrupt_deferred():
+                for position, key in enumerate(keys):
+                    self._groups.add(first + position, params[position].n, key, journal_keys[position])
+                for group in finished.values():
+                    for sample in group.samples:
+                        self._groups.take(sample)
+                self._backend.continue_from([], first + len(prompts))
+        except BaseException as exc:
+            self._journal.put_back(finished.values())
+            self.abort(added)
+            if isinstance(exc, InvalidRequestError):
+                raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
+            if isinstance(exc, TypeError | ConfigError):
+                raise type(exc)(f"{where}: {exc}") from exc
+            raise
+        return list(range(first, first + len(prompts)))
+
+    def as_completed(
+        self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
+    ) -> Iterator[RolloutBatch]:
+        """Run, and yield each group as it ends (those submitted meanwhile too, when `group_ids` is None).
+
+        Groups that are not asked for, because the loop ended early, stay in flight.
+
+        On several ranks every rank runs such a loop (or a `generate`): its end, early or not, is where they wait for each
+        other, computing for those that go on. Weights that are sharded over the ranks stay gathered until then, so that a
+        checkpoint inside the loop is written in the way of `model.state_dict()`, which gives the shards.
+
+        Raises:
+            WeightsChangedError: at the start of the loop, see `generate`.
+            KeyError: a group id that was never given out, or was handed out already.
+            RolloutFailedError: of the group at hand, see `generate`; the others stay in flight.
+        """
+        _check_on_error(on_error)
+        chosen = None if group_ids is None else set(group_ids)
+        if chosen is not None and (unknown := chosen.difference(self._groups)):
+            raise KeyError(f"groups {sorted(unknown)} are not in flight: handed out already, or never submitted")
+        return self._as_completed(chosen, on_error)
+
+    def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
+        self._follow_sharding()
+        self.engine.check_weights()
+        with self._gathering.held():
+            try:
+                while (batch := self._next_completed(chosen, on_error)) is not None:
+                    yield batch
+            except (GeneratorExit, RolloutFailedError):
+                self._end_together()
+                raise
+            self._end_together()
+
+    def _next_completed(self, chosen: set[int] | None, on_error: OnError) -> RolloutBatch | None:
+        with self.engine.turns.taken():
+            mine = [each for each in self._groups if chosen is None or each in chosen]
+            if not mine:
+                return None
+            self._ensure_running()
+            self._run(mine, 1, alone=True)
+            ended = next(each for each in mine if each not in self._groups.unfinished)
+            return self._hand_out([ended], on_error)
+
+    def _end_together(self) -> None:
+        # At the end of the interpreter the threads that talk to the others have ended already.
+        if not self._closed and not sys.is_finalizing() and not self._backend.leave():
+            with self.engine.turns.taken():
+                self._ensure_running()
+                self._run((), 0)
+
+    def abort(self, group_ids: Iterable[int]) -> None:
+        """End groups now, handing nothing out. Unknown ids are ignored.
+
+        Their KV blocks are free when this returns; those on other ranks, as soon as they have heard of it.
+        """
+        with self.engine.locked():
+            for each in list(group_ids):
+                self._groups.drop([each])
+                self._backend.abort(each)
+            self._take_ended()
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups submitted and not yet handed out."""
+        return len(self._groups)
+
+    # --- around the optimizer -----------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Weight updates so far."""
+        return self.engine.policy_version
+
+    def weights_updated(self) -> int:
+        """The weights have changed: version + 1. The optimizer hook calls this; call it yourself without one.
+
+        Returns:
+            The policy version. A manager that is closed, or whose engine is dead, counts no more.
+        """
+        if self.engine.state is not EngineState.STOPPED:
+            with self.engine.locked():
+                self.engine.weights_updated()
+                # The weights have moved, whatever becomes of a group: what cannot be written is tried again later.
+                with suppress(JournalError):
+                    self._take_ended()
+            self._sync_metrics()
+        return self.policy_version
+
+    def pause(self) -> None:
+        """Stop generating; `generate` refuses until `unpause`."""
+        self._suspension.pause()
+        self._backend.moved_together("pause")
+
+    def unpause(self) -> None:
+        """Allow generating again.
+
+        Raises:
+            EngineStateError: stopped by an explicit `suspend`: call `resume`.
+        """
+        self._suspension.unpause()
+        self._backend.moved_together("unpause")
+
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """Take the KV cache off the device; `generate` refuses until `resume`.
+
+        Args:
+            mode: `persist`, `offload` or `recompute`; None: the configuration's.
+            keep_prefix_cache: keep cached blocks that no request holds, too; False before the weights change.
+        """
+        move = self._suspension.suspend(mode, keep_prefix_cache=keep_prefix_cache)
+        self._backend.moved_together("suspend")
+        return move
+
+    def resume(self) -> MemoryMove:
+        """Bring the KV cache back and allow generating again, also after `pause`. Harmless when running."""
+        move = self._suspension.resume()
+        self._backend.moved_together("resume")
+        return move
+
+    def suspended(self, mode: Mode = None) -> AbstractContextManager[None]:
+        """A `with` block in which the KV cache is off the device; the first `generate` afterwards brings it back.
+
+        Cached blocks that no request holds are dropped: the weights are about to change. An exception inside changes
+        nothing: the next `generate` goes on.
+        """
+        return self._suspension.suspended(mode)
+
+    def before_optimizer_step(self, mode: Mode = None) -> None:
+        """The weights are about to change: like entering `suspended()`, and nothing more inside it.
+
+        Called by the optimizer hook. Where another thread generates, it waits until that has ended.
+        """
+        with self.engine.turns.taken():
+            self._suspension.make_way(mode)
+
+    @contextmanager
+    def adapter_switch(self, what: str | None = None) -> Iterator[None]:
+        """A block that changes which adapters of the model act; `trainer_hooks.peft.adapter` is the way to do so.
+
+        Args:
+            what: its name, equal on all ranks; the block's end waits for theirs. None: it waits for nobody.
+
+        Raises:
+            DeadlineError: some ranks have not done the same; names them.
+            EngineStateError: some have done something else; names them.
+        """
+        with self.engine.adapter_switch():
+            yield
+        if what is not None:
+            self._backend.moved_together(what)
+
+    # --- looking at it ------------------------------------------------------------------------------------------
+
+    def metrics(self, reset: bool = True) -> dict[str, float]:
+        """What happened since the last call, flat, ready for `wandb.log`; names and meaning in `rollout.metrics`."""
+        self._sync_metrics()
+        return self._metrics.snapshot(reset)
+
+    def observe_logprobs(self, batch: RolloutBatch, logprobs: Tensor) -> None:
+        """Record how far the trainer's log-probs are from the rollout's (metric `rollout/logprob_diff`).
+
+        Args:
+            batch: from `generate`.
+            logprobs: [N, T] of the trainer, aligned like `batch.logprobs`, on any device.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if logprobs.shape != batch.logprobs.shape:
+            raise ValueError(
+                f"logprobs of shape {tuple(logprobs.shape)}: the batch's are {tuple(batch.logprobs.shape)}"
+            )
+        self._metrics.logprob_diff(batch, logprobs)
+
+    # --- checkpoints and the end --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything in flight, with every version and random stream; torch.save (`weights_only`) and msgpack take it."""
+        with self.engine.locked():
+            self._take_ended()
+            return checkpoint.save(
+                self.engine, self._backend, self._groups, self._pacer.updates_per_round, self._journal
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue what `state_dict` saved. The model must hold the weights of that moment.
+
+        If it raises, nothing is in flight.
+
+        Raises:
+            EngineStateError: requests are in flight here already.
+            ConfigError: this manager has a later policy version already, or the state is of another model.
+            SerializationError: not a state of this package, of another format, or damaged; the message names the field.
+            InvalidRequestError: a request does not fit this engine (a smaller pool than the one that saved it, say).
+        """
+        with self.engine.turns.taken():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._take_ended()
+        if self._groups or self._backend.snapshot():
+            raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
+        self._groups, updates_per_round = checkpoint.load(state, self.engine, self._backend, self._journal)
+        self._pacer = StalenessPacer(self.config.max_staleness, updates_per_round)
+        self._sync_metrics()
+
+    def close(self) -> None:
+        """End: groups in flight are given up (with a warning), memory is given back. Harmless when repeated.
+
+        The model trains on as before; an attached optimizer hook has nothing more to do.
+        """
+        self._close(stacklevel=3)
+
+    def _close(self, stacklevel: int) -> None:
+        if self._closed:
+            return
+        with interrupt_deferred():
+            self._backend.close()
+            if self.engine.state is not EngineState.STOPPED:
+                self.engine.pause()
+                self.engine.stop()
+            self._closed = True
+        self._metrics.enter_phase(None)
+        given_up = len(self._groups)
+        self._groups = GroupLedger()
+        if given_up:
+            warnings.warn(
+                f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later",
+                stacklevel=stacklevel,
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a RolloutManager cannot be pickled or copied: it holds the KV cache beside the very model that is trained; "
+            "build one where it is to sample (state_dict() carries what is in flight)"
+        )
+
+    def __enter__(self) -> RolloutManager:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(stacklevel=3)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        among: Iterable[int],
+        goal: int,
+        awaited: Callable[[], set[int] | None] = set,
+        *,
+        progress: bool | None = False,
+        timeout_s: float | None = None,
+        alone: bool = False,
+    ) -> None:
+        """Step until `goal` groups `among` these have ended, and all that are `awaited`; then for the others.
+
+        Args:
+            awaited: asked once the goal is reached, until it knows.
+            alone: not for the others.
+        """
+        groups, unfinished = set(among), self._groups.unfinished
+        must: set[int] | None = None
+
+        def ended() -> int:
+            return len(groups) - len(groups & unfinished)
+
+        def reached() -> bool:
+            nonlocal must
+            if ended() < goal:
+                return False
+            if must is None:
+                must = awaited()
+            return must is not None and must.isdisjoint(unfinished)
+
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
+        self._metrics.enter_phase("generate")
+        try:
+            with self._gathering.held(), ExitStack() as phase:
+                self._gathering.ensure()
+                bar = phase.enter_context(ProgressBar(goal, progress))
+                phase.enter_context(self.engine.installation)
+                # The backend may have others to help, and they may have work for this engine even where there is none.
+                while not reached() or not (alone or self._backend.leave()):
+                    self._step(self._left(deadline, timeout_s))
+                    bar.show(ended, self.engine.context.scheduler.num_active)
+        finally:
+            self._backend.rest()
+            self._metrics.enter_phase("train")
+            self._sync_metrics()
+
+    def _left(self, deadline: float, timeout_s: float | None) -> float:
+        left = deadline - self._clock()
+        if left < 0:
+            raise DeadlineError(
+                f"generate() passed timeout_s={timeout_s} with {len(self._groups.unfinished)} of {len(self._groups)} "
+                "groups unfinished here (other ranks may have more); they stay in flight: call generate([], "
+                "min_groups=...) to go on"
+            )
+        return left
+
+    def _step(self, timeout_s: float) -> None:
+        self._backend.wait(timeout_s)
+        if self.engine.state is EngineState.SUSPENDED:
+            # Somebody else held the engine when this call began, and may hold it no longer.
+            self._ensure_running()
+        with self.engine.locked():
+            self._take(self._backend.advance())
+        self._metrics.step(self._backend.samples_here(self._groups.samples_missing))
+
+    def _take_ended(self) -> None:
+        with self.engine.locked():
+            self._take(self._backend.take_ended())
+
+    def _take(self, results: list[DynamicInferenceRequest]) -> None:
+        taken = list(filter(self._groups.take, results))
+        for result in taken:
+            self._metrics.result(result)
+            key = self._groups.prompt(result.request_id)
+            if result.error is None and key is not None:
+                self._lengths.observe(key, len(result.generated_tokens))
+        self._journal.write(taken, self._groups)
+
+    def _too_old(self) -> set[int] | None:
+        if self.config.max_staleness is None:
+            return set()
+        ages = self._backend.ages()
+        return None if ages is None else self._pacer.too_old(self._groups, ages, self.policy_version)
+
+    def _hand_out(self, group_ids: Sequence[int], on_error: OnError) -> RolloutBatch:
+        with self.engine.locked():
+            batch = RolloutBatch.from_requests(
+                self._groups.results(group_ids),
+                policy_version=self.policy_version,
+                pad_token_id=_pad_token_id(self.tokenizer, getattr(self.model, "config", None)),
+                max_staleness=self.config.max_staleness,
+                device=self.engine.training_device,
+            )
+            self._groups.drop(group_ids)
+        self._metrics.batch(batch)
+        failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
+        if failed and on_error == "raise":
+            index, error = failed[0]
+            raise RolloutFailedError(
+                f"{len(failed)} of {len(batch)} samples failed, the first in row {index} (request "
+                f"{int(batch.group_ids[index])}): {error}; the other rows are in this exception's `.batch`",
+                batch,
+            )
+        return batch
+
+    def _follow_sharding(self) -> None:
+        """Sample with weights that the trainer has sharded by FSDP2 since the manager was built; every rank comes here."""
+        if not self.engine.sharded_since():
+            return
+        self._ensure_running()
+        if not self._gathering.collective:
+            self._gathering = Gathering(self.engine, self._backend, World.of_torch())
+        with self._gathering.held():
+            self._gathering.ensure()
+            self.engine.rebuild()
+
+    def _ensure_running(self) -> None:
+        if self._closed:
+            raise EngineStateError("generating after close(): build another RolloutManager")
+        self._suspension.ensure_running()
+
+    def _sync_metrics(self) -> None:
+        self._metrics.sync(self._backend.samples_here(self._groups.samples_missing), len(self._groups))
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ("raise", "mask"):
+        raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    if len(each) != count:
+        raise ConfigError(f"sampling_params has {len(each)} entries for {count} prompts: pass one for all, or one each")
+    for index, value in enumerate(each):
+        if not isinstance(value, SamplingParams):
+            raise TypeError(f"sampling_params[{index}]={value!r}: must be a SamplingParams")
+    return each
+
+
+def _pad_token_id(*owners: Any) -> int:
+    for owner in owners:
+        for name in ("pad_token_id", "eos_token_id"):
+            value = getattr(owner, name, None)
+            if isinstance(value, int):
+                return value
+    return 0

@@ -1,0 +1,43 @@
+"""Waiting now for what would be thrown away for its age later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollout.manager.groups import GroupLedger
+
+
+class StalenessPacer:
+    """Says which unfinished groups a `generate` that leaves some in flight has to wait for.
+
+    A round is what lies between two such calls, and has as many weight updates as the one before. A group left in
+    flight ages by that many before anybody can use it, so one that would then be beyond the limit has to end first.
+    """
+
+    def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:
+        self.max_staleness = max_staleness
+        self.updates_per_round = updates_per_round
+        self._version: int | None = None
+
+    def begin_round(self, version: int) -> None:
+        """A call begins; the policy version says how many updates the last round had (none: it is still the same)."""
+        if self._version is not None and version > self._version:
+            self.updates_per_round = version - self._version
+        self._version = version
+
+    def too_old(self, groups: GroupLedger, staleness: Iterable[tuple[int, int]], version: int) -> set[int]:
+        """Ids of unfinished groups that may not be left in flight.
+
+        Args:
+            groups: whose samples that have come back count too: they are handed out with the last one.
+            staleness: (group id, updates since its oldest token was sampled), of samples that have not come back.
+            version: the policy version.
+        """
+        if self.max_staleness is None:
+            return set()
+        oldest = dict.fromkeys(groups.unfinished, 0)
+        returned = ((group_id, version - sampled) for group_id, sampled in groups.oldest_versions())
+        for group_id, age in (*staleness, *returned):
+            if group_id in oldest:
+                oldest[group_id] = max(oldest[group_id], age)
+        return {each for each, age in oldest.items() if age + self.updates_per_round > self.max_staleness}

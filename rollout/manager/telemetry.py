@@ -1,0 +1,131 @@
+"""What a rollout records about itself: the engine's numbers, results and memory moves, under the names of `METRICS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rollout.metrics import MetricsRecorder
+from rollout.requests.events import DynamicInferenceEventType
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.state import FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollout.engine.context import MemoryMove
+    from rollout.engine.engine import DynamicInferenceEngine
+    from rollout.manager.batch import RolloutBatch
+
+_COUNTERS = (
+    "steps",
+    "requests_failed",
+    "requests_aborted",
+    "requests_stale",
+    "requests_requeued",
+    "prompt_tokens",
+    "preemptions",
+    "preemption_tokens_recomputed",
+    "generated_tokens",
+    "prefill_tokens_computed",
+    "prefill_tokens_saved",
+    "prefix_hits_refused_version",
+    "kv_blocks_copied",
+    "kv_blocks_evicted",
+)
+"""Of `engine.stats()`, those that only rise."""
+
+
+class RolloutMetrics(MetricsRecorder):
+    """The recorder of one `RolloutManager`.
+
+    Args:
+        engine: whose counters are read, from their present values on.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._engine = engine
+        self._counted = self._counters_now()
+
+    def step(self, samples_missing: int) -> None:
+        """After every step (it costs about 15 µs): the gauges, so that their peaks are true, and the step's size.
+
+        Args:
+            samples_missing: samples that are still to come; those not running wait.
+        """
+        self._set_gauges(samples_missing)
+        if (step := self._engine.last_step) is not None:
+            self.observe("rollout/step_requests", len(step.slots))
+            self.observe("rollout/step_tokens", step.num_tokens)
+
+    def sync(self, samples_missing: int, groups_in_flight: int) -> None:
+        """Bring counters and gauges up to date with the engine's."""
+        before, self._counted = self._counted, self._counters_now()
+        for name, value in self._counted.items():
+            # An engine that was built anew counts from 0.
+            self.add(f"rollout/{name}", value - before[name] if value >= before[name] else value)
+        self._set_gauges(samples_missing)
+        self.set("rollout/policy_version", self._engine.policy_version)
+        self.set("rollout/groups_in_flight", groups_in_flight)
+
+    def _counters_now(self) -> dict[str, float]:
+        stats = self._engine.stats()
+        return {name: stats[name] for name in _COUNTERS}
+
+    def _set_gauges(self, samples_missing: int) -> None:
+        running, blocks = self._engine.context.scheduler.num_active, self._engine.context.allocator
+        self.set("rollout/requests_running", running)
+        self.set("rollout/requests_waiting", max(0, samples_missing - running))
+        self.set("rollout/kv_blocks_used", blocks.num_used)
+        self.set("rollout/kv_blocks_cached", blocks.num_cached)
+        self.set("rollout/kv_blocks_free", blocks.num_free)
+
+    def result(self, result: DynamicInferenceRequest) -> None:
+        """A sample has ended; one that failed is only counted, by the engine."""
+        if result.error is not None:
+            return
+        self.add("rollout/requests_finished")
+        self.add("rollout/requests_truncated", result.finish_reason is FinishReason.LENGTH)
+        self.observe("rollout/prompt_length", len(result.prompt_tokens))
+        self.observe("rollout/completion_length", len(result.generated_tokens))
+        self.observe("rollout/tpot_s", result.tpot)
+        if result.ttft is not None:
+            self.observe("rollout/ttft_s", result.ttft)
+        if result.latency is not None:
+            self.observe("rollout/request_s", result.latency)
+        for event in result.events:
+            if event.type is DynamicInferenceEventType.ADD_CONTEXT:
+                # The event is by the clock of the rank that computed it.
+                self.observe("rollout/queue_s", max(0.0, event.timestamp - result.arrival_time))
+                return
+
+    def batch(self, batch: RolloutBatch) -> None:
+        """A batch is handed out."""
+        real = batch.attention_mask.bool()
+        sampled = real & (batch.position_ids >= batch.prompt_lengths[:, None])
+        self.observe("rollout/policy_staleness", batch.policy_staleness[sampled])
+        self.observe("rollout/kv_staleness", batch.kv_staleness[real])
+
+    def logprob_diff(self, batch: RolloutBatch, logprobs: Tensor) -> None:
+        """The trainer's log-probs of a batch, [N, T] aligned like its own."""
+        mask = batch.response_mask
+        ours = batch.logprobs[mask]
+        self.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask] - ours).abs())
+
+    def suspended(self, move: MemoryMove) -> None:
+        """The KV cache went off the device."""
+        self.add("rollout/suspends")
+        self.add("rollout/suspend_bytes", move.bytes_copied)
+        self.add("rollout/tokens_recomputed", move.tokens_given_up)
+
+    def resumed(self, move: MemoryMove) -> None:
+        """The KV cache is back."""
+        blocks = move.bytes_copied // self._engine.cache.block_bytes
+        self.add("rollout/resumes")
+        self.add("rollout/resume_bytes", move.bytes_copied)
+        self.add("rollout/resume_tokens_restored", blocks * self._engine.config.block_size_tokens)
+        self.add("rollout/resume_fallbacks", move.requests_given_up)
+        self.add("rollout/tokens_recomputed", move.tokens_given_up)
+        self.add("rollout/kv_blocks_lost", move.shrunk_by_blocks)

@@ -1,0 +1,1 @@
+"""A request, its record, events, version spans, block hashes and codecs."""

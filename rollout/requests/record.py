@@ -1,0 +1,306 @@
+"""The history of one sample: its segments, from admission through every checkpoint to the end.
+
+Always true: a segment's prompt is the prompt of the one before plus what that one generated, so the segments cover the
+completion with no gap and no overlap; only the last segment (the live one) changes; `merge` reads like a request that
+was never interrupted.
+
+    segment 0   [prompt ······][generated ···]
+                                              checkpoint()
+    segment 1   [prompt ·······················][generated ··]
+                                                             checkpoint()
+    segment 2   [prompt ······································][generated ·····]    ← record[-1]
+    merge()     [prompt ······][generated ·····································]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rollout.errors import SerializationError
+from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, encode_fields, list_of, optional, refuse
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.spans import VersionSpans
+from rollout.state import Status
+
+_KINDS = {kind.__name__: kind for kind in (DynamicInferenceRequest, VLMInferenceRequest)}
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicInferenceRequestRecord:
+    """Every segment of one sample.
+
+    Raises:
+        ValueError: no segment, segments of different samples, or a segment that does not begin where the one before
+            ended.
+    """
+
+    segments: list[DynamicInferenceRequest]
+    latency: float | None = None
+    """Seconds from arrival to the end."""
+    completion_text: str | None = None
+    """Text of the whole completion, from an engine that detokenises; segments' own texts are joined without it."""
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise ValueError("a record of segments=[]: must hold at least one; use from_request")
+        for index, (before, after) in enumerate(pairwise(self.segments), start=1):
+            if (after.request_id, after.sample_index) != (before.request_id, before.sample_index):
+                raise ValueError(
+                    f"segment {index} is of sample {(after.request_id, after.sample_index)}: must be of sample "
+                    f"{(before.request_id, before.sample_index)}, as the segments before it"
+                )
+            if after.prompt_tokens != before.prompt_tokens + before.generated_tokens:
+                raise ValueError(
+                    f"segment {index} of request {after.request_id}: its prompt ({len(after.prompt_tokens)} tokens) "
+                    f"must be the prompt and output of the segment before ({before.total_length} tokens)"
+                )
+
+    @classmethod
+    def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
+        """A record whose first and live segment is `request` itself."""
+        return cls(segments=[request])
+
+    def __getitem__(self, index: int) -> DynamicInferenceRequest:
+        return self.segments[index]
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    def __iter__(self) -> Iterator[DynamicInferenceRequest]:
+        return iter(self.segments)
+
+    @property
+    def request_id(self) -> int:
+        """Of the request."""
+        return self.segments[0].request_id
+
+    @property
+    def sample_index(self) -> int:
+        """Of the sample."""
+        return self.segments[0].sample_index
+
+    def set_text(self, text: str | None) -> None:
+        """Set the text of the whole completion, all segments together; None: unknown."""
+        self.completion_text = text
+
+    def advance_version(self, version: int, policy_only: bool = False) -> None:
+        """The weights moved to `version`; see `DynamicInferenceRequest.advance_version`. Only the live segment ages."""
+        self.segments[-1].advance_version(version, policy_only=policy_only)
+
+    def increment_staleness(self, policy_only: bool = False) -> None:
+        """One weight update happened. `policy_only`: the request holds no KV (it waits)."""
+        self.segments[-1].increment_staleness(policy_only=policy_only)
+
+    def checkpoint(self) -> DynamicInferenceRequest:
+        """Give up the KV: what is there becomes the prompt of a new live segment, which is returned.
+
+        The budget shrinks by what was generated. Policy spans are carried, closed at the present length; KV spans are
+        empty until the segment is prefilled. A sample that has no token yet starts afresh: its prompt counts from the
+        version under which it is admitted next. Where no event says that it came to an engine, it did on arrival.
+        """
+        live = self.segments[-1]
+        if live.event_add_engine is None:
+            live.add_event_add_engine(timestamp=live.arrival_time)
+        spans = VersionSpans()
+        if live.completion_tokens:
+            spans = live.policy_spans.copy()
+            spans.extend_to(live.total_length, live.policy_version)
+        params, made = live.sampling_params, live.generated_length
+        max_tokens = max(0, params.max_tokens - made)
+        segment = replace(
+            live,
+            prompt=None,
+            prompt_tokens=live.prompt_tokens + live.generated_tokens,
+            sampling_params=params.replace(
+                max_tokens=max_tokens, min_tokens=min(max(0, params.min_tokens - made), max_tokens)
+            ),
+            inference_parameters=None,
+            rng_offset=live.rng_offset + made,
+            policy_spans=spans,
+            kv_spans=VersionSpans(),
+            finished_chunk_token_count=0,
+            num_cached_tokens=0,
+            precomputed_block_hashes=[],
+            status=Status.WAITING_IN_QUEUE,
+            generated_tokens=[],
+            generated_log_probs=[],
+            generated_top_n_logprobs=[],
+            prompt_log_probs=None,
+            prompt_top_n_logprobs=None,
+            generated_text=None,
+            generated_segments=None,
+            generated_sequence_lengths=None,
+            tpot=[],
+            ttft=None,
+            latency=None,
+            routing_indices=None,
+            finish_reason=None,
+            stop_reason=None,
+            error=None,
+            events=[],
+        )
+        self.segments.append(segment)
+        return segment
+
+    def merge(self) -> DynamicInferenceRequest:
+        """One request, as if never interrupted; the record is left as it is.
+
+        From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
+        top-n, tpot, events, routing indices. From the last: status, how it finished, versions. A value that the first
+        segment was interrupted too early to have (ttft, prompt log-probs) comes from the first segment that has it.
+
+        Raises:
+            ValueError: a segment has log-probs for some of its tokens only, so that joined ones would be out of step.
+        """
+        first, last = self.segments[0], self.segments[-1]
+        routing = [segment.routing_indices for segment in self.segments if segment.routing_indices is not None]
+        return replace(
+            first,
+            inference_parameters=None,
+            status=last.status,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            error=last.error,
+            generated_tokens=self._joined("generated_tokens"),
+            generated_log_probs=self._joined("generated_log_probs"),
+            generated_top_n_logprobs=self._joined("generated_top_n_logprobs"),
+            prompt_log_probs=self._of_prompt("prompt_log_probs"),
+            prompt_top_n_logprobs=self._of_prompt("prompt_top_n_logprobs"),
+            generated_text=self._text(),
+            generated_segments=self._joined_or_none("generated_segments"),
+            generated_sequence_lengths=self._joined_or_none("generated_sequence_lengths"),
+            tpot=[gap for segment in self.segments for gap in segment.tpot],
+            ttft=next((segment.ttft for segment in self.segments if segment.ttft is not None), None),
+            latency=self.latency,
+            routing_indices=np.concatenate(routing) if routing else None,
+            events=[event for segment in self.segments for event in segment.events],
+            policy_version=last.policy_version,
+            policy_spans=last.policy_spans.copy(),
+            kv_spans=last.kv_spans.copy(),
+            finished_chunk_token_count=min(last.finished_chunk_token_count, len(first.prompt_tokens)),
+            stream_offset=last.stream_offset,
+            seed=last.seed,
+            metadata=last.metadata,
+            priority=last.priority,
+        )
+
+    def serialize(self) -> dict[str, Any]:
+        """A plain dict that `msgpack.packb(…, use_bin_type=True)` takes."""
+        return encode_fields(self, _WIRE)
+
+    @classmethod
+    def deserialize(cls, plain: Any) -> DynamicInferenceRequestRecord:
+        """The exact inverse of `serialize`.
+
+        Raises:
+            SerializationError: a field is missing, unknown or malformed, or the segments do not follow each other.
+        """
+        decoded = decode_fields(cls.__name__, plain, _WIRE)
+        try:
+            return cls(**decoded)
+        except ValueError as exc:
+            raise SerializationError(f"{cls.__name__}.segments: {exc}") from exc
+
+    def _joined(self, name: str) -> list[Any]:
+        rows = [getattr(segment, name) for segment in self.segments]
+        lengths = [len(row) for row in rows]
+        made = [segment.generated_length for segment in self.segments]
+        if any(lengths) and lengths != made:
+            raise ValueError(
+                f"request {self.request_id} sample {self.sample_index}: {name} of {lengths} entries per segment "
+                f"must have as many as there are tokens, {made}, or none at all"
+            )
+        return [entry for row in rows for entry in row]
+
+    def _of_prompt(self, name: str) -> list[Any] | None:
+        needed = len(self.segments[0].prompt_tokens) - 1
+        rows = (getattr(segment, name) for segment in self.segments)
+        return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
+
+    def _joined_or_none(self, name: str) -> list[Any] | None:
+        rows = [getattr(segment, name) for segment in self.segments]
+        return None if None in rows else [entry for row in rows for entry in row]
+
+    def _text(self) -> str | None:
+        texts = [segment.generated_text for segment in self.segments]
+        if self.completion_text is not None:
+            return self.completion_text
+        return None if None in texts else "".join(text for text in texts if text is not None)
+
+
+# --- a merged request, cut up again -----------------------------------------------------------------------------------
+
+
+def segment_rows(record: DynamicInferenceRequestRecord) -> list[list[int]]:
+    """What `split` needs: per segment [tokens, gaps between them, events, cached and finished prompt tokens, current
+    version, version, count, version, count, … of its KV]."""
+    return [
+        [
+            segment.generated_length, len(segment.tpot), len(segment.events), segment.num_cached_tokens,
+            segment.finished_chunk_token_count, segment.policy_version, *segment.kv_spans.serialize(),
+        ]
+        for segment in record
+    ]  # fmt: skip
+
+
+def split(whole: DynamicInferenceRequest, rows: list[list[int]]) -> DynamicInferenceRequestRecord:
+    """The record of which `whole` is the merged request; the inverse of `merge`, but for when a segment's first token came.
+
+    Args:
+        whole: the first segment, where there are no rows.
+        rows: of `segment_rows`. Events before those that it counts belong to the first segment.
+
+    Raises:
+        SerializationError: the rows do not fit the request.
+    """
+    if not rows:
+        return DynamicInferenceRequestRecord(
+            segments=[whole], latency=whole.latency, completion_text=whole.generated_text
+        )
+    made, gaps, events = (sum(row[column] for row in rows) for column in range(3))
+    if made != whole.generated_length or gaps != len(whole.tpot):
+        refuse("segments", rows, f"rows that add up to {whole!r}")
+    rows = [[*rows[0][:2], rows[0][2] + max(0, len(whole.events) - events), *rows[0][3:]], *rows[1:]]
+    record = DynamicInferenceRequestRecord.from_request(replace(whole, inference_parameters=None))
+    at = gap = event = 0
+    for row in rows:
+        segment = record[0] if row is rows[0] else record.checkpoint()
+        tokens, top_n, length = slice(at, at + row[0]), whole.generated_top_n_logprobs, len(segment.prompt_tokens)
+        segment.generated_tokens = whole.generated_tokens[tokens]
+        segment.generated_log_probs = whole.generated_log_probs[tokens]
+        segment.generated_top_n_logprobs = top_n[tokens]
+        segment.tpot = whole.tpot[gap : gap + row[1]]
+        segment.events = whole.events[event : event + row[2]]
+        segment.num_cached_tokens, segment.finished_chunk_token_count, segment.policy_version = row[3:6]
+        segment.policy_spans = VersionSpans(whole.policy_spans.window(0, length + row[0]))
+        segment.kv_spans = VersionSpans.deserialize(row[6:])
+        segment.generated_text = segment.finish_reason = segment.stop_reason = segment.error = segment.latency = None
+        segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        at, gap, event = at + row[0], gap + row[1], event + row[2]
+    last = record[-1]
+    last.status, last.finish_reason, last.stop_reason = whole.status, whole.finish_reason, whole.stop_reason
+    last.error, record.latency, record.completion_text = whole.error, whole.latency, whole.generated_text
+    return record
+
+
+def _encode_segment(segment: DynamicInferenceRequest) -> dict[str, Any]:
+    return {"kind": type(segment).__name__, "request": segment.serialize()}
+
+
+def _decode_segment(plain: Any) -> DynamicInferenceRequest:
+    decoded = decode_fields("segment", plain, {"kind": STR, "request": OPAQUE})
+    if decoded["kind"] not in _KINDS:
+        refuse("segment.kind", decoded["kind"], f"one of {', '.join(_KINDS)}")
+    return _KINDS[decoded["kind"]].deserialize(decoded["request"])
+
+
+_WIRE = {
+    "segments": list_of(Codec(_encode_segment, _decode_segment)),
+    "latency": optional(FLOAT),
+    "completion_text": optional(STR),
+}

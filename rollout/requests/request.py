@@ -1,0 +1,421 @@
+"""Requests: one prompt on its way to a completion, as it travels and as it is kept.
+
+`InferenceRequest` is what any engine needs, `DynamicInferenceRequest` one segment of one sample of a continuously
+batched engine, `VLMInferenceRequest` the same with images. Two requests are equal only if they are the same object:
+they are working states, not values. Times are seconds. Token ids and log-probs are lists of Python numbers; a torch
+tensor is made only for whoever reads one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import ConfigError, InvalidRequestError, SerializationError
+from rollout.requests import codec
+from rollout.requests.block_hash import compute_block_hashes_batched, integer_array
+from rollout.requests.codec import Codec, decode_fields, encode_fields, list_of, member_of, optional
+from rollout.requests.codec import deserialize_tensor as deserialize_tensor
+from rollout.requests.codec import serialize_tensor as serialize_tensor
+from rollout.requests.events import EVENT, EventLog
+from rollout.requests.events import DynamicInferenceEvent as DynamicInferenceEvent
+from rollout.requests.events import DynamicInferenceEventType as DynamicInferenceEventType
+from rollout.requests.spans import VersionSpans
+from rollout.sampling_params import SamplingParams
+from rollout.state import FinishReason, Status
+
+if TYPE_CHECKING:
+    import torch
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+class _OlderName:
+    """`inference_parameters`, by which `sampling_params` was known; reads and sets the one value there is."""
+
+    @overload
+    def __get__(self, request: None, owner: type) -> None: ...
+    @overload
+    def __get__(self, request: InferenceRequest, owner: type) -> SamplingParams: ...
+    def __get__(self, request: InferenceRequest | None, owner: type) -> SamplingParams | None:
+        return None if request is None else request.sampling_params
+
+    def __set__(self, request: InferenceRequest, value: SamplingParams | None) -> None:
+        if value is None:
+            return
+        if request.sampling_params not in (value, _DEFAULT_PARAMS):
+            raise ConfigError(
+                f"request {request.request_id}: inference_parameters={value!r} must equal "
+                f"sampling_params={request.sampling_params!r}; give sampling_params alone"
+            )
+        request.sampling_params = value
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class InferenceRequest:
+    """A prompt and what became of it.
+
+    Token ids may be given as any sequence of integers, a numpy array or a torch tensor.
+
+    Raises:
+        InvalidRequestError: token ids that are no integers.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    """Text of the prompt, where there is one."""
+    sampling_params: SamplingParams = _DEFAULT_PARAMS
+    inference_parameters: _OlderName = _OlderName()
+    """Older alias of `sampling_params`."""
+    prompt_tokens: list[int] = field(default_factory=list)
+    """[P] token ids."""
+    arrival_time: float = field(default_factory=time.time)
+    status: Status = Status.WAITING_IN_QUEUE
+    encoder_prompt: str | None = None
+    """Of an encoder; our engine runs decoders and refuses it."""
+    generated_text: str | None = None
+    segments: list[str] | None = None
+    """The prompt's text, token by token; None until `TextGenerationController.fill_segments`, as the next two."""
+    generated_segments: list[str] | None = None
+    """The completion's text, token by token."""
+    generated_sequence_lengths: list[int] | None = None
+    """[G]: one completion, of so many tokens."""
+    generated_tokens: list[int] = field(default_factory=list)
+    """[G] token ids."""
+    prompt_log_probs: list[float] | None = None
+    """[P-1], of prompt tokens 1 …; None until computed."""
+    generated_log_probs: list[float] = field(default_factory=list)
+    """[G]; empty where not asked for."""
+    prompt_top_n_logprobs: list[list[tuple[int, float]]] | None = None
+    """[P-1] rows of (token id, log-prob), of prompt tokens 1 …; None until computed."""
+    generated_top_n_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """[G] rows of (token id, log-prob); empty where not asked for."""
+    tpot: list[float] = field(default_factory=list)
+    """Seconds between one generated token and the next."""
+
+    _WIRE: ClassVar[dict[str, Codec]] = {
+        "request_id": codec.INT,
+        "prompt": optional(codec.STR),
+        "sampling_params": codec.SAMPLING_PARAMS,
+        "prompt_tokens": codec.INTS,
+        "arrival_time": codec.FLOAT,
+        "status": member_of(Status),
+        "encoder_prompt": optional(codec.STR),
+        "generated_text": optional(codec.STR),
+        "segments": optional(list_of(codec.STR)),
+        "generated_segments": optional(list_of(codec.STR)),
+        "generated_sequence_lengths": optional(codec.INTS),
+        "generated_tokens": codec.INTS,
+        "prompt_log_probs": optional(codec.FLOATS),
+        "generated_log_probs": codec.FLOATS,
+        "prompt_top_n_logprobs": optional(codec.TOP_N),
+        "generated_top_n_logprobs": codec.TOP_N,
+        "tpot": codec.FLOATS,
+    }
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "generated_tokens"):
+            try:
+                setattr(self, name, integer_array(name, _or_empty(getattr(self, name))).tolist())
+            except ConfigError as exc:
+                raise InvalidRequestError(f"request {self.request_id}: {exc}", self.request_id) from exc
+        for name in ("generated_log_probs", "tpot"):
+            setattr(self, name, _host_array(_or_empty(getattr(self, name))).tolist())
+        self.generated_top_n_logprobs = list(_or_empty(self.generated_top_n_logprobs))
+        if self.prompt_log_probs is not None:
+            self.prompt_log_probs = _host_array(self.prompt_log_probs).tolist()
+
+    @property
+    def generated_length(self) -> int:
+        """G, the number of generated tokens."""
+        return len(self.generated_tokens)
+
+    @property
+    def total_length(self) -> int:
+        """P + G."""
+        return len(self.prompt_tokens) + len(self.generated_tokens)
+
+    def serialize(self) -> dict[str, Any]:
+        """A plain dict that `msgpack.packb(…, use_bin_type=True)` takes."""
+        return encode_fields(self, self._WIRE)
+
+    @classmethod
+    def deserialize(cls, plain: Any) -> Self:
+        """The exact inverse of `serialize`.
+
+        Raises:
+            SerializationError: a field is missing, unknown or malformed; the message names it.
+        """
+        decoded = decode_fields(cls.__name__, plain, cls._WIRE)
+        try:
+            return cls(**decoded)
+        except (InvalidRequestError, ConfigError) as exc:
+            raise SerializationError(f"{cls.__name__}: {exc}") from exc
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(request_id={self.request_id}, {self.status.name}, "
+            f"prompt={len(self.prompt_tokens)} tokens, generated={len(self.generated_tokens)} tokens)"
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DynamicInferenceRequest(EventLog, InferenceRequest):
+    """One segment of one sample: from admission to the end, or to the next checkpoint.
+
+    A position is an index into prompt + generated tokens (T = P + G). Every position below `len(policy_spans)` was
+    sampled under the version the spans say, every later one under `policy_version`; likewise `kv_spans` for the version
+    that computed a position's KV.
+    """
+
+    sample_index: int = 0
+    """Which of the n samples of the prompt. (request_id, sample_index) is the key of a sample."""
+    priority: int = 0
+    """Higher runs first."""
+    seed: int | None = None
+    """The seed really used: the caller's, or the one the engine gave."""
+    rng_offset: int = 0
+    """Completion tokens of earlier segments: where in the random stream this segment begins."""
+    original_prompt_length: int = -1
+    """P of the first segment. -1: this is the first."""
+    stream_offset: int = 0
+    """Completion tokens already handed to a streaming caller."""
+    metadata: Any = None
+    """The caller's own, msgpack-able; never looked into."""
+    policy_version: int = 0
+    """The version current for this request: of its next token and of its next KV."""
+    policy_spans: VersionSpans = field(default_factory=VersionSpans)
+    kv_spans: VersionSpans = field(default_factory=VersionSpans)
+    finished_chunk_token_count: int = 0
+    """Prompt tokens whose KV is there, computed or found in the prefix cache."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    block_size_tokens: int | None = None
+    enable_prefix_caching: bool = False
+    precomputed_block_hashes: list[int] = field(default_factory=list)
+    """Hashes of the prompt's complete blocks; filled on construction where prefix caching is on, unless given."""
+    stop_word_ids: list[list[int]] | None = None
+    """Token ids of each stop string; our engine finds `SamplingParams.stop` in the text and refuses them."""
+    routing_indices: NDArray[Any] | None = None
+    """Integers [tokens, layers, k]: experts chosen per token and layer of a mixture of experts. Our engine records none
+    and refuses a record that has some: it cannot replay them."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it."""
+    error: str | None = None
+    """`Type: message` of what made it fail."""
+    latency: float | None = None
+    ttft: float | None = None
+    """Seconds from arrival to the first token."""
+
+    _WIRE: ClassVar[dict[str, Codec]] = InferenceRequest._WIRE | {
+        "sample_index": codec.INT,
+        "priority": codec.INT,
+        "seed": optional(codec.INT),
+        "rng_offset": codec.INT,
+        "original_prompt_length": codec.INT,
+        "stream_offset": codec.INT,
+        "metadata": codec.OPAQUE,
+        "policy_version": codec.INT,
+        "policy_spans": codec.SPANS,
+        "kv_spans": codec.SPANS,
+        "finished_chunk_token_count": codec.INT,
+        "num_cached_tokens": codec.INT,
+        "block_size_tokens": optional(codec.INT),
+        "enable_prefix_caching": codec.BOOL,
+        "precomputed_block_hashes": codec.INTS,
+        "stop_word_ids": optional(list_of(codec.INTS)),
+        "routing_indices": optional(codec.INT_ARRAY),
+        "finish_reason": optional(member_of(FinishReason)),
+        "stop_reason": optional(codec.STR_OR_INT),
+        "error": optional(codec.STR),
+        "latency": optional(codec.FLOAT),
+        "ttft": optional(codec.FLOAT),
+        "events": list_of(EVENT),
+        "event_add_engine": optional(EVENT),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.original_prompt_length < 0:
+            self.original_prompt_length = len(self.prompt_tokens)
+        if self.routing_indices is not None:
+            self.routing_indices = _host_array(self.routing_indices)
+        self._check_at_most("original_prompt_length", self.original_prompt_length, len(self.prompt_tokens))
+        self._check_at_most("finished_chunk_token_count", self.finished_chunk_token_count, len(self.prompt_tokens))
+        self._check_at_most("len(policy_spans)", len(self.policy_spans), self.total_length)
+        self._check_at_most("len(kv_spans)", len(self.kv_spans), self.total_length)
+        size = self.block_size_tokens if self.enable_prefix_caching else None
+        # A prompt of less than a block has none, and is not looked through for them once per sample.
+        shorter = size is not None and 0 < len(self.prompt_tokens) < size
+        if size is not None and not shorter and not self.precomputed_block_hashes:
+            self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, size)
+
+    def _check_at_most(self, name: str, value: int, limit: int) -> None:
+        if not 0 <= value <= limit:
+            raise InvalidRequestError(
+                f"request {self.request_id}: {name}={value!r} must be in [0, {limit}]", self.request_id
+            )
+
+    def succeeded(self) -> bool:
+        """Whether it ended with a result."""
+        return self.status is Status.COMPLETED
+
+    def failed(self) -> bool:
+        """Whether it ended without one."""
+        return self.status is Status.FAILED
+
+    # --- lengths ------------------------------------------------------------------------------------------------
+
+    @property
+    def remaining_prompt_tokens(self) -> list[int]:
+        """Prompt tokens whose KV is still to be computed. Setting it to a suffix of the prompt says how far one is."""
+        return self.prompt_tokens[self.finished_chunk_token_count :]
+
+    @remaining_prompt_tokens.setter
+    def remaining_prompt_tokens(self, suffix: list[int]) -> None:
+        finished = len(self.prompt_tokens) - len(suffix)
+        self._check_at_most("finished_chunk_token_count", finished, len(self.prompt_tokens))
+        self.finished_chunk_token_count = finished
+
+    @property
+    def remaining_prompt_length(self) -> int:
+        """Number of `remaining_prompt_tokens`."""
+        return len(self.prompt_tokens) - self.finished_chunk_token_count
+
+    @property
+    def kv_length(self) -> int:
+        """Positions whose KV is computed.
+
+        A generated token proves that the whole prompt's is; the last one's own KV is written by the step after it.
+        """
+        if self.generated_tokens:
+            return self.total_length - 1
+        return self.finished_chunk_token_count
+
+    @property
+    def completion_tokens(self) -> list[int]:
+        """Everything after the prompt the user gave, earlier segments' tokens included."""
+        return self.prompt_tokens[self.original_prompt_length :] + self.generated_tokens
+
+    # --- versions -----------------------------------------------------------------------------------------------
+
+    def advance_version(self, version: int, *, policy_only: bool = False) -> None:
+        """The weights moved to `version`: what is there now belongs to the version before. O(1).
+
+        Args:
+            version: the new policy version.
+            policy_only: its KV does not age: it holds none (it waits). Without a token it does not age at all.
+
+        Raises:
+            ValueError: `version` is below `policy_version`.
+        """
+        if version < self.policy_version:
+            raise ValueError(
+                f"request {self.request_id}: version={version!r} must be at least policy_version="
+                f"{self.policy_version}; versions only rise"
+            )
+        if not policy_only or self.policy_spans or self.generated_tokens:
+            self.policy_spans.extend_to(self.total_length, self.policy_version)
+        if policy_only:
+            # Whatever KV it may have keeps its age.
+            self.kv_spans.shift(version - self.policy_version)
+        else:
+            self.kv_spans.extend_to(self.kv_length, self.policy_version)
+        self.policy_version = int(version)
+
+    def increment_staleness(self, policy_only: bool = False) -> None:
+        """One weight update happened; see `advance_version`."""
+        self.advance_version(self.policy_version + 1, policy_only=policy_only)
+
+    @property
+    def policy_versions(self) -> NDArray[np.int64]:
+        """int64 [T], the version that sampled each token; a prompt token's is that of admission."""
+        return self._versions(self.policy_spans)
+
+    @property
+    def kv_versions(self) -> NDArray[np.int64]:
+        """int64 [T], the version that computed each position's KV; where there is none yet, the current one."""
+        return self._versions(self.kv_spans)
+
+    @property
+    def policy_staleness(self) -> torch.Tensor:
+        """int32 [T], weight updates since each token was sampled."""
+        return self._staleness(self.policy_versions)
+
+    @property
+    def kv_cache_staleness(self) -> torch.Tensor:
+        """int32 [T], weight updates since each position's KV was computed."""
+        return self._staleness(self.kv_versions)
+
+    def _versions(self, spans: VersionSpans) -> NDArray[np.int64]:
+        known = spans.dense()[: self.total_length]
+        versions = np.full(self.total_length, self.policy_version, np.int64)
+        versions[: len(known)] = known
+        return versions
+
+    def _staleness(self, versions: NDArray[np.int64]) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy((self.policy_version - versions).astype(np.int32))
+
+    # --- what the device mirrors --------------------------------------------------------------------------------
+
+    @staticmethod
+    def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
+        """(name, dtype, whether it lives on the device) of each per-request sampling field kept beside the batch."""
+        import torch
+
+        return [
+            ("temperature", torch.float32, True),
+            ("top_k", torch.int64, True),
+            ("top_p", torch.float64, True),
+            ("min_p", torch.float32, True),
+            ("repetition_penalty", torch.float32, True),
+            ("presence_penalty", torch.float32, True),
+            ("frequency_penalty", torch.float32, True),
+            ("seed", torch.int64, True),
+            ("min_tokens", torch.int32, False),
+            ("max_tokens", torch.int32, False),
+            ("logprobs", torch.int32, False),
+            ("prompt_logprobs", torch.int32, False),
+        ]
+
+    @property
+    def tracked_metadata(self) -> dict[str, int | float]:
+        """The values of `get_metadata_types`, by name and in its order; -1 stands for None."""
+        params = self.sampling_params
+        values = {name: getattr(params, name) for name, _, _ in self.get_metadata_types()} | {"seed": self.seed}
+        return {name: -1 if value is None else value for name, value in values.items()}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class VLMInferenceRequest(DynamicInferenceRequest):
+    """A prompt with images."""
+
+    num_img_embeddings_per_tile: int = 0
+    imgs: torch.Tensor | None = None
+    """Pixels of all tiles, in the layout of the model's image processor."""
+    num_tiles: list[int] = field(default_factory=list)
+    """Tiles of each image."""
+    decoder_seq_length: int | None = None
+    """Positions of the decoder's sequence once images have become embeddings."""
+
+    _WIRE: ClassVar[dict[str, Codec]] = DynamicInferenceRequest._WIRE | {
+        "num_img_embeddings_per_tile": codec.INT,
+        "imgs": optional(codec.TENSOR),
+        "num_tiles": codec.INTS,
+        "decoder_seq_length": optional(codec.INT),
+    }
+
+
+def _or_empty(values: Any) -> Any:
+    return [] if values is None else values
+
+
+def _host_array(values: Any) -> NDArray[Any]:
+    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)

@@ -1,0 +1,1 @@
+"""Chat messages to prompt text and back: templates, tool calls, the end of a turn."""

@@ -1,0 +1,270 @@
+"""A conversation into the token ids of its prompt, through the tokenizer's chat template.
+
+Promises:
+- what a template or a tokenizer cannot do with a conversation is an `InvalidRequestError` that says why;
+- a conversation that comes back with the ids of a reply goes on from those ids, as far as what the template writes
+  before the reply, and what the reply says, are what the ids were made of (`rollout.server.chat_template.earlier_ids`): they are a
+  prefix of the prompt, and only the text behind them is tokenised. From the first difference on the text counts;
+- what cannot be told for certain is refused, not guessed.
+
+Any thread may ask: the tokenizer is a copy, whose settings a trainer cannot change meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from rollout.errors import InvalidRequestError
+from rollout.requests.chat_messages import SHOWN, Message, Tools, check_tools, known_roles, plain_messages
+from rollout.server.chat_template.earlier_ids import EarlierReplies, EarlierReply, text_digest
+from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
+from rollout.server.chat_template.tool_calls import ToolCallParser, parser_for
+from rollout.server.chat_template.tool_formats import format_of
+from rollout.server.chat_template.turn_end import Write, text_behind_reply, tokens_to_append
+
+ToolChoice = str | Mapping[str, Any]
+
+MAX_TRIED = 4
+"""Earlier replies whose ids are tried. A second one only where the template writes an edited reply otherwise than its
+prompt began it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """What the engine gets.
+
+    Attributes:
+        token_ids: the prompt.
+        forced_prefix: text that the reply begins with although it is in the prompt ("" normally).
+        digest: of the text that the tokens stand for.
+        reused: how many of the first tokens are ids that came back with an earlier reply.
+        retokenized: why the ids that came back with the last reply are not among them, where they are not.
+    """
+
+    token_ids: list[int]
+    forced_prefix: str
+    digest: str
+    reused: int = 0
+    retokenized: str | None = None
+
+
+class Conversation:
+    """One tokenizer and one chat template.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        chat_template: a Jinja template in place of the tokenizer's own.
+        vocab_size: ids in earlier replies are below it: the model's, which may be larger than the tokenizer's; None for
+            the tokenizer's.
+        end_token_ids: tokens that end a reply, besides the tokenizer's own: the model's.
+        room: most tokens of a prompt, now; None: any number.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        vocab_size: int | None = None,
+        end_token_ids: Iterable[int] = (),
+        room: Callable[[], int] | None = None,
+    ) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._reader = PromptTokenizer(self._tokenizer, room or _any_number, special=False)
+        self._chat_template = chat_template
+        self._vocab_size = vocab_size or len(tokenizer)
+        self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
+        special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special_texts = [token.content for token in special]
+        self._anchor = next((t.content for t in special if not (t.lstrip or t.rstrip or t.single_word)), "")
+        self._anchor_ids = self._reader.ids(self._anchor, "messages")
+        names = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+        own = {p.name for p in names if p.kind is not p.VAR_KEYWORD} - {"documents"}
+        self._reserved = {"self", "messages", "conversations", *own}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop: Stop | None = None,
+    ) -> RenderedPrompt:
+        """The prompt of a conversation.
+
+        Args:
+            messages: as OpenAI has them; an assistant's `rollout` holds the ids of its reply and of its prompt, and their
+                digests.
+            tools: as OpenAI has them. With the choice "none" they are not shown to the model.
+            tool_choice: "none", "auto" (None), "required" or `{"type": "function", "function": {"name": …}}`; the last
+                two put the beginning of a call into the prompt.
+            add_generation_prompt: the model is to write the next assistant message.
+            continue_final_message: it is to write on where the last message ends.
+            template_kwargs: further variables of the template.
+            stop: set from elsewhere, it ends the work.
+
+        Raises:
+            InvalidRequestError: a message, a choice or a variable cannot be honoured, or the template refuses them.
+            ClientGoneError: `stop` was set.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message=true with add_generation_prompt=true: the last message is either continued or "
+                "answered; set add_generation_prompt=false"
+            )
+        check_tools(tools)
+        shown_tools = None if tool_choice == "none" else tools or None
+        variables = self._variables(template_kwargs)
+        template = self._template(shown_tools)
+        prefix = _forced_prefix(template, shown_tools, tool_choice)
+        if prefix and not add_generation_prompt:
+            raise InvalidRequestError("tool_choice: a call can be forced only where add_generation_prompt is true")
+
+        def write(conversation: list[Message], *, closed: bool = False, asked: bool | None = None) -> str:
+            if stop is not None:
+                stop.check()
+            text = self._write(
+                known_roles(conversation, template),
+                tools=shown_tools,
+                add_generation_prompt=(add_generation_prompt and not closed) if asked is None else asked,
+                continue_final_message=continue_final_message and not closed and asked is None,
+                **variables,
+            )
+            self._reader.check(text, "messages")
+            return text
+
+        plain = plain_messages(messages, SHOWN)
+        text = write(plain)
+        digest = text_digest(text + prefix)
+        earlier = EarlierReplies(messages, plain, lambda before: write(before, asked=True), self._vocab_size)
+        for reply in islice(earlier.agreeing(), MAX_TRIED):
+            why = earlier.why_not(reply)
+            if reply.token_ids is not None:
+                open_ended = continue_final_message and reply.index == len(plain) - 1
+                ids, reused = self._go_on(plain, reply, write, prefix, open_ended, stop)
+                return RenderedPrompt(ids, prefix, digest, reused, why)
+            if text.startswith(reply.prompt_text):
+                rest = self._encode_behind(text[len(reply.prompt_text) :] + prefix, stop)
+                return RenderedPrompt(reply.prompt_token_ids + rest, prefix, digest, len(reply.prompt_token_ids), why)
+        ids = self._reader.ids(text + prefix, "messages", stop)
+        return RenderedPrompt(ids, prefix, digest, 0, earlier.why_not(None))
+
+    def parser_for(self, tools: Tools | None, tool_choice: ToolChoice | None) -> Callable[[], ToolCallParser] | None:
+        """A maker of parsers for the replies; None where text stays text."""
+        if tool_choice == "none" or not tools:
+            return None
+        return parser_for(self._template(tools), tools)
+
+    def one_call_ends_at(self, tools: Tools | None, tool_choice: ToolChoice | None) -> str:
+        """Stop string that ends a reply behind its first call; "" where replies have no calls.
+
+        Raises:
+            InvalidRequestError: this template's calls cannot be told apart so.
+        """
+        if self.parser_for(tools, tool_choice) is None:
+            return ""
+        known = format_of(self._template(tools))
+        if known is None or not known.one_call_ends_at:
+            raise InvalidRequestError(
+                f"parallel_tool_calls=false: nothing ends a reply of this chat template ({known and known.name}) behind its "
+                "first call; leave it out, and use the first"
+            )
+        return known.one_call_ends_at
+
+    def _go_on(
+        self,
+        plain: list[Message],
+        earlier: EarlierReply,
+        write: Write,
+        prefix: str,
+        open_ended: bool,
+        stop: Stop | None,
+    ) -> tuple[list[int], int]:
+        """The ids of the earlier reply's prompt, of the reply, and of all that follows; how many are not new."""
+        text = text_behind_reply(plain, earlier.index, write, self._special_texts, closed=open_ended)
+        written = earlier.token_ids or []
+        kept, appended = tokens_to_append(written, self._encode_behind(text + prefix, stop), self._end_token_ids)
+        if open_ended:
+            known = earlier.prompt_token_ids + written[:kept]
+            return known, len(known)
+        known = earlier.prompt_token_ids + written
+        return known + appended, len(known)
+
+    def _template(self, tools: Tools | None) -> str:
+        if self._chat_template is None and not self._tokenizer.chat_template:
+            raise InvalidRequestError(
+                "messages: the tokenizer has no chat template; start the server with one (chat_template), or send a "
+                "prompt to /v1/completions"
+            )
+        try:
+            return str(self._tokenizer.get_chat_template(self._chat_template, tools))
+        except ValueError as exc:
+            raise InvalidRequestError(f"messages: {exc}") from exc
+
+    def _variables(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        taken = sorted(self._reserved.intersection(given or ()))
+        if taken:
+            raise InvalidRequestError(f"chat_template_kwargs: {', '.join(taken)} cannot be set there")
+        return dict(given or {})
+
+    def _write(self, messages: list[Message], **variables: Any) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, chat_template=self._chat_template, tokenize=False, **variables
+                )
+            )
+        except Exception as exc:  # a template is somebody else's program: whatever it raises is its answer
+            raise InvalidRequestError(
+                f"messages: the chat template cannot write them: {type(exc).__name__}: {str(exc)[:500]}"
+            ) from exc
+
+    def _encode_behind(self, text: str, stop: Stop | None) -> list[int]:
+        """Tokens of a text that stands behind something else.
+
+        Some tokenizers put a space before what a text begins with: a special token before it keeps them from it.
+        """
+        length = len(self._anchor_ids)
+        together = self._reader.ids(self._anchor + text, "messages", stop)
+        if together[:length] == self._anchor_ids:
+            return together[length:]
+        return self._reader.ids(text, "messages", stop)
+
+
+def _any_number() -> int:
+    return sys.maxsize
+
+
+def _forced_prefix(template: str, tools: Tools | None, choice: ToolChoice | None) -> str:
+    if choice in (None, "auto", "none"):
+        return ""
+    function = None
+    if isinstance(choice, Mapping):
+        named = choice.get("function")
+        function = named.get("name") if choice.get("type") == "function" and isinstance(named, Mapping) else None
+    if choice != "required" and not isinstance(function, str):
+        raise InvalidRequestError(
+            f'tool_choice={choice!r:.80}: must be "none", "auto", "required" or '
+            '{"type": "function", "function": {"name": …}}'
+        )
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if function is not None and function not in names:
+        raise InvalidRequestError(f"tool_choice names the function {function!r}: must be one of tools, {names!r:.200}")
+    if not names:
+        raise InvalidRequestError('tool_choice="required": there are no tools to call; send tools')
+    known = format_of(template)
+    if known is None:
+        raise InvalidRequestError(
+            f"tool_choice={choice!r:.80}: a call cannot be forced, because it is not known how this chat template "
+            'writes calls; use "auto"'
+        )
+    return known.opening(function)

@@ -1,0 +1,205 @@
+"""`POST /v1/completions`: text or token ids in, their continuations out.
+
+Always true: choice c is sample c % n of prompt c // n; what a stream's chunks add up to is what the whole reply would
+have been.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.distributed.client.text_stream import TextDelta
+from rollout.errors import InvalidRequestError
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.server.bodies import body_of, documented_body, off_the_loop
+from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
+from rollout.server.errors import bad_request
+from rollout.server.openai import generation as calls
+from rollout.server.openai.logprobs import CompletionLogprobs, TokenTexts
+from rollout.server.openai.response_schema import Completion, described
+from rollout.server.openai.samples import finish_reason, prompt_columns, rollout, usage_of, whole
+from rollout.server.openai.schema import COMPLETION_MAX_TOKENS, CompletionRequest
+from rollout.server.serving import Serving, or_disconnected
+from rollout.server.sse import DONE, Chunks, EventStream
+
+
+def add_completion_routes(app: FastAPI, serving: Serving) -> None:
+    """Serve completions.
+
+    Args:
+        app: gets the route.
+        serving: the model and its limits.
+    """
+    texts = TokenTexts(serving.llm.tokenizer)
+    tokenizer = copy.deepcopy(serving.llm.tokenizer)
+    reader = None if tokenizer is None else PromptTokenizer(tokenizer, lambda: serving.llm.max_sequence_length)
+
+    @app.post(
+        "/v1/completions",
+        response_model=None,
+        responses=calls.ERRORS | described(Completion),
+        openapi_extra=documented_body(CompletionRequest),
+    )
+    async def create_completion(request: Request) -> Response:
+        """Continue one prompt or many."""
+        body = await body_of(serving, request, CompletionRequest)
+        calls.admit(serving, request, body, len(body.prompts))
+        size = len(await request.body())
+        asked = await off_the_loop(serving, request, size, partial(_asked, serving, body, reader))
+        reply = _Reply(serving, body, texts, asked)
+        if not body.stream:
+            return calls.json_reply(await reply.whole(request))
+        source = reply.chunks()
+        return EventStream(serving, await or_disconnected(request, anext(source)), source)
+
+
+def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None, stop: Stop) -> list[calls.Asked]:
+    """Each prompt's token ids, and how it is sampled."""
+    asked: list[calls.Asked] = []
+    # Checking them costs as much as they hold, and they are the same for most prompts.
+    checked: dict[int, SamplingParams] = {}
+    wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts: Sequence[str | list[int]] = body.prompts
+    for place, prompt in enumerate(prompts):
+        stop.check()
+        try:
+            ids = _token_ids(reader, prompt, stop)
+            max_tokens = calls.tokens_left(serving, ids, wanted)
+            if max_tokens not in checked:
+                checked[max_tokens] = _params(body, max_tokens)
+            asked.append((ids, checked[max_tokens]))
+        except InvalidRequestError as exc:
+            where = f"prompt {place} of {len(prompts)}: " if len(prompts) > 1 else ""
+            raise calls.refused(exc, body, where) from exc
+    return asked
+
+
+def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int], stop: Stop) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if reader is None:
+        raise bad_request("the model has no tokenizer: send token ids", param="prompt")
+    return reader.ids(prompt, "prompt", stop)
+
+
+def _params(body: CompletionRequest, max_tokens: int) -> SamplingParams:
+    of_prompt = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return body.sampling_params(
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=max((count for count in of_prompt if count is not None), default=None),
+    )
+
+
+class _Reply:
+    """One request's answer.
+
+    Args:
+        texts: the tokenizer's tokens.
+        asked: each prompt's token ids, and how it is sampled.
+    """
+
+    def __init__(self, serving: Serving, body: CompletionRequest, texts: TokenTexts, asked: list[calls.Asked]) -> None:
+        self._serving = serving
+        self._body = body
+        self._texts = texts
+        self._asked = asked
+        self._samples = body.n or 1
+        self._echoed_logprobs = bool(body.echo) and body.logprobs is not None
+
+    def _echo(self, prompt: int) -> str:
+        """The text that a choice of this prompt begins with."""
+        if not self._body.echo:
+            return ""
+        given = self._body.prompts[prompt]
+        if isinstance(given, str):
+            return given
+        tokenizer = self._serving.llm.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(given, skip_special_tokens=True))
+
+    def _ahead(self, choice: dict[str, Any], sample: DynamicInferenceRequest, logprobs: CompletionLogprobs) -> None:
+        """Put what is known of the prompt into a choice that begins, and has no columns yet."""
+        if self._body.prompt_logprobs is not None:
+            columns = prompt_columns(sample, self._body.prompt_logprobs)
+            choice["prompt_logprobs"] = CompletionLogprobs(self._texts).take(*columns)
+        if self._echoed_logprobs:
+            choice["logprobs"] = logprobs.take(*prompt_columns(sample, self._body.logprobs or 0))
+
+    # --- whole ------------------------------------------------------------------------------------------------------
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """The reply, once every sample has ended."""
+        head = calls.reply_head(self._serving, "text_completion", "cmpl")
+        groups = await calls.samples_of(self._serving, request, self._body, head["id"], self._asked)
+        version = self._serving.llm.policy_version
+        choices: list[dict[str, Any]] = []
+        for prompt, group in enumerate(groups):
+            choices += [self._whole_choice(prompt, sample, version) for sample in group]
+            await asyncio.sleep(0)
+        return head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
+
+    def _whole_choice(self, prompt: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        logprobs = CompletionLogprobs(self._texts)
+        choice: dict[str, Any] = {"index": prompt * self._samples + sample.sample_index, "text": "", "logprobs": None}
+        self._ahead(choice, sample, logprobs)
+        delta = whole(sample)
+        self._add(choice, delta, logprobs)
+        choice["text"] = self._echo(prompt) + delta.text
+        if self._body.wants_rollout:
+            choice["rollout"] = rollout(delta, version, sample.prompt_tokens)
+        return choice
+
+    def _add(self, choice: dict[str, Any], delta: TextDelta, logprobs: CompletionLogprobs) -> None:
+        if self._body.logprobs is not None:
+            columns = logprobs.take(delta.token_ids, delta.log_probs, delta.top_log_probs)
+            before = choice["logprobs"] or {}
+            choice["logprobs"] = {name: [*before.get(name, ()), *column] for name, column in columns.items()}
+        choice["finish_reason"] = finish_reason(delta)
+        choice["stop_reason"] = delta.stop_reason
+
+    # --- as a stream ------------------------------------------------------------------------------------------------
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The reply as events, `[DONE]` at the end.
+
+        Raises:
+            ApiError, RolloutError: there is no more, and no `[DONE]`.
+        """
+        body, serving = self._body, self._serving
+        head = calls.reply_head(serving, "text_completion", "cmpl")
+        chunks = Chunks(head, with_usage=body.wants_usage)
+        growing = body.prompt_logprobs is None and not self._echoed_logprobs
+        streams = await calls.begin(serving, body, self._asked, growing=growing)
+        begun: dict[int, CompletionLogprobs] = {}
+        async with aclosing(calls.deltas_of(serving, head["id"], streams, self._samples)) as deltas:
+            async for index, delta in deltas:
+                version = serving.llm.policy_version
+                choice: dict[str, Any] = {"index": index, "text": delta.text, "logprobs": None}
+                first = index not in begun
+                if first:
+                    begun[index] = CompletionLogprobs(self._texts)
+                    prompt = index // self._samples
+                    choice["text"] = self._echo(prompt) + delta.text
+                    if not growing:
+                        self._ahead(choice, streams[prompt].results[delta.sample_index], begun[index])
+                self._add(choice, delta, begun[index])
+                if body.wants_rollout:
+                    choice["rollout"] = rollout(
+                        delta, version, self._asked[index // self._samples][0] if first else None
+                    )
+                elif not (first or choice["text"] or body.logprobs is not None or delta.finish_reason):
+                    continue
+                yield chunks.choice(choice, version)
+        if body.wants_usage:
+            yield chunks.usage(usage_of([stream.results for stream in streams]), serving.llm.policy_version)
+        yield DONE

@@ -1,0 +1,227 @@
+"""From a checked body to groups in the engine, and back to whoever asked: what both endpoints do alike.
+
+Always true: of a request with many prompts all run or none; a client that goes away before its reply ends all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.distributed.client.text_stream import TextDelta
+from rollout.errors import InvalidRequestError
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.server.errors import ApiError, bad_request, documented
+from rollout.server.openai.samples import refuse_failed, whole
+from rollout.server.openai.schema import SamplingBody
+from rollout.server.serving import Serving, or_disconnected
+from rollout.server.sse import bursts, encode
+from rollout.state import FinishReason
+
+Group = list[DynamicInferenceRequest]
+Asked = tuple[list[int], SamplingParams]
+"""A prompt's token ids, and how it is sampled."""
+
+PROMPTS_AT_ONCE = 64
+"""Prompts that are begun before others have their turn."""
+
+ERRORS = documented(400, 401, 404, 408, 409, 413, 429, 500, 503)
+"""The `responses` of both routes, beside their 200."""
+
+_RESTARTED = "choice {}: its tokens were given up and it has begun afresh; forget what came, and send the request again"
+
+# What an error's message begins with, where it begins with a field: `messages[1].content`.
+_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
+
+
+def admit(serving: Serving, request: Request, body: SamplingBody, prompts: int) -> None:
+    """Whether the request may be served now. Raises: as `Serving.check_model` and `Serving.admit`."""
+    if body.model is not None:
+        serving.check_model(body.model)
+    samples = prompts * (body.n or 1)
+    serving.admit(request, samples, wait_while_suspended=body.wait_while_suspended is not False)
+
+
+def reply_head(serving: Serving, kind: str, prefix: str) -> dict[str, Any]:
+    """The fields that a reply and each of its chunks begin with."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": serving.model_name,
+    }
+
+
+def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
+    """`max_tokens`, cut to the room there is. At least 1 unless 0 was asked for: a full prompt is the engine's refusal.
+
+    Raises:
+        InvalidRequestError: there is not even room for the prompt; said here, before the engine looks at every token.
+    """
+    longest = serving.llm.max_sequence_length
+    if len(prompt) > longest:
+        raise InvalidRequestError(
+            f"a prompt of {len(prompt)} tokens leaves no room within max_sequence_length={longest}; shorten it or raise "
+            "max_sequence_length"
+        )
+    room: int = max(1, longest - len(prompt))
+    return room if asked is None else min(asked, room)
+
+
+def refused(exc: InvalidRequestError, body: SamplingBody, where: str = "") -> ApiError:
+    """400, with the field that the message begins with; where it names none, that of the prompt.
+
+    Args:
+        where: said before the message.
+    """
+    named = _FIELD.match(str(exc))
+    known = named is not None and named[1] in type(body).model_fields
+    return bad_request(f"{where}{exc}", param=named[0] if known and named else body.prompt_field)
+
+
+# --- into the engine, and out of it -----------------------------------------------------------------------------------
+
+
+class WholeStream:
+    """A group read as a stream that has nothing until all is there; a whole reply, and what is known only at the end.
+
+    Args:
+        pending: as `AsyncLLM.submit` gives it.
+    """
+
+    def __init__(self, pending: Any) -> None:
+        self.request_id: int = pending.request_id
+        self.results: Group = []
+        self._pending = pending
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """One delta per sample."""
+        self.results = await self._pending
+        for sample in self.results:
+            yield whole(sample)
+
+    def take_waiting(self) -> list[TextDelta]:
+        """Nothing waits."""
+        return []
+
+    async def aclose(self) -> None:
+        """End the group, if it has not ended."""
+        if not self.results:
+            self._pending.abort()
+
+
+async def begin(serving: Serving, body: SamplingBody, asked: Sequence[Asked], *, growing: bool) -> list[Any]:
+    """Every prompt's stream, or none.
+
+    Args:
+        growing: deltas come as there are tokens; else with the end.
+
+    Raises:
+        ApiError: 400, a prompt can never be served; nothing is computed.
+        RolloutError: no request is served any more.
+    """
+    options: dict[str, Any] = {"priority": body.priority or 0, "timeout_s": serving.time_limit(body.timeout_s)}
+    streams: list[Any] = []
+    try:
+        for prompt, params in asked:
+            if len(streams) % PROMPTS_AT_ONCE == PROMPTS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            if growing:
+                streams.append(serving.llm.stream(prompt, params, interval=serving.config.stream_interval, **options))
+            else:
+                streams.append(WholeStream(serving.llm.submit(prompt, params, **options)))
+    except InvalidRequestError as exc:
+        await _close(streams)
+        where = f"prompt {len(streams)} of {len(asked)}: " if len(asked) > 1 else ""
+        raise refused(exc, body, where) from exc
+    except BaseException:
+        await _close(streams)
+        raise
+    return streams
+
+
+async def samples_of(
+    serving: Serving, request: Request, body: SamplingBody, reply_id: str, asked: Sequence[Asked]
+) -> list[Group]:
+    """Each prompt's finished samples.
+
+    Raises:
+        ClientGoneError: nobody waits for them any more.
+        ApiError: 400, a prompt can never be served; 500, a sample failed.
+        RolloutError: why one ended without samples.
+    """
+
+    async def computed() -> list[Group]:
+        streams = await begin(serving, body, asked, growing=False)
+        with serving.computing(reply_id, [stream.request_id for stream in streams]):
+            await _read(streams)
+        return _counted(serving, streams)
+
+    return await or_disconnected(request, computed())
+
+
+async def _read(streams: Sequence[WholeStream]) -> None:
+    try:
+        for stream in streams:
+            async for _ in stream:
+                pass
+    except BaseException:
+        await _close(streams)
+        raise
+
+
+def _counted(serving: Serving, streams: Sequence[Any]) -> list[Group]:
+    """The results of streams that have ended, none of them failed."""
+    groups: list[Group] = [stream.results for stream in streams]
+    for position, group in enumerate(groups):
+        serving.counters.finished(group)
+        for sample in group:
+            refuse_failed(sample.finish_reason, sample.error, position * len(group) + sample.sample_index)
+    return groups
+
+
+async def _close(streams: Sequence[Any]) -> None:
+    for stream in streams:
+        await stream.aclose()
+
+
+async def deltas_of(
+    serving: Serving, reply_id: str, streams: Sequence[Any], samples: int
+) -> AsyncGenerator[tuple[int, TextDelta]]:
+    """(which choice, what is new of it), until all have ended.
+
+    Args:
+        samples: per prompt. Choice c is sample c % samples of prompt c // samples.
+
+    Raises:
+        ApiError: a sample failed, or has begun afresh when something of it was already given.
+        RolloutError: why one ended without samples.
+    """
+    begun: set[int] = set()
+    with serving.computing(reply_id, [stream.request_id for stream in streams]):
+        async with aclosing(bursts(streams)) as together:
+            async for burst in together:
+                for prompt, delta in burst:
+                    choice = prompt * samples + delta.sample_index
+                    if delta.finish_reason == FinishReason.ABORT:
+                        continue  # the stream itself says why
+                    refuse_failed(delta.finish_reason, delta.error, choice)
+                    if delta.restarted and choice in begun:
+                        raise ApiError(503, _RESTARTED.format(choice), code="restarted")
+                    begun.add(choice)
+                    yield choice, delta
+    _counted(serving, streams)
+
+
+def json_reply(value: Any) -> Response:
+    """A reply as JSON."""
+    return Response(encode(value), media_type="application/json")

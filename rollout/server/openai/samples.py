@@ -1,0 +1,149 @@
+"""What a reply says of a sample, whole or piece by piece: its ids, log-probs and versions, how it ended, what it cost.
+
+Always true: a whole sample is one `TextDelta`, so that a reply and a stream are written by the same code; a sample that
+failed is an error of its whole request, never a short answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollout.distributed.client.text_stream import TextDelta
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.server.errors import ApiError
+from rollout.state import FinishReason
+
+# `stale`: `max_staleness` with the policy `partial` cut it where it stood, as a length does.
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length"}
+
+
+def whole(request: DynamicInferenceRequest) -> TextDelta:
+    """A finished sample as the one delta of it."""
+    versions = request.policy_versions[len(request.prompt_tokens) :].tolist()
+    return TextDelta(
+        sample_index=request.sample_index,
+        text=request.generated_text or "",
+        token_ids=request.generated_tokens,
+        log_probs=request.generated_log_probs,
+        policy_versions=versions,
+        top_log_probs=request.generated_top_n_logprobs if request.sampling_params.logprobs else None,
+        finish_reason=None if request.finish_reason is None else request.finish_reason.value,
+        stop_reason=request.stop_reason,
+        error=request.error,
+    )
+
+
+def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
+    """Deltas that waited together, one per sample, the samples in the order they first appear."""
+    if len(deltas) == 1:
+        return list(deltas)
+    waiting: dict[int, list[TextDelta]] = {}
+    for delta in deltas:
+        pieces = waiting.setdefault(delta.sample_index, [])
+        if delta.restarted:
+            pieces.clear()
+        pieces.append(delta)
+    return [pieces[0] if len(pieces) == 1 else _joined(pieces) for pieces in waiting.values()]
+
+
+def _joined(pieces: list[TextDelta]) -> TextDelta:
+    last = pieces[-1]
+    top = None if last.top_log_probs is None else [row for each in pieces for row in each.top_log_probs or ()]
+    return TextDelta(
+        last.sample_index,
+        "".join([each.text for each in pieces]),
+        [token for each in pieces for token in each.token_ids],
+        [log_prob for each in pieces for log_prob in each.log_probs],
+        [version for each in pieces for version in each.policy_versions],
+        top,
+        pieces[0].restarted,
+        last.finish_reason,
+        last.stop_reason,
+        last.error,
+    )
+
+
+def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:
+    """Pass what goes on, and what has ended with a result.
+
+    Args:
+        index: of the choice.
+
+    Raises:
+        ApiError: 500 with the code `sample_failed`, or 409 where it was aborted; names the choice and the cause.
+    """
+    if finish_reason is None or (finish_reason in _FINISH_REASONS and not error):
+        return
+    if finish_reason == FinishReason.ABORT:
+        raise ApiError(409, f"choice {index} was aborted", code="aborted")
+    raise ApiError(500, f"choice {index} failed: {error or finish_reason}", code="sample_failed")
+
+
+def finish_reason(delta: TextDelta) -> str | None:
+    """OpenAI's word for how the sample ended; None while it has not."""
+    return None if delta.finish_reason is None else _FINISH_REASONS[FinishReason(delta.finish_reason)]
+
+
+def rollout(delta: TextDelta, policy_version: int, prompt_token_ids: list[int] | None = None) -> dict[str, Any]:
+    """Our `rollout` object.
+
+    Args:
+        policy_version: the present one, which staleness is measured against.
+        prompt_token_ids: where they are to be in it.
+    """
+    ahead: dict[str, Any] = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
+    return ahead | tokens(delta, policy_version) | ending(delta)
+
+
+def tokens(delta: TextDelta, policy_version: int) -> dict[str, Any]:
+    """What it says of the tokens."""
+    return {
+        "token_ids": delta.token_ids,
+        "log_probs": delta.log_probs,
+        "policy_versions": delta.policy_versions,
+        "policy_staleness": [max(0, policy_version - version) for version in delta.policy_versions],
+    }
+
+
+def ending(delta: TextDelta) -> dict[str, Any]:
+    """What it says of the end: the engine's own word, once there is one."""
+    return {} if delta.finish_reason is None else {"finish_reason": delta.finish_reason}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's `usage`. A prompt counts once, however many samples it has."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, Any]:
+    """`usage` of finished groups. Cached tokens are those of a group's first sample: the others share its prompt."""
+    finished = list(groups)
+    return usage(
+        sum(len(group[0].prompt_tokens) for group in finished),
+        sum(request.generated_length for group in finished for request in group),
+        sum(group[0].num_cached_tokens for group in finished),
+    )
+
+
+def prompt_columns(
+    request: DynamicInferenceRequest, top: int
+) -> tuple[list[int], list[float | None], list[list[tuple[int, float]]]]:
+    """Token ids, log-probs and likeliest tokens of a finished sample's prompt; the first token has none.
+
+    Args:
+        top: how many of the likeliest there are to be.
+    """
+    rows = request.prompt_top_n_logprobs or [[] for _ in request.prompt_tokens[1:]]
+    return request.prompt_tokens, [None, *(request.prompt_log_probs or ())], [[], *(row[:top] for row in rows)]

@@ -1,0 +1,1 @@
+"""Event loop on a thread, deferred Ctrl-C, fair lock."""

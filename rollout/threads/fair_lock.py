@@ -1,0 +1,58 @@
+"""A reentrant lock that a loop cannot keep for itself.
+
+With a plain lock, a thread that releases it and takes it again at once (a loop of steps) nearly always wins, and another
+thread's `pause` waits for thousands of steps. Here whoever waits is next.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from rollout.threads.interrupts import interrupt_deferred
+
+
+class FairLock:
+    """Reentrant; a waiting thread gets it as soon as its holder has let go, before the holder can take it again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another thread waits for it; for its holder, who may do something first and let go then."""
+        return self._next.locked()
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return
+        try:
+            with interrupt_deferred():
+                # Held by the one who waits for the lock: its last holder queues here behind it.
+                with self._next:
+                    self._lock.acquire()
+                self._owner = me
+                self._depth = 1
+        except BaseException:
+            if self._owner == me:
+                self._release()
+            raise
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        with interrupt_deferred():
+            self._release()
+
+    def _release(self) -> None:
+        self._depth = 0
+        self._owner = None
+        self._lock.release()

@@ -1,0 +1,59 @@
+"""Who runs requests to their end: one thread at a time; the others wait, in order of arrival.
+
+Two threads that step one engine would take each other's results. Always true: a turn ends with the block it was taken for,
+however that ends, and whoever waits can be interrupted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollout.errors import DeadlineError
+from rollout.threads.interrupts import interrupt_deferred
+
+
+class Turns:
+    """Of one engine."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: list[object] = []
+        self._holder: threading.Thread | None = None
+
+    @contextmanager
+    def taken(self, timeout_s: float | None = None) -> Iterator[None]:
+        """A block that no other thread is in; nesting is free.
+
+        Args:
+            timeout_s: to wait for those who came before; None: until they have ended.
+
+        Raises:
+            DeadlineError: they have not.
+        """
+        me, ticket = threading.current_thread(), object()
+        if self._holder is me:
+            yield
+            return
+        try:
+            with self._changed:
+                self._queue.append(ticket)
+                if not self._changed.wait_for(lambda: self._queue[0] is ticket, timeout_s):
+                    raise DeadlineError(
+                        f"thread {me.name!r} waited {timeout_s} s for thread {self._name()!r}, which generates with the "
+                        "same engine; nothing of this call was queued"
+                    )
+            self._holder = me
+            yield
+        finally:
+            with interrupt_deferred(), self._changed:
+                if self._holder is me:
+                    self._holder = None
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
+                self._changed.notify_all()
+
+    def _name(self) -> str:
+        holder = self._holder
+        return "?" if holder is None else holder.name

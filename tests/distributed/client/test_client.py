@@ -1,0 +1,625 @@
+"""The asyncio client against a coordinator made of a ROUTER socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.distributed.client import client as client_module
+from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.client.futures import Delta
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Barrier,
+    BarrierDone,
+    Connect,
+    Control,
+    ControlDone,
+    Disconnect,
+    Heartbeat,
+    Message,
+    Refused,
+    RequestFailed,
+    Shutdown,
+    Status,
+    StatusQuery,
+    Stretch,
+    Submit,
+    Update,
+)
+from rollout.distributed.protocol.outcome import Outcome, pack
+from rollout.errors import (
+    ConfigError,
+    ConnectionLostError,
+    ControlError,
+    DeadlineError,
+    InvalidRequestError,
+    RequestAbortedError,
+)
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.state import CoordinatorState
+from tests.distributed.fake_coordinator import FakeCoordinator, welcome
+from tests.distributed.transport.test_dealer import asynchronous, heard
+
+PROMPT = [3, 1, 4]
+
+
+def ended(made: int) -> bytes:
+    return pack(
+        Outcome("length", None, None, 0, [0, len(PROMPT) + made], [0, len(PROMPT) + made - 1], [0.1] * (made - 1),
+                0.1, 0.2, 0, None, None, 256, 1)
+    )  # fmt: skip
+
+
+def part(request_id: int, samples: int, start: int, tokens: list[int], *, last: bool, version: int = 0) -> Update:
+    """The same new tokens of every sample."""
+    return Update(
+        [
+            Stretch(
+                request_id,
+                0,
+                list(range(samples)),
+                [start] * samples,
+                [len(tokens)] * samples,
+                np.array(tokens * samples, "<i4").tobytes(),
+                np.full(len(tokens) * samples, -0.5, "<f4").tobytes(),
+                [[version, version, len(tokens)] if tokens else [version]] * samples,
+                outcomes=[ended(start + len(tokens))] * samples if last else None,
+            )
+        ]
+    )
+
+
+def generous(fake: FakeCoordinator, peer: bytes, message: Message) -> None:
+    """Grants everything, in one word or, to those who want to see it grow, in several."""
+    if isinstance(message, Submit):
+        if isinstance(message.prompt, str):
+            fake.say(peer, Accepted(message.request_id, np.array(PROMPT, "<i4").tobytes()))
+        tokens = [10, 11, 12, 13]
+        step = message.interval or len(tokens)
+        for start in range(0, len(tokens), step):
+            new = tokens[start : start + step]
+            fake.say(peer, part(message.request_id, message.n, start, new, last=start + step >= len(tokens)))
+    elif isinstance(message, Abort):
+        fake.say(peer, RequestFailed(message.request_id, "RequestAbortedError", "somebody aborted it"))
+    elif isinstance(message, Control):
+        fake.say(peer, ControlDone(message.call_id))
+    elif isinstance(message, StatusQuery):
+        fake.say(peer, Status(message.call_id, {"ranks": 2}))
+    elif isinstance(message, Barrier):
+        fake.say(peer, BarrierDone(message.index))
+
+
+def only(*kinds: type[Message]):
+    """Like `generous`, but deaf to anything else."""
+
+    def answer(fake: FakeCoordinator, peer: bytes, message: Message) -> None:
+        if isinstance(message, kinds):
+            generous(fake, peer, message)
+
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def connected(answer: Any = generous, **options: Any):
+    with FakeCoordinator(answer) as fake:
+        async with InferenceClient(fake.address, **options) as client:
+            assert isinstance((await heard(fake))[2], Connect)
+            yield client, fake
+
+
+# --- the handshake ----------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_start_shakes_hands_once_and_knows_how_things_stand():
+    with FakeCoordinator(greet=False, answer=lambda fake, peer, _: fake.say(
+        peer, welcome(instance="life-7", state="paused", policy_version=5, next_barrier=3)
+    )) as fake:  # fmt: skip
+        client = InferenceClient(fake.address, name="trainer", member=3)
+        assert (client.connected, client.state, client.policy_version, client.instance) == (False, None, None, None)
+        await client.start()
+        await client.start()
+        assert client.connected
+        assert client.lost is None
+        assert (client.state, client.policy_version) == (CoordinatorState.PAUSED, 5)
+        assert (client.instance, client.next_barrier) == ("life-7", 3)
+        await client.stop()
+        assert (await heard(fake))[2] == Connect(PROTOCOL_VERSION, "trainer", 3)
+        assert isinstance((await heard(fake))[2], Disconnect)
+        assert len(fake.peers) == 1
+
+
+@asynchronous
+async def test_nobody_at_the_address_is_a_deadline_that_names_it_and_may_be_tried_again():
+    with FakeCoordinator(greet=False) as fake:
+        client = InferenceClient(fake.address)
+        with pytest.raises(DeadlineError, match=f"no coordinator answered at {fake.address} within timeout_s=0.05"):
+            await client.start(timeout_s=0.05)
+        fake._greet = True
+        await client.start()
+        assert client.connected
+        await client.stop()
+
+
+@asynchronous
+async def test_a_cancelled_start_leaves_the_client_as_it_was():
+    with FakeCoordinator(greet=False) as fake:
+        client = InferenceClient(fake.address)
+        starting = asyncio.create_task(client.start())
+        await heard(fake)
+        with pytest.raises(RuntimeError, match="while another"):
+            await client.start()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert isinstance((await heard(fake))[2], Disconnect)
+        assert not client.connected
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (Status(0, {}), "Status arrived where ConnectAck must"),
+        (welcome(protocol_version=PROTOCOL_VERSION + 1), "upgrade the client"),
+        (welcome(protocol_version=PROTOCOL_VERSION - 1), "upgrade the coordinator"),
+        (Refused("version", "upgrade whatever", over=True), "upgrade whatever"),
+    ],
+)
+@asynchronous
+async def test_any_other_reply_to_the_handshake_is_rejected_by_name(reply, words):
+    with FakeCoordinator(lambda fake, peer, message: fake.say(peer, reply), greet=False) as fake:
+        client = InferenceClient(fake.address)
+        with pytest.raises(ConnectionLostError, match=words):
+            await client.start()
+        assert not client.connected
+        with pytest.raises(ConnectionLostError, match="build another client"):
+            await client.start()
+
+
+@asynchronous
+async def test_calls_before_start_say_so():
+    client = InferenceClient("tcp://127.0.0.1:1")
+    with pytest.raises(ConnectionLostError, match=r"await start\(\) first"):
+        client.add_request(PROMPT)
+    with pytest.raises(ConfigError, match="must be tcp://host:port"):
+        await InferenceClient("here").start()
+    with pytest.raises(ConfigError, match="at most 256 characters"):
+        InferenceClient("tcp://127.0.0.1:1", name="n" * 257)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_many_futures_all_complete():
+    async with connected() as (client, _):
+        futures = [client.add_request(PROMPT, SamplingParams(n=3)) for _ in range(200)]
+        results = await asyncio.gather(*futures)
+    assert [len(result) for result in results] == [3] * 200
+    assert [result[0].request_id for result in results] == list(range(200))
+    for request in results[7]:
+        assert isinstance(request, DynamicInferenceRequest)
+        assert request.succeeded()
+        assert (request.prompt_tokens, request.generated_tokens) == (PROMPT, [10, 11, 12, 13])
+
+
+@asynchronous
+async def test_results_are_plain_dicts_where_nothing_is_to_be_deserialized():
+    async with connected(deserialize=False) as (client, _):
+        result = await client.add_request("three", SamplingParams(n=2))
+        assert len(result) == 2
+        assert [type(each) for each in result] == [dict, dict]
+        (second,) = result[1:]
+        request = DynamicInferenceRequest.deserialize(second)
+        assert (request.sample_index, request.prompt, request.prompt_tokens) == (1, "three", PROMPT)
+        stream = client.add_request_streaming(PROMPT)
+        assert [delta async for delta in stream]
+        assert type(stream.result[0]) is dict
+
+
+@asynchronous
+async def test_a_request_that_can_never_be_served_raises_at_once():
+    async with connected() as (client, _):
+        with pytest.raises(InvalidRequestError, match="prompt token -1"):
+            client.add_request([-1])
+        with pytest.raises(InvalidRequestError, match="interval=-1"):
+            client.add_request_streaming(PROMPT, interval=-1)
+        assert await client.add_request(PROMPT)
+
+
+@pytest.mark.parametrize("unknown", ["intervals", "wanted"])
+@asynchronous
+async def test_an_option_that_no_request_has_is_named(unknown):
+    async with connected() as (client, _):
+        for ask in (client.add_request, client.add_request_streaming):
+            with pytest.raises(TypeError, match=f"'{unknown}'"):
+                ask(PROMPT, **{unknown: 1})
+        with pytest.raises(TypeError, match="'intervals'"):
+            client.open_group(PROMPT, intervals=1)
+
+
+@asynchronous
+async def test_an_aborted_request_fails_by_name_whether_given_as_future_stream_or_id():
+    async with connected(only(Abort)) as (client, _):
+        future, other, stream = (
+            client.add_request(PROMPT),
+            client.add_request(PROMPT),
+            client.add_request_streaming(PROMPT),
+        )
+        assert client.abort_request(future)
+        assert client.abort_request(other.group.request_id)
+        assert client.abort_request(stream)
+        assert not client.abort_request(99)
+        for each in (future, other):
+            with pytest.raises(RequestAbortedError, match="somebody aborted it"):
+                await each
+        with pytest.raises(RequestAbortedError):
+            [delta async for delta in stream]
+        with pytest.raises(RequestAbortedError):
+            _ = stream.result
+
+
+@asynchronous
+async def test_cancelling_a_future_aborts_its_request_and_the_late_reply_is_dropped():
+    async with connected(only(Abort)) as (client, fake):
+        future = client.add_request(PROMPT)
+        assert future.cancel()
+        assert not future.cancel()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.add_request(PROMPT), 0.01)
+        messages = [(await heard(fake))[2] for _ in range(4)]
+        assert messages[1::2] == [Abort(0), Abort(1)]
+        fake._answer = generous
+        assert await client.add_request(PROMPT)
+        assert client._session.open_groups == []
+
+
+@asynchronous
+async def test_a_reply_wakes_its_waiter_in_the_same_turn_as_it_arrives():
+    async with connected() as (client, _):
+        loop, order = asyncio.get_running_loop(), []
+        future = client.add_request(PROMPT)
+        end = future.group.on_done
+
+        def arrive(group):
+            end(group)
+            order.append("arrived")
+            loop.call_soon(loop.call_soon, order.append, "later")
+
+        future.group.on_done = arrive
+        await future
+        order.append("awake")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == ["arrived", "awake", "later"]
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_a_streams_deltas_joined_are_its_result():
+    async with connected() as (client, fake):
+        stream = client.add_request_streaming(PROMPT, SamplingParams(n=2))
+        with pytest.raises(RuntimeError, match="of n=2 samples 2 have not ended"):
+            _ = stream.result
+        deltas = [delta async for delta in stream]
+        assert (await heard(fake))[2].interval == 1
+        for request in stream.result:
+            mine = [delta for delta in deltas if delta.sample_index == request.sample_index]
+            assert len(mine) == 4
+            assert [token for delta in mine for token in delta.token_ids] == request.generated_tokens
+            assert [value for delta in mine for value in delta.log_probs] == request.generated_log_probs
+            assert [value for delta in mine for value in delta.policy_versions] == [0, 0, 0, 0]
+            assert not any(delta.restarted for delta in mine)
+        assert [delta async for delta in stream] == []
+
+
+@asynchronous
+async def test_the_interval_is_asked_for_and_deltas_come_in_such_pieces():
+    async with connected() as (client, fake):
+        stream = client.add_request_streaming(PROMPT, interval=3)
+        assert [delta.token_ids async for delta in stream] == [[10, 11, 12], [13]]
+        assert (await heard(fake))[2].interval == 3
+
+
+@asynchronous
+async def test_a_sample_that_starts_afresh_says_so():
+    async with connected(only()) as (client, fake):
+        stream = client.add_request_streaming(PROMPT)
+        await heard(fake)
+        peer = fake.peers[0]
+        fake.say(peer, part(0, 1, 0, [1, 2], last=False), part(0, 1, 0, [], last=False, version=1))
+        fake.say(peer, part(0, 1, 0, [5], last=False, version=1), part(0, 1, 1, [6], last=True, version=1))
+        deltas = [delta async for delta in stream]
+        assert deltas == [
+            Delta(0, [1, 2], [-0.5, -0.5], [0, 0], False),
+            Delta(0, [], [], [], True),
+            Delta(0, [5], [-0.5], [1], False),
+            Delta(0, [6], [-0.5], [1], False),
+        ]
+        assert stream.result[0].generated_tokens == [5, 6]
+
+
+@asynchronous
+async def test_news_of_an_unknown_request_are_dropped():
+    async with connected() as (client, fake):
+        fake.say(
+            fake.peers[0], part(99, 1, 0, [1], last=True), RequestFailed(98, "RankLostError", "?"), Accepted(97, b"")
+        )
+        assert await client.add_request(PROMPT)
+
+
+@asynchronous
+async def test_closing_a_stream_ends_the_iteration_and_aborts():
+    async with connected(only()) as (client, fake):
+        stream = client.add_request_streaming(PROMPT)
+        await heard(fake)
+
+        async def read():
+            return [delta async for delta in stream]
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        await stream.aclose()
+        await stream.aclose()
+        assert await reading == []
+        assert (await heard(fake))[2] == Abort(0)
+
+
+@pytest.mark.parametrize("leave", ["break", "raise", "cancel"])
+@asynchronous
+async def test_leaving_the_loop_over_a_stream_aborts(leave):
+    async with connected(only()) as (client, fake):
+        stream = client.add_request_streaming(PROMPT)
+        await heard(fake)
+        fake.say(fake.peers[0], part(0, 1, 0, [1], last=False))
+
+        async def read():
+            async for _ in stream:
+                if leave == "break":
+                    break
+                if leave == "raise":
+                    raise KeyError
+
+        reading = asyncio.create_task(read())
+        if leave == "cancel":
+            await asyncio.sleep(0.05)
+            reading.cancel()
+        await asyncio.wait((reading,))
+        assert reading.cancelled() == (leave == "cancel")
+        assert leave == "cancel" or (reading.exception() is not None) == (leave == "raise")
+        # The exception's traceback holds the iterator.
+        del reading
+        gc.collect()
+        assert (await heard(fake))[2] == Abort(0)
+
+
+@asynchronous
+async def test_a_stream_read_to_its_end_aborts_nothing():
+    async with connected() as (client, fake):
+        assert [delta async for delta in client.add_request_streaming(PROMPT)]
+        await client.status()
+        assert [type((await heard(fake))[2]) for _ in range(2)] == [Submit, StatusQuery]
+
+
+# --- control ----------------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_control_calls_are_done_when_the_coordinator_says_so():
+    async with connected() as (client, fake):
+        await client.pause_engines()
+        assert client.state is CoordinatorState.PAUSED
+        await client.suspend_engines("offload", timeout_s=3.0)
+        assert client.state is CoordinatorState.SUSPENDED
+        await client.pause_engines()
+        assert client.state is CoordinatorState.SUSPENDED
+        await client.set_policy_version(4)
+        assert client.policy_version == 4
+        await client.resume_engines()
+        assert client.state is CoordinatorState.PAUSED
+        await client.unpause_engines()
+        assert client.state is CoordinatorState.RUNNING
+        assert client.next_barrier == 0
+        await client.barrier(2)
+        assert client.next_barrier == 3
+        assert await client.status() == {"ranks": 2}
+        await client.stop_engines()
+        calls = [(await heard(fake))[2] for _ in range(9)]
+        assert [(c.signal, c.argument) for c in calls if isinstance(c, Control)] == [
+            ("pause", None), ("suspend", "offload"), ("pause", None), ("set_version", 4), ("resume", None),
+            ("unpause", None), ("stop", None),
+        ]  # fmt: skip
+        assert calls[0].timeout_s == client_module.CONTROL_TIMEOUT_S
+        assert calls[1].timeout_s == 3.0
+        client.shutdown_coordinator()
+        assert (await heard(fake))[2] == Shutdown()
+
+
+@asynchronous
+async def test_a_control_call_that_fails_raises_what_was_named():
+    def refuse(fake, peer, message):
+        if isinstance(message, Control):
+            fake.say(peer, ControlDone(message.call_id, "ControlError", "rank3 has not paused", ["rank3"]))
+
+    async with connected(refuse) as (client, _):
+        with pytest.raises(ControlError, match="rank3 has not paused") as caught:
+            await client.pause_engines()
+        assert caught.value.engines == ("rank3",)
+        assert client.state is CoordinatorState.RUNNING
+        with pytest.raises(ControlError):
+            await client.set_policy_version(9)
+        assert client.policy_version == 0
+
+
+@asynchronous
+async def test_wrong_arguments_of_control_calls_are_refused_here():
+    async with connected() as (client, fake):
+        for call, words in (
+            (client.suspend_engines("sideways"), "mode='sideways'"),
+            (client.set_policy_version(-1), "version=-1"),
+            (client.set_policy_version(True), "version=True"),
+            (client.barrier(1.0), "index=1.0"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                await call
+        assert fake.heard.empty()
+
+
+@asynchronous
+async def test_a_coordinator_that_does_not_answer_a_call_is_a_deadline(monkeypatch):
+    monkeypatch.setattr(client_module, "ANSWER_MARGIN_S", 0.05)
+    async with connected(only(Submit)) as (client, fake):
+        for call in (client.pause_engines(timeout_s=0.01), client.status(0.01), client.barrier(1, timeout_s=0.01)):
+            with pytest.raises(DeadlineError, match=f"no answer from the coordinator at {fake.address}"):
+                await call
+        assert (client._session._calls, client._session._barriers) == ({}, {})
+        assert await client.add_request(PROMPT)
+
+
+@asynchronous
+async def test_calls_at_the_same_time_get_their_own_answers():
+    async with connected() as (client, _):
+        await asyncio.gather(*(client.barrier(index) for index in range(20)), client.pause_engines(), client.status())
+        assert client.state is CoordinatorState.PAUSED
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+async def every_call(client: InferenceClient):
+    for call in (
+        lambda: client.add_request(PROMPT),
+        lambda: client.add_request_streaming(PROMPT),
+        lambda: client.abort_request(0),
+        client.shutdown_coordinator,
+    ):
+        with pytest.raises(ConnectionLostError):
+            call()
+    for call in (client.pause_engines, client.status, client.start, lambda: client.barrier(1)):
+        with pytest.raises(ConnectionLostError):
+            await call()
+
+
+@asynchronous
+async def test_stop_fails_what_is_open_by_name_and_is_harmless_when_repeated():
+    async with connected(only()) as (client, fake):
+        future, stream = client.add_request(PROMPT), client.add_request_streaming(PROMPT)
+        waiting = asyncio.create_task(client.status())
+        await asyncio.sleep(0)
+        await client.stop()
+        await client.stop()
+        assert not future.cancelled()
+        for ending in (future, waiting):
+            with pytest.raises(ConnectionLostError, match="'client' was stopped"):
+                await ending
+        with pytest.raises(ConnectionLostError, match="'client' was stopped"):
+            [delta async for delta in stream]
+        assert not client.connected
+        assert "was stopped" in str(client.lost)
+        await every_call(client)
+        while not isinstance((await heard(fake))[2], Disconnect):
+            pass
+
+
+@pytest.mark.parametrize("farewell", [Disconnect("shutdown"), Refused("unknown_peer", "who", over=True)])
+@asynchronous
+async def test_when_the_coordinator_leaves_everything_fails_at_once(farewell):
+    async with connected(only()) as (client, fake):
+        future = client.add_request(PROMPT)
+        await heard(fake)
+        fake.say(fake.peers[0], part(0, 1, 0, [7], last=False), farewell)
+        with pytest.raises(ConnectionLostError, match=r"request 0: .*(shutdown|unknown_peer)"):
+            await future
+        assert future.group.known()[0].counts == [1]
+        await every_call(client)
+
+
+@asynchronous
+async def test_what_contradicts_the_record_ends_the_connection():
+    async with connected(only()) as (client, fake):
+        future = client.add_request(PROMPT)
+        await heard(fake)
+        fake.say(fake.peers[0], part(0, 1, 5, [7], last=False))
+        with pytest.raises(ConnectionLostError, match="tokens from 5 on arrived where 0 are known"):
+            await future
+
+
+@asynchronous
+async def test_a_silent_coordinator_counts_as_dead_after_the_timeout_it_told():
+    def short(fake, peer, message):
+        if isinstance(message, Connect):
+            fake.say(peer, welcome(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2))
+
+    with FakeCoordinator(short, greet=False) as fake:
+        client = InferenceClient(fake.address)
+        await client.start()
+        future = client.add_request(PROMPT)
+        with pytest.raises(ConnectionLostError, match=r"nothing was heard from the coordinator for 0\.2 s"):
+            await future
+        assert fake.heartbeats >= 1
+        await every_call(client)
+
+
+@asynchronous
+async def test_a_group_goes_on_at_another_coordinator_from_what_is_known():
+    async with connected(only()) as (client, fake):
+        future = client.add_request(PROMPT, SamplingParams(n=2))
+        await heard(fake)
+        fake.say(fake.peers[0], part(0, 2, 0, [10], last=False), Disconnect("gone"))
+        with pytest.raises(ConnectionLostError):
+            await future
+    async with connected(only()) as (other, fake):
+        again = other.add_request(PROMPT, SamplingParams(n=2), known=future.group.known())
+        submit = (await heard(fake))[2]
+        assert [each.counts for each in submit.known] == [[1, 1]]
+        fake.say(fake.peers[0], Heartbeat(), part(0, 2, 1, [11], last=True))
+        assert [each.generated_tokens for each in await again] == [[10, 11], [10, 11]]
+
+
+@asynchronous
+async def test_a_group_may_be_opened_for_whoever_listens_to_it_himself():
+    async with connected(only()) as (client, fake):
+        told = []
+        group = client.open_group(PROMPT, SamplingParams(n=3), wanted={1}, interval=2)
+        group.on_update = lambda group, stretch: told.append(stretch.counts)
+        group.on_done = told.append
+        submit = (await heard(fake))[2]
+        assert (submit.wanted, submit.interval) == ([1], 2)
+        await client.stop()
+        assert told == [group]
+
+
+@asynchronous
+async def test_a_frame_that_the_coordinator_cannot_take_ends_the_session_and_nothing_waits_for_ever():
+    async with connected() as (client, fake):
+        future = client.add_request(PROMPT)
+        fake.say(fake.peers[0], Refused("malformed", "that frame was odd", over=False))
+        with pytest.raises(ConnectionLostError, match="that frame was odd"):
+            await future
+        assert client.lost is not None
+        assert client.lost.final
+
+
+@asynchronous
+async def test_an_idle_client_does_not_wake():
+    """A client of another system polls its socket every 5 ms."""
+    async with connected() as (client, _):
+        await client.status()
+        turns = []
+        settle = client._dealer._settle
+        client._dealer._settle = lambda: turns.append(time.monotonic()) or settle()
+        await asyncio.sleep(0.2)
+        assert turns == []
+        del client._dealer._settle

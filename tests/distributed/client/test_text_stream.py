@@ -1,0 +1,515 @@
+"""What a stream shows of a sample is, joined, the text that the sample ends with, however its tokens arrive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.distributed.client.group import OpenGroup
+from rollout.distributed.client.text_stream import GroupText, TextDelta
+from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Message, Progress, RegisterAck, Stretch
+from rollout.distributed.protocol.outcome import Outcome, pack, pack_top_n
+from rollout.distributed.worker.engine_adapter import SeamOfEngine
+from rollout.distributed.worker.session import RankSession
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.requests.detokenizer import WINDOW, CompletionText
+from rollout.sampling_params import SamplingParams
+from rollout.state import StalenessPolicy
+from tests.engines import at_random, make_engine
+from tests.models import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+CORPUS = [
+    "the cat sat on the mat",
+    "naïve café, 東京 and 🙂🙃",
+    " spaces  here",
+    "line\nbreak\n\nend.",
+    "don't stop. Why?",
+] * 4
+PROMPT = [5, 6, 7]
+SPECIAL = ["<pad>", "<bos>", "<eos>"]
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )  # fmt: skip
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return wrap(tokenizer)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """Sentencepiece's Unigram with byte fallback."""
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    trained.train_from_iterator(CORPUS, trainer)
+    pieces = [tuple(entry) for entry in json.loads(trained.to_str())["model"]["vocab"]]
+    pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    tokenizer = Tokenizer(models.Unigram(pieces, len(SPECIAL), byte_fallback=True))
+    tokenizer.add_special_tokens([*SPECIAL, "<unk>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return wrap(tokenizer)
+
+
+MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {"byte_level": byte_level, "unigram": unigram}
+
+
+@cache
+def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
+    return MAKERS[name]()
+
+
+@cache
+def byte_ids(name: str) -> dict[int, int]:
+    """Byte → the token that is this byte alone."""
+    tokenizer = tokenizer_named(name)
+    if name == "unigram":
+        return {byte: tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)}
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = dict(zip(plain, map(chr, plain), strict=True))
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)}
+    return {byte: tokenizer.convert_tokens_to_ids(letter) for byte, letter in letters.items()}
+
+
+def of_bytes(name: str, data: bytes) -> list[int]:
+    return [byte_ids(name)[byte] for byte in data]
+
+
+@dataclass
+class Ending:
+    """How an engine would end a sample whose model says `ids`."""
+
+    ids: list[int]
+    text: str
+    reason: str = "length"
+    stop: str | None = None
+
+
+def ending(tokenizer: Any, ids: Sequence[int], params: SamplingParams) -> Ending:
+    """By the engine's own means: `CompletionText` where there are stop strings, `decode` where not."""
+    if not params.stop:
+        return Ending(list(ids), tokenizer.decode(list(ids), skip_special_tokens=True))
+    completion = CompletionText(tokenizer, params.stop, params.include_stop_str_in_output)
+    for count, token in enumerate(ids, 1):
+        stop = completion.push(token, may_stop=count > params.min_tokens)
+        if stop is not None:
+            return Ending(list(ids[:count]), completion.text(), "stop", stop)
+    return Ending(list(ids), completion.text())
+
+
+def outcome(reason: str = "length", stop_reason: str | int | None = None, error: str | None = None) -> bytes:
+    return pack(Outcome(reason, stop_reason, error, 0, [], [], [], None, None, 0, None, None, 256, 0))
+
+
+def stretch(
+    ids: Sequence[int], start: int = 0, *, index: int = 0, version: int = 3, ended: bytes | None = None, **columns: Any
+) -> Stretch:
+    """One sample's new tokens; token i has the log-prob -i."""
+    runs = [version, version, len(ids)] if len(ids) else [version]
+    row = np.asarray(ids, "<i4")
+    columns = {name: [value] for name, value in columns.items()}
+    made = Stretch(7, 0, [index], [start], [len(ids)], row.tobytes(), (-row).astype("<f4").tobytes(), [runs], **columns)
+    made.outcomes = None if ended is None else [ended]
+    return made
+
+
+@dataclass
+class Shown:
+    """What deltas tell of one sample."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top: list[Any] = field(default_factory=list)
+    restarts: int = 0
+    last: TextDelta | None = None
+    history: list[str] = field(default_factory=list)
+    """The text after each delta since the sample last began."""
+
+    def hear(self, delta: TextDelta) -> None:
+        assert self.last is None or self.last.finish_reason is None, "an ended sample goes on"
+        if delta.restarted:
+            self.__init__(restarts=self.restarts + 1)  # type: ignore[misc]
+        self.text += delta.text
+        self.tokens += delta.token_ids
+        self.log_probs += delta.log_probs
+        self.versions += delta.policy_versions
+        self.top += delta.top_log_probs or []
+        self.last = delta
+        self.history.append(self.text)
+
+
+class Listener:
+    """A group, and what is shown of its samples."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams | None = None) -> None:
+        self.params = params or SamplingParams()
+        self.group = OpenGroup(7, np.asarray(PROMPT, "<i4").tobytes(), self.params, 0, 0.0)
+        self.stream = GroupText(self.params, tokenizer)
+        self.shown = [Shown() for _ in range(self.params.n)]
+
+    def hear(self, *stretches: Stretch) -> Shown:
+        """Of the first sample."""
+        for each in stretches:
+            each.check()
+            self.group.take(each)
+            for delta in self.stream.take(self.group, each):
+                self.shown[delta.sample_index].hear(delta)
+        return self.shown[0]
+
+
+def cut(ids: Sequence[int], cuts: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """(start, tokens) of pieces that are as long as `cuts` say, in turn."""
+    pieces, start = [], 0
+    while start < len(ids):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces.append((start, list(ids[start : start + size])))
+        start += size
+    return pieces
+
+
+def stream(tokenizer: Any, end: Ending, params: SamplingParams, cuts: Sequence[int]) -> Shown:
+    """What is shown of a sample that arrives cut up, its last tokens with its outcome."""
+    listener = Listener(tokenizer, params)
+    pieces = cut(end.ids, cuts) or [(0, [])]
+    for start, tokens in pieces[:-1]:
+        listener.hear(stretch(tokens, start))
+    start, tokens = pieces[-1]
+    return listener.hear(stretch(tokens, start, texts=end.text, ended=outcome(end.reason, end.stop)))
+
+
+def letters(name: str, text: str) -> list[int]:
+    return tokenizer_named(name).encode(text, add_special_tokens=False)
+
+
+# --- any tokens, any cuts -----------------------------------------------------------------------------------------------
+
+# Pieces of characters, whole ones in pieces, bytes that are never UTF-8.
+FRAGMENTS = [
+    b"\xf0\x9f",
+    b"\x99\x82",
+    "🙂".encode(),
+    "é".encode(),
+    b"\xc3",
+    b"\xff",
+    b"\x80",
+    b"\n",
+    b"a",
+    "東".encode(),
+]
+STOPS = ["the", "\n\n", "🙂", "at", "é", "a\n", REPLACEMENT, " c"]
+
+
+@st.composite
+def completions(draw: st.DrawFn, name: str) -> list[int]:
+    tokenizer = tokenizer_named(name)
+    fragments = st.one_of(
+        st.sampled_from(FRAGMENTS).map(lambda data: of_bytes(name, data)),
+        st.sampled_from([" the cat", "mat", " naïve", "東京", "\n"]).map(lambda text: letters(name, text)),
+        st.integers(0, len(tokenizer) + 1).map(lambda token: [token]),
+        st.sampled_from([0, 1, 2]).map(lambda token: [token]),
+    )
+    return [token for tokens in draw(st.lists(fragments, max_size=25)) for token in tokens]
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+@settings(max_examples=250, deadline=None)
+@given(data=st.data())
+def test_the_deltas_of_any_tokens_however_cut_join_to_the_text_the_engine_ends_with(
+    name: str, data: st.DataObject
+) -> None:
+    tokenizer = tokenizer_named(name)
+    params = SamplingParams(
+        stop=data.draw(st.lists(st.sampled_from(STOPS), max_size=3)),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        min_tokens=data.draw(st.integers(0, 6)),
+    )
+    end = ending(tokenizer, data.draw(completions(name)), params)
+    shown = stream(tokenizer, end, params, data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    assert shown.text == end.text
+    # Nothing is taken back, so no U+FFFD has become a character and no stop string was shown.
+    assert all(end.text.startswith(earlier) for earlier in shown.history)
+    assert shown.tokens == end.ids
+    assert shown.log_probs == [-token for token in end.ids]
+    assert shown.versions == [3] * len(end.ids)
+    assert shown.last is not None
+    assert (shown.last.finish_reason, shown.last.stop_reason) == (end.reason, end.stop)
+    assert shown.restarts == 0
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_text_is_shown_as_soon_as_nothing_can_change_it(name: str) -> None:
+    tokenizer = tokenizer_named(name)
+    listener = Listener(tokenizer, SamplingParams(stop=("sat on a chair",)))
+    ids = letters(name, "the cat sat on the mat")
+    for position, token in enumerate(ids):
+        shown = listener.hear(stretch([token], position))
+        text = tokenizer.decode(ids[: position + 1])
+        assert text.startswith(shown.text)
+        assert len(text) - len(shown.text) < len("sat on a chair")
+    assert shown.text == "the cat sat on the mat"
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_an_emoji_split_over_tokens_comes_whole_and_no_replacement_character_before_it(name: str) -> None:
+    ids = [*letters(name, "the cat"), *of_bytes(name, "🙂".encode()), *letters(name, " mat")]
+    shown = stream(tokenizer_named(name), ending(tokenizer_named(name), ids, SamplingParams()), SamplingParams(), [1])
+    assert shown.text == "the cat🙂 mat"
+    assert REPLACEMENT not in "".join(shown.history)
+
+
+def test_bytes_that_stay_unfinished_read_at_the_end_as_the_tokenizer_decodes_them() -> None:
+    ids = of_bytes("byte_level", b"a\xf0\x9f")
+    end = ending(tokenizer_named("byte_level"), ids, SamplingParams())
+    assert stream(tokenizer_named("byte_level"), end, SamplingParams(), [1]).history == ["a", "a", "a" + REPLACEMENT]
+
+
+def test_a_stop_string_over_several_stretches_is_never_shown_in_part() -> None:
+    params = SamplingParams(stop=("STOP",))
+    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"a STILL STOP"), params)
+    history = stream(tokenizer_named("byte_level"), end, params, [1]).history
+    assert history == ["a", "a ", "a ", "a ", "a STI", "a STIL", "a STILL", "a STILL ", *["a STILL "] * 4]
+
+
+def test_a_stop_string_that_is_kept_is_shown_as_it_comes() -> None:
+    params = SamplingParams(stop=("STOP",), include_stop_str_in_output=True)
+    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"aSTOP"), params)
+    assert stream(tokenizer_named("byte_level"), end, params, [1]).history == ["a", "aS", "aST", "aSTO", "aSTOP"]
+
+
+def test_what_may_become_a_stop_string_and_does_not_is_shown_at_the_end() -> None:
+    params = SamplingParams(stop=("STOP",))
+    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"aSTO"), params)
+    assert stream(tokenizer_named("byte_level"), end, params, [1]).history == ["a", "a", "a", "aSTO"]
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
+        self.decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: int) -> Any:
+        return self.tokenizer.convert_ids_to_tokens(ids)
+
+
+def test_work_per_token_does_not_grow_with_the_completion() -> None:
+    counting = Counting(tokenizer_named("byte_level"))
+    ids = letters("byte_level", "the cat sat on the mat") * 200
+    params = SamplingParams(stop=("the dog",))
+    end = Ending(ids, tokenizer_named("byte_level").decode(ids))
+    assert stream(counting, end, params, [1]).text == end.text
+    assert counting.decoded <= WINDOW * len(ids)
+
+
+# --- how samples begin, and end -----------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_starts_afresh_says_so_and_begins_with_an_empty_text() -> None:
+    ids = of_bytes("byte_level", b"the cat sat")
+    text = tokenizer_named("byte_level").decode(ids[2:])
+    listener = Listener(tokenizer_named("byte_level"))
+    assert listener.hear(stretch(ids)).text == "the cat sat"
+    assert listener.hear(stretch(ids[2:4], version=4)).restarts == 1
+    shown = listener.hear(stretch(ids[4:], 2, version=4, texts=text, ended=outcome()))
+    assert (shown.text, shown.tokens, shown.restarts) == (text, ids[2:], 1)
+    assert shown.versions == [4] * len(ids[2:])
+
+
+def test_a_sample_that_lost_its_tokens_and_has_none_yet_says_so_once() -> None:
+    listener = Listener(tokenizer_named("byte_level"))
+    listener.hear(stretch(of_bytes("byte_level", b"ab")))
+    shown = listener.hear(stretch([], version=4), stretch([], version=4), stretch(of_bytes("byte_level", b"c")))
+    assert (shown.text, shown.restarts) == ("c", 1)
+
+
+def test_a_sample_known_in_part_before_anybody_listens_begins_with_what_is_known() -> None:
+    ids = of_bytes("byte_level", "a🙂b".encode())
+    listener = Listener(tokenizer_named("byte_level"))
+    listener.group.take(stretch(ids[:3]))
+    shown = listener.hear(stretch(ids[3:4], 3), stretch(ids[4:], 4, texts="a🙂b", ended=outcome()))
+    assert (shown.tokens, shown.history, shown.restarts) == (ids, ["a", "a🙂b"], 0)
+    assert shown.versions == [3] * len(ids)
+
+
+def test_a_sample_known_in_part_may_end_with_the_first_that_is_heard_of_it() -> None:
+    ids = of_bytes("byte_level", b"abc")
+    listener = Listener(tokenizer_named("byte_level"))
+    listener.group.take(stretch(ids[:2]))
+    shown = listener.hear(stretch(ids[2:], 2, texts="abc", ended=outcome()))
+    assert (shown.tokens, shown.history) == (ids, ["abc"])
+
+
+def test_a_text_that_is_not_the_shown_ones_continuation_comes_whole_with_all_tokens() -> None:
+    ids = of_bytes("byte_level", b"abc")
+    listener = Listener(tokenizer_named("byte_level"), SamplingParams(n=2))
+    listener.hear(stretch(ids, index=1), stretch(ids[:2]))
+    shown = listener.hear(stretch(ids[2:], 2, texts="ABC", ended=outcome()))
+    assert (shown.text, shown.tokens, shown.restarts) == ("ABC", ids, 1)
+    assert (listener.shown[1].text, listener.shown[1].restarts) == ("abc", 0)
+
+
+def test_without_a_tokenizer_there_is_no_text_before_the_engine_says_one() -> None:
+    without = Listener(None).hear(stretch([5, 6]), stretch([7], 2, ended=outcome()))
+    assert (without.text, without.tokens) == ("", [5, 6, 7])
+    with_text = Listener(None).hear(stretch([5, 6]), stretch([7], 2, texts="ab", ended=outcome()))
+    assert with_text.history == ["", "ab"]
+
+
+def test_an_engine_without_texts_leaves_the_last_word_to_the_stream() -> None:
+    ids = of_bytes("byte_level", b"a\xf0")
+    listener = Listener(tokenizer_named("byte_level"), SamplingParams(stop=("abc",)))
+    assert listener.hear(stretch(ids[:1]), stretch(ids[1:], 1, ended=outcome())).history == ["", "a" + REPLACEMENT]
+
+
+class Picky:
+    """A tokenizer that cannot read token 9."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        if 9 in token_ids:
+            raise ValueError("9 is no token")
+        return "".join(map(str, token_ids))
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return str(ids)
+
+
+def test_a_token_that_the_tokenizer_cannot_read_costs_the_text_behind_it_alone() -> None:
+    shown = Listener(Picky()).hear(stretch([1, 2]), stretch([9], 2), stretch([3], 3), stretch([], 4, ended=outcome()))
+    assert (shown.text, shown.tokens) == ("12", [1, 2, 9, 3])
+    shown = Listener(Picky()).hear(stretch([1]), stretch([9], 1), stretch([3], 2, texts="1?3", ended=outcome()))
+    assert shown.history == ["1", "1", "1?3"]
+
+
+def test_the_last_delta_says_how_the_sample_ended() -> None:
+    shown = Listener(None).hear(stretch([5]), stretch([], 1, ended=outcome("error", None, "RequestFailedError: NaN")))
+    assert shown.last == TextDelta(0, "", [], [], [], None, False, "error", None, "RequestFailedError: NaN")
+    shown = Listener(None).hear(stretch([5], ended=outcome("stop", 5)))
+    assert shown.last == TextDelta(0, "", [5], [-5.0], [3], None, False, "stop", 5, None)
+
+
+def test_a_sample_without_tokens_has_one_delta() -> None:
+    shown = Listener(tokenizer_named("byte_level")).hear(stretch([]), stretch([], texts="", ended=outcome()))
+    assert shown.history == [""]
+    assert shown.last is not None
+    assert shown.last.finish_reason == "length"
+
+
+def test_the_likeliest_tokens_come_with_each_token_where_they_were_asked_for() -> None:
+    rows = [[(5, -0.5), (6, -1.5)], [(8, -0.25), (7, -2.0)]]
+    listener = Listener(None, SamplingParams(logprobs=2))
+    listener.hear(stretch([5], top_n=pack_top_n(rows[:1])), stretch([7], 1, top_n=pack_top_n(rows[1:])))
+    shown = listener.hear(stretch([], 2, ended=outcome()))
+    assert shown.top == rows
+    assert shown.last is not None
+    assert shown.last.top_log_probs == []
+    without = Listener(None, SamplingParams(logprobs=0)).hear(stretch([5], ended=outcome()))
+    assert without.last is not None
+    assert without.last.top_log_probs is None
+
+
+def test_the_samples_of_a_stretch_are_told_apart() -> None:
+    a, b = of_bytes("byte_level", b"ab"), of_bytes("byte_level", b"xyz")
+    both = Stretch(
+        7, 0, [1, 0], [0, 0], [3, 2], np.asarray(b + a, "<i4").tobytes(), bytes(20), [[0, 0, 3], [0, 0, 1, 2, 1]]
+    )
+    listener = Listener(tokenizer_named("byte_level"), SamplingParams(n=2))
+    listener.hear(both)
+    assert [(shown.text, shown.tokens) for shown in listener.shown] == [("ab", a), ("xyz", b)]
+    assert listener.shown[0].versions == [0, 2]
+
+
+# --- real engines -------------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """An engine behind a rank's session, and a listener to the one group that it computes."""
+
+    def __init__(self, engine: DynamicInferenceEngine, listener: Listener) -> None:
+        self.engine = engine
+        self.listener = listener
+        self.session = RankSession(SeamOfEngine(engine), self._hear, progress_interval=1)
+        self.session.receive(RegisterAck(PROTOCOL_VERSION, "life", "running", engine.policy_version, 1.0, 30.0, 1))
+        group = listener.group
+        params = msgpack.packb(group.params.serialize())
+        samples = group.open_samples()
+        known = [each.only(set(samples)) for each in group.known()]
+        self.session.receive(Assign(7, 1, samples, group.prompt_tokens or b"", params, 11, 0, 0.0, 1, known))
+
+    def _hear(self, message: Message) -> None:
+        for each in message.stretches if isinstance(message, Progress) else ():
+            self.listener.hear(each)
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.engine.has_unfinished:
+                self.session.report(self.engine.step())
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_a_real_engines_samples_are_shown_as_their_requests_say_across_updates_and_a_lost_rank(name: str) -> None:
+    tokenizer = tokenizer_named(name)
+    model = make_model("qwen3", vocab_size=len(tokenizer))
+    likely = dict.fromkeys(tokenizer.convert_tokens_to_ids(["t", "h"]), 25.0)
+    params = at_random(40, n=3, temperature=4.0, logit_bias=likely, stop=("tht", "hh"), min_tokens=24, logprobs=2)
+    listener = Listener(tokenizer, params)
+    limits = {"max_staleness": 1, "staleness_policy": StalenessPolicy.REQUEUE}
+    first = make_engine(model, tokenizer, **limits)
+    rank = Rank(first, listener)
+    rank.step(8)
+    first.weights_updated()
+    rank.step(4)
+    first.weights_updated()
+    rank.step(12)
+    second = make_engine(model, tokenizer, **limits)
+    second.weights_updated(first.policy_version)
+    Rank(second, listener).step(200)
+    result = listener.group.result()
+    assert any(request.stop_reason in params.stop for request in result), "none has met its stop string"
+    for shown, request in zip(listener.shown, result, strict=True):
+        assert shown.text == request.generated_text
+        assert shown.tokens == request.generated_tokens
+        assert shown.log_probs == request.generated_log_probs
+        assert shown.versions == request.policy_versions[len(PROMPT) :].tolist()
+        assert shown.top == request.generated_top_n_logprobs
+        assert shown.restarts == 1
+        assert shown.last is not None
+        assert request.finish_reason is not None
+        assert shown.last.finish_reason == request.finish_reason.value
+        assert shown.last.stop_reason == request.stop_reason
+        assert all(shown.text.startswith(earlier) for earlier in shown.history)

@@ -1,0 +1,384 @@
+"""Control calls: every engine acknowledges, who does not is named, and what is not allowed says what would be."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.distributed.protocol.messages import Command, CommandAck, Control, EngineMoved
+from tests.distributed.coordinator.job import Job
+
+
+def in_state(state: str, **options: object) -> Job:
+    """A job with two ranks, in this state."""
+    job = Job(**options)
+    client = job.client("whoever was first")
+    ranks = [job.rank("a"), job.rank("b")]
+    way = {"running": [], "paused": ["pause"], "suspended": ["pause", "suspend"], "stopping": ["pause", "stop"]}
+    for signal in way[state]:
+        client.call(signal)
+        for rank in ranks:
+            rank.obey()
+        assert client.answered().error is None
+    assert job.core.state.value == state
+    return job
+
+
+def ranks_of(job: Job):
+    return [job.lines[identity] for identity in job.core.peers.ranks]
+
+
+def test_a_call_is_done_when_every_engine_has_done_it_and_not_before():
+    job = in_state("running")
+    client = job.client()
+    call = client.call("pause")
+    first, second = ranks_of(job)
+    first.obey(state="paused")
+    assert client.quiet()
+    second.obey(state="paused")
+    done = client.answered()
+    assert (done.call_id, done.error, done.engines) == (call, None, [])
+
+
+def test_a_call_without_any_engine_is_done_at_once():
+    job = Job()
+    client = job.client()
+    client.call("pause")
+    assert client.answered().error is None
+    assert job.core.state.value == "paused"
+
+
+@pytest.mark.parametrize(
+    ("state", "signal", "argument", "words"),
+    [
+        ("running", "suspend", None, "suspend while running: allowed when paused; pause first"),
+        ("running", "stop", None, "stop while running: allowed when paused or suspended; pause first"),
+        ("suspended", "unpause", None, "unpause while suspended: allowed when paused; resume first"),
+        ("stopping", "pause", None, "pause while stopping: allowed when running; start another coordinator"),
+        ("stopping", "resume", None, "resume while stopping: allowed when suspended; start another coordinator"),
+        ("stopping", "set_version", 9, "set_version() while stopping: allowed before; start another coordinator"),
+    ],
+)
+def test_an_illegal_call_says_the_state_the_rule_and_the_cure_and_changes_nothing(state, signal, argument, words):
+    job = in_state(state)
+    client = job.client() if state != "stopping" else next(iter(job.lines.values()))
+    client.call(signal, argument)
+    done = client.answered()
+    assert (done.error, done.text) == ("ControlError", words)
+    assert job.core.state.value == state
+    assert job.core.policy_version == 0
+    assert all(rank.quiet() for rank in ranks_of(job))
+
+
+def test_a_stop_that_is_not_allowed_costs_no_request():
+    job = Job()
+    client = job.client()
+    client.submit()
+    client.call("stop")
+    assert client.answered().error == "ControlError"
+    assert client.quiet()
+    assert job.rank().assigned().request_id == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "signal"),
+    [
+        ("paused", "pause"),
+        ("suspended", "pause"),
+        ("running", "unpause"),
+        ("suspended", "suspend"),
+        ("paused", "resume"),
+        ("running", "resume"),
+        ("stopping", "stop"),
+    ],
+)
+def test_a_harmless_call_completes_when_every_engine_has_answered_and_changes_nothing(state, signal):
+    job = in_state(state)
+    client = job.client() if state != "stopping" else next(iter(job.lines.values()))
+    client.call(signal)
+    for rank in ranks_of(job):
+        assert client.quiet()
+        rank.obey()
+    assert client.answered().error is None
+    assert job.core.state.value == state
+
+
+def test_a_second_caller_of_the_same_signal_waits_for_the_engines_too():
+    job = in_state("running")
+    first, second = job.client("first"), job.client("second")
+    first.call("pause")
+    second.call("pause")
+    a, b = ranks_of(job)
+    for rank in (a, b):
+        rank.obey(state="paused")
+    assert first.answered().error is None
+    assert second.quiet()
+    for rank in (a, b):
+        rank.obey(state="paused")
+    assert second.answered().error is None
+
+
+@pytest.mark.parametrize("version", [2, -1, "3", None])
+def test_versions_only_rise(version):
+    job = Job()
+    client = job.client()
+    client.call("set_version", 3)
+    assert client.answered().error is None
+    if version == -1:
+        job.core.receive(client.identity, client.said, Control(9, "set_version", version, 8.0), job.now)
+        job.carry()
+    else:
+        client.call("set_version", version)
+    done = client.answered()
+    assert done.error == "ControlError"
+    assert done.text == f"set_version({version!r}): must be an integer of at least 3; versions only rise"
+    assert job.core.policy_version == 3
+
+
+def test_the_version_that_everybody_has_may_be_set_again():
+    job = Job()
+    client = job.client()
+    for _ in range(2):
+        client.call("set_version", 3)
+        assert client.answered().error is None
+
+
+def test_at_the_deadline_the_engines_that_did_not_answer_are_named():
+    job = in_state("running")
+    client, late = job.client(), job.rank("late")
+    client.call("pause", timeout_s=3.0)
+    for rank in ranks_of(job):
+        if rank is not late:
+            rank.obey()
+    job.wait(2.9, 0.1)
+    assert client.quiet()
+    job.wait(0.2, 0.1)
+    done = client.answered()
+    assert (done.error, done.engines) == ("ControlError", ["late"])
+    assert done.text == "pause: late did not answer within 3.0 s; all others have"
+    late.obey()
+    assert client.quiet()
+
+
+def test_at_the_deadline_the_engines_that_failed_are_named_beside_the_late_ones():
+    job = in_state("running")
+    client = job.client()
+    client.call("pause", timeout_s=3.0)
+    job.lines[b"a-0"].obey(error="RuntimeError: no")
+    job.wait(4.0)
+    done = client.answered()
+    assert (done.error, done.engines) == ("ControlError", ["a", "b"])
+    assert done.text == "pause: b did not answer within 3.0 s; a: RuntimeError: no"
+
+
+def test_a_deadline_in_the_past_is_no_reason_to_wait():
+    job = in_state("running")
+    client = job.client()
+    client.call("pause", timeout_s=-1.0)
+    assert job.core.next_deadline() <= job.now
+    job.core.tick(job.now)
+    job.carry()
+    assert client.answered().engines == ["a", "b"]
+
+
+def test_an_engine_that_could_not_is_named_with_its_reason_once_all_have_answered():
+    job = in_state("running")
+    client = job.client()
+    client.call("suspend")
+    client.answered()
+    client.call("pause")
+    first, second = ranks_of(job)
+    second.obey(error="MemoryError: too little")
+    assert client.quiet()
+    first.obey()
+    done = client.answered()
+    assert (done.error, done.engines) == ("ControlError", ["b"])
+    assert done.text == "pause: b: MemoryError: too little"
+
+
+def test_nobody_waits_for_an_engine_that_is_lost():
+    job = in_state("running")
+    client = job.client()
+    client.call("pause")
+    first, second = ranks_of(job)
+    first.obey()
+    job.core.unreachable(second.identity, "its connection is gone", job.now)
+    job.carry()
+    assert client.answered().error is None
+
+
+def test_a_caller_that_leaves_is_not_answered_and_its_call_is_done():
+    job = in_state("running")
+    client, other = job.client(), job.client("other")
+    client.call("pause")
+    job.core.unreachable(client.identity, "gone", job.now)
+    for rank in ranks_of(job):
+        rank.obey()
+    assert client.quiet()
+    assert other.quiet()
+    assert job.core.state.value == "paused"
+
+
+def test_an_answer_that_nobody_waits_for_is_ignored():
+    job = in_state("running")
+    client = job.client()
+    first, second = ranks_of(job)
+    first.say(CommandAck(99, "running", 0))
+    client.call("pause")
+    command = first.obey()
+    first.say(CommandAck(command.command_id, "paused", 0))
+    assert client.quiet()
+    second.obey()
+    assert client.answered().error is None
+
+
+@pytest.mark.parametrize("state", ["running", "paused", "suspended"])
+def test_a_late_rank_is_told_state_and_version_and_gets_no_work_before_it_is_there(state):
+    job = in_state(state)
+    client = job.client()
+    for rank in ranks_of(job):
+        job.core.unreachable(rank.identity, "gone", job.now)
+    client.call("set_version", 7)
+    assert client.answered().error is None
+    client.submit()
+    late = job.rank("late", ready=False)
+    assert late.quiet()
+    assert not job.core.status()["ranks"][0]["ready"]
+    late.say(EngineMoved(state, 7))
+    assert late.assigned().prompt
+    assert job.core.peers.rank_named("late").policy_version == 7
+
+
+def test_a_version_that_a_rank_brings_is_the_one_that_later_ranks_are_told():
+    job = Job()
+    job.rank("first", version=9)
+    assert job.rank("second").told.policy_version == 9
+    assert job.client().told.policy_version == 9
+    job.lines[b"first-0"].say(EngineMoved("running", 10))
+    assert job.rank("third").told.policy_version == 10
+
+
+def test_a_rank_that_arrives_while_a_call_is_open_is_not_waited_for():
+    job = in_state("running")
+    client = job.client()
+    client.call("pause")
+    first, second = ranks_of(job)
+    first.obey()
+    late = job.rank("late", ready=False)
+    assert late.quiet()
+    second.obey()
+    assert client.answered().error is None
+
+
+def test_a_rank_that_is_not_ready_yet_is_asked_as_well():
+    job = in_state("running")
+    client, late = job.client(), job.rank("late", ready=False)
+    client.call("pause", timeout_s=2.0)
+    assert isinstance(late.heard[0], Command)
+    for rank in ranks_of(job):
+        if rank is not late:
+            rank.obey()
+    job.wait(3.0)
+    assert client.answered().engines == ["late"]
+
+
+def test_when_stopped_what_waits_in_the_queue_fails_at_once_and_what_runs_when_the_engines_have_stopped():
+    job = Job()
+    client = job.client()
+    rank = job.rank(slots=1)
+    client.submit(n=1)
+    client.submit(n=1)
+    client.submit(n=1)
+    running, ahead = rank.assigned(), rank.assigned()
+    client.call("pause")
+    rank.obey()
+    client.answered()
+    client.call("stop")
+    assert client.failed("RequestAbortedError").request_id == 2
+    assert client.quiet()
+    rank.finish(running)
+    assert client.stretches()[0].request_id == running.request_id
+    rank.obey(state="stopped")
+    failure = client.failed("RequestAbortedError")
+    assert failure.request_id == ahead.request_id
+    assert "request 1 of client 'client': the engines were stopped" in failure.text
+    assert client.answered().error is None
+    assert job.core.control.stopped
+
+
+def test_when_stopped_everything_ends_at_the_deadline_though_an_engine_is_silent():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit()
+    rank.assigned()
+    client.call("pause")
+    rank.obey()
+    client.answered()
+    client.call("stop", timeout_s=2.0)
+    job.wait(1.9, 0.1)
+    assert client.quiet()
+    job.wait(0.2, 0.1)
+    assert client.failed("RequestAbortedError").request_id == 0
+    assert client.answered().engines == ["rank"]
+
+
+def test_a_text_that_is_being_tokenised_fails_at_once_when_stopped():
+    job = Job(tokenizer="made up")
+    client = job.client()
+    client.submit("text")
+    (text,) = job.text_jobs()
+    client.call("pause")
+    client.answered()
+    client.call("stop")
+    client.failed("RequestAbortedError")
+    client.answered()
+    job.core.tokenized(text.job_id, [1], job.now)
+    job.carry()
+    assert client.quiet()
+
+
+def test_a_rank_lost_while_stopping_takes_nothing_along_and_gives_nothing_away():
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit()
+    first.assigned()
+    for signal in ("pause", "stop"):
+        client.call(signal)
+    client.heard.clear()
+    job.core.unreachable(first.identity, "gone", job.now)
+    job.carry()
+    assert client.quiet()
+    for _ in range(2):
+        second.obey(state="stopped")
+    assert second.quiet()
+    kinds = [type(message).__name__ for message in client.heard]
+    assert kinds.count("RequestFailed") == 1
+
+
+def test_after_stop_nothing_is_taken_and_nobody_is_let_in():
+    job = in_state("stopping")
+    client = next(iter(job.lines.values()))
+    client.submit()
+    failure = client.failed("EngineStateError")
+    assert "takes no more work" in failure.text
+    with pytest.raises(AssertionError, match="code='stopping'"):
+        job.client("late")
+
+
+def test_after_stop_the_coordinator_ends_with_its_last_peer():
+    job = in_state("stopping")
+    assert not job.core.finished
+    for line in list(job.lines.values()):
+        job.core.unreachable(line.identity, "gone", job.now)
+    assert job.core.finished
+
+
+def test_a_welcome_says_where_everything_stands():
+    job = Job(progress_interval=5, heartbeat_interval_s=2.0)
+    client = job.client()
+    client.call("pause")
+    client.call("set_version", 4)
+    for told in (job.rank(ready=False).told, job.client("other").told):
+        assert (told.instance, told.state, told.policy_version) == ("this life", "paused", 4)
+        assert (told.heartbeat_interval_s, told.heartbeat_timeout_s) == (2.0, 10.0)
+    assert job.rank("other").told.progress_interval == 5

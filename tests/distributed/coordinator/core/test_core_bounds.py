@@ -1,0 +1,299 @@
+"""The core and too much: memory is charged before it is taken, one message is bounded work, errors are short."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout.distributed.coordinator.core import coordinator as core_module
+from rollout.distributed.coordinator.core import dispatch
+from rollout.distributed.coordinator.core.control import MAX_CALLS
+from rollout.distributed.coordinator.core.peers import MAX_ERROR_CHARACTERS, shortened
+from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, MAX_REQUEST_BYTES, encode
+from rollout.distributed.protocol.messages import (
+    Abort,
+    Accepted,
+    Assign,
+    Cancel,
+    Command,
+    CommandAck,
+    ControlDone,
+    Decline,
+    Disconnect,
+    Heartbeat,
+    RequestFailed,
+    Stretch,
+    Submit,
+    Update,
+)
+from tests.distributed.coordinator.job import Job, int32, stretch
+
+HALF = 600 << 10
+"""More than half of a budget of 1 MiB."""
+
+
+def charged(job: Job) -> int:
+    return job.core.admission.total_bytes
+
+
+def known(size: int) -> Stretch:
+    """So many bytes of known tokens and log-probs of sample 0."""
+    tokens = size // 8
+    return Stretch(0, 0, [0], [0], [tokens], bytes(4 * tokens), bytes(4 * tokens), [[0, 0, tokens]])
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "heavy",
+    [
+        lambda number: Submit(number, bytes(HALF), 1, b""),
+        lambda number: Submit(number, int32(1), 1, bytes(HALF)),
+        lambda number: Submit(number, int32(1), 1, b"", known=[known(HALF)]),
+        lambda number: Submit(number, int32(1), 5000, b""),
+    ],
+    ids=["prompt", "params", "known tokens", "samples"],
+)
+@pytest.mark.parametrize("leave", [False, True], ids=["abort", "leave"])
+def test_whatever_a_request_brings_is_charged_until_it_ends(heavy, leave):
+    job = Job(max_open_mb=1)
+    client, other = job.client(), job.client("other")
+    client.say(heavy(0))
+    assert HALF - 1024 <= charged(job) < 2 * HALF
+    client.say(heavy(1))
+    assert "max_open_mb=1" in client.failed("QueueFullError").text
+    other.say(heavy(0))
+    assert other.quiet()
+    client.say(Disconnect() if leave else Abort(0))
+    other.say(Abort(0))
+    assert charged(job) == 0
+
+
+def test_all_clients_together_have_a_budget_too():
+    job = Job(max_open_mb=1, max_total_open_mb=1)
+    client, other = job.client(), job.client("other")
+    client.say(Submit(0, bytes(HALF), 1, b""))
+    other.say(Submit(0, bytes(HALF), 1, b""))
+    assert "max_total_open_mb=1" in other.failed("QueueFullError").text
+    client.say(Abort(0))
+    other.say(Submit(1, bytes(HALF), 1, b""))
+    assert other.quiet()
+
+
+def test_tokens_that_ranks_compute_are_charged_and_never_refused():
+    job = Job(max_open_mb=1)
+    client, rank = job.client(), job.rank()
+    client.submit()
+    assign = rank.assigned()
+    before = charged(job)
+    for start in range(0, 200_000, 50_000):
+        rank.progress(stretch(assign, {0: (start, [1] * 50_000)}))
+        client.hear(Update)
+    assert charged(job) == before + 8 * 200_000
+    client.submit()
+    client.failed("QueueFullError")
+    rank.finish(Assign(0, assign.attempt, [0], b"", b"", 0, 0, 0.0, 0, [known(8 * 200_000)]))
+    assert charged(job) == 0
+
+
+def test_a_text_that_was_aborted_is_charged_until_the_tokenizer_is_through_with_it():
+    """Its thread still had it: 60 texts of 30 MB, each submitted and aborted, were 5.5 GB."""
+    job = Job(tokenizer="made up", max_open_mb=200)
+    client = job.client()
+    texts = []
+    for number in range(3):
+        client.submit("x" * 1_500_000, request_id=number)
+        client.say(Abort(number))
+        client.failed("RequestAbortedError")
+        texts += job.text_jobs()
+    assert [(each.text, each.token_ids) for each in texts] == [(None, None)] * 3
+    assert charged(job) >= 3 * 1_500_000
+    for text in texts:
+        job.core.detokenized(text.job_id, [], job.now)
+    assert charged(job) == 0
+    assert client.quiet()
+
+
+def test_completions_of_a_group_that_was_aborted_are_not_made_texts():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit(n=2)
+    assign = rank.assigned()
+    rank.progress(stretch(assign, {0: (0, [1, 2])}, ended=[0]))
+    (text,) = job.text_jobs()
+    assert text.token_ids == [int32(1, 2)]
+    client.say(Abort(0))
+    client.failed("RequestAbortedError")
+    assert text.token_ids is None
+    job.core.detokenized(text.job_id, [], job.now)
+    assert charged(job) == 0
+    assert client.quiet()
+
+
+def test_a_text_that_would_take_more_than_the_budget_as_tokens_is_refused_by_its_characters():
+    job = Job(tokenizer="made up", max_open_mb=1)
+    client = job.client()
+    client.submit("x" * 8193)
+    assert "8193 characters: at most 8192 become tokens here" in client.failed("InvalidRequestError").text
+    client.submit("x" * 8192)
+    assert client.quiet()
+
+
+# --- one frame ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_whose_assignment_would_not_fit_into_a_frame_is_refused_at_the_door():
+    """It was taken, and its `Assign` cut one rank after the other off."""
+    job = Job()
+    client, rank = job.client(), job.rank()
+    half = MAX_REQUEST_BYTES // 2
+    client.say(Submit(0, bytes(half), 65536, bytes(half + 1)))
+    assert f"{MAX_REQUEST_BYTES + 1} bytes of prompt, parameters" in client.failed("InvalidRequestError").text
+    rank = job.rank("wide", slots=65536)
+    client.say(Submit(1, bytes(half), 65536, bytes(half)))
+    while not rank.quiet():
+        assert len(encode(2**63 - 1, rank.assigned())) < MAX_FRAME_BYTES
+
+
+def test_an_assignment_that_outgrew_a_frame_fails_its_request_and_no_rank():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit()
+    assign = rank.assigned()
+    job.core.too_long(rank.identity, assign, MAX_FRAME_BYTES + 1, job.now)
+    job.carry()
+    assert f"takes {MAX_FRAME_BYTES + 1} bytes" in client.failed("InvalidRequestError").text
+    rank.hear(Cancel)
+    client.submit()
+    rank.finish(rank.assigned())
+    client.hear(Update)
+    job.core.too_long(rank.identity, assign, MAX_FRAME_BYTES + 1, job.now)
+    job.carry()
+    assert client.quiet()
+
+
+def test_an_update_that_outgrew_a_frame_fails_its_requests_by_name():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit()
+    client.submit()
+    rank.finish(rank.assigned())
+    ended = client.hear(Update)
+    going_on = stretch(rank.assigned(), {0: (0, [1])})
+    going_on.request_id = 1
+    job.core.too_long(client.identity, Update([*ended.stretches, going_on]), 99, job.now)
+    job.carry()
+    assert [client.failed("InvalidRequestError").request_id for _ in range(2)] == [0, 1]
+    job.core.too_long(client.identity, Accepted(7, b""), 99, job.now)
+    job.core.too_long(b"nobody", Heartbeat(), 99, job.now)
+
+
+# --- one message --------------------------------------------------------------------------------------------------------
+
+
+def test_of_very_many_hashes_the_first_are_looked_at(monkeypatch):
+    """Each of 7.8 million was made an integer: nobody else was served for 82 seconds."""
+    monkeypatch.setattr(core_module, "HASHES_AT_ONCE", 100)
+    job = Job()
+    rank = job.rank()
+    hashes = np.arange(1000, dtype="<i8")
+    router = job.core.router
+    rank.progress(blocks_added=hashes.tobytes())
+    held = sorted(router._prefixes.holders)
+    assert held == list(range(100))
+    rank.progress(blocks_removed=hashes[:100].tobytes())
+    assert not router._prefixes.holders
+    rank.progress(blocks_added=hashes[:50].tobytes())
+    rank.progress(blocks_added=hashes[60:70].tobytes(), blocks_removed=hashes[100:].tobytes())
+    assert sorted(router._prefixes.holders) == list(range(60, 70))
+
+
+def test_of_a_very_long_prompt_the_first_blocks_decide_where_it_goes(monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_BLOCKS", 5)
+    job = Job()
+    client = job.client()
+    job.rank()
+    job.rank("another")
+    client.submit(range(400))
+    assert [each.num_hashes for each in job.core.take_decisions()] == [5]
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_error_repeats_megabytes():
+    """`wanted=[2**62] * 900_000` brought 19 MB back, each time."""
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit(wanted=[2**62] * 100_000)
+    client.submit()
+    assign = rank.assigned()
+    rank.say(Decline(assign.request_id, assign.attempt, "InvalidRequestError", "x" * 1_000_000))
+    rank.hear(Cancel)
+    client.call("pause")
+    rank.say(CommandAck(rank.hear(Command).command_id, "running", 0, "y" * 1_000_000))
+    while not client.quiet():
+        message = client.heard.popleft()
+        assert isinstance(message, RequestFailed | ControlDone)
+        assert len(message.text) < MAX_ERROR_CHARACTERS + 100
+    assert shortened("a" * 5000).startswith("aaa")
+    assert "3000 characters" in shortened("a" * 5000)
+
+
+# --- control calls ------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_has_only_so_many_calls_open():
+    job = Job()
+    client, other, mute = job.client(), job.client("other"), job.rank()
+    for _ in range(MAX_CALLS):
+        client.call("set_version", 1)
+    assert client.quiet()
+    client.call("set_version", 1)
+    assert f"{MAX_CALLS} calls of this client are open" in client.answered().text
+    other.call("set_version", 1)
+    assert other.quiet()
+    mute.obey()
+    assert client.answered().error is None
+    client.call("set_version", 1)
+    assert client.quiet()
+
+
+def test_calls_of_a_caller_that_has_left_are_forgotten_but_for_a_stop():
+    """They were kept and walked in every turn: 100,000 of them slowed the coordinator to 50 ms a round trip for ever."""
+    job = Job()
+    caller, stopper, mute = job.client(), job.client("stopper"), job.rank()
+    for _ in range(10):
+        caller.call("set_version", 1, timeout_s=1e6)
+    stopper.call("pause", timeout_s=1e6)
+    stopper.call("stop", timeout_s=20.0)
+    for client in (caller, stopper):
+        client.say(Disconnect())
+    (left,) = job.core.control._calls.values()
+    assert (left.signal, job.core.control.stopped) == ("stop", False)
+    assert not mute.quiet()
+    job.wait(21)
+    assert job.core.control.stopped
+
+
+def test_a_deadline_that_is_no_deadline_is_refused():
+    job = Job()
+    client, _ = job.client(), job.rank()
+    client.call("pause", timeout_s=1e300)
+    assert "at most 2592000" in client.answered().text
+    assert job.core.state.value == "running"
+
+
+def test_the_next_deadline_is_that_of_the_first_open_call():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    for timeout_s in (30.0, 10.0, 20.0):
+        client.call("set_version", 1, timeout_s=timeout_s)
+    assert job.core.control.next_deadline() == 10.0
+    job.wait(11)
+    assert "within 10.0 s" in client.answered().text
+    assert job.core.control.next_deadline() == 20.0
+    for _ in range(3):
+        rank.obey()
+    assert job.core.control.next_deadline() == float("inf")

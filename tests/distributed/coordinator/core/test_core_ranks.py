@@ -1,0 +1,452 @@
+"""The core and its ranks, told word by word: ready, lost, believed or not, of which version, holding what."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Barrier,
+    BarrierDone,
+    Cancel,
+    Decline,
+    EngineMoved,
+    Refused,
+    Register,
+    Stretch,
+    Update,
+)
+from tests.distributed.coordinator.job import BLOCK, LONG, Job, Line, int32, lose, stretch
+
+
+def test_a_rank_gets_nothing_before_it_is_ready_and_then_what_waits():
+    job = Job()
+    client, rank = job.client(), job.rank(ready=False)
+    client.submit()
+    assert rank.quiet()
+    rank.say(EngineMoved("running", 0))
+    assert rank.assigned().request_id == 0
+
+
+def test_a_rank_that_is_lost_before_it_is_ready_holds_nobody_up():
+    job = Job()
+    client, ready = job.client(), job.rank("b")
+    lose(job, job.rank("a", ready=False))
+    client.submit()
+    assert ready.assigned().request_id == 0
+
+
+def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit(n=3)
+    assign = first.assigned()
+    first.progress(stretch(assign, {0: (0, [1, 2]), 1: (0, [3]), 2: (0, [4])}, version=1))
+    first.progress(stretch(assign, {0: (2, [5]), 2: (1, [6])}, ended=[2], version=2))
+    client.heard.clear()
+    first.progress(stretch(assign, {1: (1, [7])}, version=2))
+    second.say(EngineMoved("running", 2))
+    lose(job, first)
+    again = second.assigned()
+    assert again.attempt > assign.attempt
+    assert (again.request_id, again.indices, again.seed) == (assign.request_id, [0, 1], assign.seed)
+    (known,) = again.known
+    rows = {index: (start, tokens) for index, start, _, tokens, *_ in known.samples()}
+    assert rows == {0: (0, int32(1, 2, 5)), 1: (0, int32(3, 7))}
+    assert known.versions == [[1, 1, 2, 2, 1], [1, 1, 1, 2, 1]]
+    client.heard.clear()
+    second.finish(again, [8], version=2)
+    (row,) = client.stretches()
+    assert row.starts == [3, 2]
+
+
+def test_what_a_given_up_rank_still_says_is_not_believed():
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit()
+    assign = first.assigned()
+    lose(job, first)
+    second.assigned()
+    first.finish(assign)
+    assert first.hear(Refused).code == "unknown_peer"
+    second.finish(assign)
+    assert client.quiet()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({0: (3, [9])}, "goes on at token 3: must be 1 or 0"),
+        ({0: (1, [9]), 1: (0, [9])}, r"samples \[0, 1\] are not of attempt 1"),
+    ],
+)
+def test_a_rank_whose_tokens_do_not_follow_is_given_up_and_another_goes_on(rows, words):
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit()
+    assign = first.assigned()
+    first.progress(stretch(assign, {0: (0, [8])}))
+    client.heard.clear()
+    first.progress(stretch(assign, rows))
+    refusal = first.hear(Refused)
+    assert (refusal.code, refusal.over) == ("malformed", True)
+    assert re.search(words, refusal.text)
+    assert client.quiet()
+    again = second.assigned()
+    assert again.known[0].token_ids == int32(8)
+
+
+def test_a_sample_that_starts_afresh_goes_on_from_there_alone():
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit()
+    assign = first.assigned()
+    first.progress(stretch(assign, {0: (0, [1, 2, 3])}))
+    first.progress(stretch(assign, {0: (0, [4])}))
+    first.progress(stretch(assign, {0: (1, [5])}))
+    lose(job, first)
+    (known,) = second.assigned().known
+    assert (known.starts, known.token_ids) == ([0], int32(4, 5))
+
+
+def test_an_engine_that_refuses_a_request_ends_that_one_alone():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit()
+    client.submit()
+    first, second = rank.assigned(), rank.assigned()
+    rank.say(Decline(first.request_id + 1, first.attempt, "X", "another request"))
+    assert client.quiet()
+    rank.say(Decline(first.request_id, first.attempt, "InvalidRequestError", "too long"))
+    failure = client.failed("InvalidRequestError")
+    assert (failure.request_id, failure.text) == (0, "request 0 of client 'client': too long")
+    rank.hear(Cancel)
+    rank.finish(second)
+    assert client.stretches()[0].request_id == 1
+
+
+def test_a_request_under_which_rank_after_rank_dies_fails_by_name_and_its_neighbours_go_on():
+    job = Job(max_rank_losses=3)
+    client = job.client()
+    poison, neighbour = client.submit(), client.submit()
+    for life in range(3):
+        rank = job.rank("a")
+        assigns = [rank.assigned(), rank.assigned()]
+        assert [each.request_id for each in assigns] == [0, 1]
+        rank.progress(stretch(assigns[1], {0: (life, [life])}))
+        assert client.stretches()[0].request_id == neighbour
+        lose(job, rank)
+    failure = client.failed("RankLostError")
+    assert failure.request_id == poison
+    assert "3 ranks were lost" in failure.text
+    assert "'a', because: its connection is gone" in failure.text
+    assert "max_rank_losses=3" in failure.text
+    last = job.rank("a")
+    assign = last.assigned()
+    assert (assign.request_id, assign.known[0].token_ids) == (1, int32(0, 1, 2))
+    last.finish(assign)
+    assert client.stretches()[0].request_id == neighbour
+
+
+def test_tokens_of_a_newer_version_wait_for_a_rank_of_that_version_while_others_go_on():
+    job = Job()
+    client = job.client()
+    new, old = job.rank("new"), job.rank("old")
+    client.submit()
+    assign = new.assigned()
+    new.say(EngineMoved("running", 3))
+    new.progress(stretch(assign, {0: (0, [1])}, version=3))
+    lose(job, new)
+    assert old.quiet()
+    assert job.core.status()["queued_samples"] == 1
+    client.submit()
+    assert old.assigned().request_id == 1
+    old.say(EngineMoved("running", 2))
+    assert old.quiet()
+    old.say(EngineMoved("running", 3))
+    again = old.assigned()
+    assert (again.request_id, again.known[0].versions) == (0, [[3, 3, 1]])
+
+
+def test_tokens_that_are_too_new_for_every_rank_fail_by_name_in_the_end():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    new, old = job.rank("new"), job.rank("old")
+    client.submit()
+    assign = new.assigned()
+    new.progress(stretch(assign, {0: (0, [1])}, version=3))
+    client.hear(Update)
+    lose(job, new)
+    job.wait(19.0)
+    assert client.quiet()
+    job.wait(2.0)
+    assert "no rank has reached policy version 3" in client.failed("RequestTimeoutError").text
+    assert old.quiet()
+
+
+def test_what_is_aborted_while_it_waits_for_a_version_is_forgotten():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    new, old = job.rank("new"), job.rank("old")
+    client.submit()
+    new.progress(stretch(new.assigned(), {0: (0, [1])}, version=3))
+    lose(job, new)
+    client.say(Abort(0))
+    client.heard.clear()
+    assert job.core.status()["queued_samples"] == 0
+    job.wait(25.0)
+    old.say(EngineMoved("running", 3))
+    assert client.quiet()
+    assert old.quiet()
+
+
+def test_the_time_for_a_rank_of_that_version_starts_anew_with_each_wait():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    new = job.rank("new")
+    job.rank("old")
+    client.submit()
+    new.progress(stretch(new.assigned(), {0: (0, [1])}, version=3))
+    lose(job, new)
+    job.wait(15.0)
+    again = job.rank("new", version=3)
+    again.assigned()
+    lose(job, again)
+    client.heard.clear()
+    job.wait(19.0)
+    assert client.quiet()
+    job.wait(2.0)
+    client.failed("RequestTimeoutError")
+
+
+def test_a_version_change_empties_the_table_of_that_rank():
+    job = Job(data_parallel_size=2)
+    client, rank = job.client(), job.rank("a")
+    job.rank("b")
+    client.submit(LONG)
+    assign = rank.assigned()
+    rank.progress(stretch(assign, {0: (0, [1])}, ended=[0]), blocks_added=np.arange(3, dtype="<i8").tobytes())
+    assert job.core.router.held("a") == {0, 1, 2}
+    rank.say(EngineMoved("running", 1))
+    assert job.core.router.held("a") == set()
+    rank.progress(blocks_added=np.arange(5, dtype="<i8").tobytes())
+    rank.say(EngineMoved("paused", 1))
+    rank.progress(blocks_removed=np.arange(2, dtype="<i8").tobytes())
+    assert job.core.router.held("a") == {2, 3, 4}
+    rank.progress(blocks_added=np.arange(7, 8, dtype="<i8").tobytes(), flushed=True)
+    assert job.core.router.held("a") == {7}
+
+
+def test_state_and_version_that_an_engine_acknowledges_are_believed_like_those_it_tells_of_itself():
+    job = Job(data_parallel_size=2)
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    first.progress(blocks_added=np.arange(3, dtype="<i8").tobytes())
+    client.call("set_version", 2)
+    first.obey(state="paused")
+    second.obey(error="RuntimeError: no", version=0)
+    seen = [(each["state"], each["policy_version"]) for each in job.core.status()["ranks"]]
+    assert seen == [("paused", 2), ("running", 0)]
+    assert job.core.router.held("a") == set()
+    second.say(EngineMoved("suspended", 5))
+    assert job.core.status()["ranks"][1]["state"] == "suspended"
+    assert job.core.policy_version == 5
+
+
+def test_a_request_that_waits_for_a_version_goes_on_when_a_rank_acknowledges_it():
+    job = Job()
+    client = job.client()
+    new, old = job.rank("new"), job.rank("old")
+    client.submit()
+    new.progress(stretch(new.assigned(), {0: (0, [1])}, version=1))
+    lose(job, new)
+    client.heard.clear()
+    client.call("set_version", 1)
+    old.obey()
+    assert old.assigned().request_id == 0
+
+
+def test_what_a_rank_holds_at_registration_counts():
+    job = Job(data_parallel_size=2)
+    rank = Line(job, b"rank")
+    rank.say(Register(PROTOCOL_VERSION, "a", 4, BLOCK, "running", 0, np.arange(3, dtype="<i8").tobytes()))
+    assert job.core.router.held("a") == {0, 1, 2}
+
+
+def test_every_decision_is_told_with_what_was_found():
+    job = Job(data_parallel_size=2)
+    client = job.client()
+    job.rank("a")
+    job.rank("b")
+    client.submit(LONG)
+    client.submit(LONG)
+    client.submit((9, 9))
+    made = job.core.take_decisions()
+    assert [(each.request_id, each.rank_index, each.num_hashes, each.num_matched) for each in made] == [
+        (0, 0, 10, 0),
+        (1, 0, 10, 10),
+        (2, 1, 0, 0),
+    ]
+    assert job.core.take_decisions() == []
+
+
+# --- weights of the asker, and ranks that rest ----------------------------------------------------------------------------
+
+
+def test_a_rank_with_older_weights_than_the_asker_computes_nothing_for_it():
+    """Ranks update one after the other: the first asked before the second had heard that the round before was over."""
+    job = Job(data_parallel_size=2)
+    first, second = job.client("rank-0", member=True), job.client("rank-1", member=True)
+    a, b = job.rank("rank-0"), job.rank("rank-1")
+    for member in (first, second):
+        member.say(Barrier(0, "generate()", 0))
+    first.hear(BarrierDone)
+    # The second one's BarrierDone is still on its way: it is in generate, and steps whatever it has.
+    a.say(EngineMoved("running", 1))
+    first.submit((1, 2), min_policy_version=1)
+    first.submit((3, 4), min_policy_version=1)
+    assert a.assigned().request_id == 0
+    assert b.quiet()
+    assert [rank["assigned_samples"] for rank in job.core.status()["ranks"]] == [1, 1]
+    second.hear(BarrierDone)
+    b.say(EngineMoved("running", 1))
+    held = b.assigned()
+    assert held.request_id == 1
+    b.finish(held, version=1)
+    assert first.stretches()[0].versions == [[1, 1, 1]]
+
+
+def test_what_is_held_for_a_rank_that_stays_behind_goes_to_one_that_has_the_weights():
+    job = Job(heartbeat_interval_s=1.0)
+    client = job.client()
+    old, new = job.rank("old"), job.rank("new", version=1)
+    client.submit(min_policy_version=1)
+    client.submit(min_policy_version=1)
+    assert new.assigned().request_id == 0
+    job.wait(4.0)
+    assert new.assigned().request_id == 1
+    assert old.quiet()
+    assert job.core.status()["ranks"][1]["assigned_samples"] == 0
+
+
+def test_what_is_held_for_a_rank_is_aborted_and_lost_without_a_word_to_it():
+    job = Job(max_rank_losses=1)
+    client = job.client()
+    old, new = job.rank("old"), job.rank("new", version=1)
+    for _ in range(4):
+        client.submit(min_policy_version=1)
+    assert new.assigned_ids() == [0, 3]
+    client.say(Abort(1))
+    client.failed("RequestAbortedError")
+    assert old.quiet()
+    lose(job, old)
+    assert client.quiet()
+    assert new.assigned_ids() == [2]
+
+
+def test_what_is_held_waits_for_another_rank_when_the_only_one_that_had_the_weights_is_lost():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    old, new = job.rank("old"), job.rank("new", version=2)
+    client.submit(min_policy_version=2)
+    client.submit(min_policy_version=2)
+    new.finish(new.assigned(), version=2)
+    lose(job, new)
+    client.heard.clear()
+    job.wait(22.0)
+    text = client.failed("RequestTimeoutError").text
+    assert "no rank has reached policy version 2, of its tokens or its asker, for 20.0 s (no_rank_timeout_s)" in text
+    assert "old has 0" in text
+    assert old.quiet()
+
+
+def test_what_waits_from_before_an_update_of_its_asker_needs_the_new_weights_too():
+    job = Job()
+    client, other = job.client("loop", member=True), job.client("other")
+    rank = job.rank(slots=1)
+    other.submit(n=2)
+    client.submit()
+    client.submit(min_policy_version=1)
+    rank.finish(rank.assigned())
+    assert rank.quiet()
+    rank.say(EngineMoved("running", 1))
+    assert rank.assigned_ids() == [1, 2]
+
+
+def test_another_life_of_the_coordinator_holds_what_the_first_one_held():
+    job = Job()
+    client, rank = job.client("loop", member=True), job.rank(version=3)
+    known = Stretch(0, 0, [0], [0], [1], int32(5), b"\0\0\0\0", [[3, 3, 1]])
+    client.submit(n=2, known=[known], min_policy_version=4)
+    assert rank.quiet()
+    assert job.core.status()["queued_samples"] == 2
+    rank.say(EngineMoved("running", 4))
+    assert rank.assigned().known[0].token_ids == int32(5)
+
+
+def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_it():
+    """It had stalled, the others went on without it; back again it waits for them, and they for it."""
+    job = Job(heartbeat_interval_s=1.0)
+    client = job.client()
+    back, resting = job.rank("back"), job.rank("gone-on")
+    resting.say(EngineMoved("running", 0, True))
+    client.submit(n=2)
+    client.submit(n=2)
+    back.assigned()
+    left = resting.assigned()
+    resting.progress(stretch(left, {0: (0, [7])}))
+    client.heard.clear()
+    job.wait(4.0)
+    assert resting.hear(Cancel).attempt == left.attempt
+    again = back.assigned()
+    assert (again.request_id, again.indices, again.known[0].token_ids) == (left.request_id, [0, 1], int32(7))
+    client.submit()
+    assert back.assigned().request_id == 2
+    assert resting.quiet()
+    resting.say(EngineMoved("running", 0, False))
+    for _ in range(2):
+        client.submit()
+    assert resting.assigned().request_id == 3
+
+
+def test_while_everybody_rests_nothing_is_taken_from_anybody():
+    job = Job()
+    client = job.client()
+    ranks = [job.rank("a"), job.rank("b")]
+    client.submit(n=2)
+    client.submit(n=2)
+    for rank in ranks:
+        rank.assigned()
+        rank.say(EngineMoved("running", 0, True))
+    job.wait(60.0)
+    assert all(rank.quiet() for rank in ranks)
+    # The first to come back waits for the other one a moment, as in every round.
+    ranks[0].say(EngineMoved("running", 0, False))
+    job.wait(1.0)
+    ranks[1].say(EngineMoved("running", 0, False))
+    job.wait(60.0)
+    assert all(rank.quiet() for rank in ranks)
+
+
+def test_what_only_a_full_rank_may_take_holds_up_no_idle_one():
+    job = Job(heartbeat_interval_s=1.0)
+    client = job.client()
+    old, new = job.rank("old", slots=4), job.rank("new", slots=1, version=1)
+    job.wait(4.0)
+    for _ in range(4):
+        client.submit(min_policy_version=1)
+    assert new.assigned_ids() == [0, 1]
+    for _ in range(4):
+        client.submit()
+    assert old.assigned_ids() == [4, 5, 6, 7]
+    # And a rank that both may use is kept for those that came first.
+    client.submit()
+    assert new.quiet()

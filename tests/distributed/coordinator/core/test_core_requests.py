@@ -1,0 +1,316 @@
+"""The core and its requests, told word by word: taken, refused, ordered, aborted, late, continued."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
+from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
+from rollout.distributed.protocol.messages import Abort, Assign, Cancel, Refused, Submit, Update
+from rollout.requests.seeds import stream_key
+from tests.distributed.coordinator.job import Job, int32, lose, stretch
+
+
+def test_a_request_goes_to_a_rank_and_its_results_to_its_client_under_its_own_number():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    other = job.client("other")
+    other.submit()
+    rank.assigned()
+    client.submit((5, 6), n=2, request_id=40, priority=3, arrival_time=12.5, interval=9, seed=77)
+    assign = rank.assigned()
+    assert (assign.request_id, assign.indices, assign.prompt, assign.params) == (1, [0, 1], int32(5, 6), b"\x80")
+    assert (assign.seed, assign.priority, assign.arrival_time, assign.interval) == (77, 3, 12.5, 9)
+    assert assign.known == []
+    rank.progress(stretch(assign, {0: (0, [8]), 1: (0, [9, 9])}, ended=[1]))
+    (row,) = client.stretches()
+    assert (row.request_id, row.attempt, row.token_ids, row.outcomes) == (40, 0, int32(8, 9, 9), [None, b"ended"])
+    assert job.core.router.pending("rank") == 2
+    rank.progress(stretch(assign, {0: (1, [8])}, ended=[0]))
+    (row,) = client.stretches()
+    assert (row.starts, row.outcomes) == ([1], [b"ended"])
+    assert job.core.router.pending("rank") == 1
+    assert not job.core.peers.clients[client.identity].requests
+    assert other.quiet()
+
+
+def test_without_interval_and_arrival_time_the_coordinators_hold():
+    job = Job(progress_interval=11)
+    client, rank = job.client(), job.rank()
+    client.submit()
+    assign = rank.assigned()
+    assert (assign.interval, assign.arrival_time) == (11, 0.0)
+
+
+def test_requests_without_a_seed_get_one_by_their_order_of_arrival():
+    job = Job(seed=5)
+    first, second, rank = job.client(), job.client("other"), job.rank()
+    first.submit()
+    second.submit(n=0)
+    second.submit(seed=99)
+    first.submit()
+    seeds = [rank.assigned().seed for _ in range(3)]
+    assert seeds == [stream_key(5, 0), 99, stream_key(5, 2)]
+
+
+def test_request_ids_must_rise():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit(request_id=5)
+    for request_id in (5, 4):
+        client.submit(request_id=request_id)
+        refusal = client.hear(Refused)
+        assert (refusal.code, refusal.over) == ("malformed", False)
+        assert refusal.text == f"request id {request_id}: must be above 5, the last one of this client"
+    client.submit(request_id=6)
+    assert rank.assigned_ids() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"n": 0}, "InvalidRequestError", f"n=0: must be in [1, {MAX_SAMPLES}]"),
+        ({"n": MAX_SAMPLES + 1}, "InvalidRequestError", f"n={MAX_SAMPLES + 1}: must be in"),
+        ({"n": 2, "wanted": [1, 2]}, "InvalidRequestError", "wanted=[1, 2]: must be samples below n=2"),
+        ({"prompt": "text"}, "InvalidRequestError", "send token ids, or set CoordinatorConfig.tokenizer"),
+    ],
+)
+def test_what_can_never_be_served_fails_at_once_and_the_next_is_served(fields, error, words):
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit(**fields)
+    assert words in client.failed(error).text
+    client.submit()
+    assert rank.assigned().request_id == 0
+
+
+def test_the_largest_group_is_taken():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit(n=MAX_SAMPLES)
+    assert len(rank.assigned().indices) == MAX_SAMPLES
+
+
+def test_a_prompt_that_would_not_fit_into_a_frame_again_is_refused():
+    job = Job()
+    client = job.client()
+    client.say(Submit(0, bytes(MAX_REQUEST_BYTES + 4), 1, b""))
+    assert f"{MAX_REQUEST_BYTES + 4} bytes" in client.failed("InvalidRequestError").text
+    client.say(Submit(1, bytes(MAX_REQUEST_BYTES), 1, b""))
+    assert client.quiet()
+
+
+def test_a_client_has_only_so_many_requests_open():
+    job = Job(max_open_requests=2)
+    client, other, rank = job.client(), job.client("other"), job.rank()
+    for _ in range(3):
+        client.submit()
+    assert "max_open_requests" in client.failed("QueueFullError").text
+    other.submit()
+    assert other.quiet()
+    rank.finish(rank.assigned())
+    client.hear(Update)
+    client.submit()
+    assert client.quiet()
+
+
+def test_a_client_has_only_so_many_bytes_of_prompts_open():
+    job = Job(max_open_mb=1)
+    client, rank = job.client(), job.rank()
+    prompt = range(1 << 17)
+    client.submit(prompt)
+    client.submit(prompt)
+    client.submit((1,))
+    assert "max_open_mb=1" in client.failed("QueueFullError").text
+    rank.finish(rank.assigned())
+    client.hear(Update)
+    client.submit(prompt)
+    assert client.quiet()
+    client.say(Abort(1))
+    client.failed("RequestAbortedError")
+    client.submit(prompt)
+    assert client.quiet()
+
+
+def test_higher_priority_first_then_the_order_of_arrival():
+    job = Job()
+    client = job.client()
+    for priority in (0, 2, -1, 2, 0):
+        client.submit(priority=priority)
+    assert job.rank().assigned_ids() == [1, 3, 0, 4, 2]
+
+
+def test_what_a_lost_rank_had_keeps_its_place():
+    job = Job()
+    client = job.client()
+    first = job.rank("a", slots=2)
+    for _ in range(5):
+        client.submit()
+    assert first.assigned_ids() == [0, 1, 2]
+    lose(job, first)
+    assert job.rank("b").assigned_ids() == [0, 1, 2, 3, 4]
+
+
+def test_order_of_arrival_survives_suspend_and_resume():
+    job = Job()
+    client, rank = job.client(), job.rank(slots=1)
+    for _ in range(4):
+        client.submit()
+    running = [rank.assigned(), rank.assigned()]
+    for signal in ("pause", "suspend"):
+        client.call(signal)
+        rank.obey()
+        client.answered()
+    client.submit()
+    for signal in ("resume", "unpause"):
+        client.call(signal)
+        rank.obey()
+        client.answered()
+    for assign in running:
+        rank.finish(assign)
+    later = [rank.assigned(), rank.assigned()]
+    for assign in later:
+        rank.finish(assign)
+    assert [each.request_id for each in later] + rank.assigned_ids() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("state", ["running", "paused", "suspended"])
+def test_requests_are_taken_and_aborted_in_every_state(state):
+    job = Job()
+    client, rank = job.client(), job.rank()
+    for signal in {"running": [], "paused": ["pause"], "suspended": ["pause", "suspend"]}[state]:
+        client.call(signal)
+        rank.obey(state=state)
+        client.answered()
+    request_id = client.submit()
+    assign = rank.assigned()
+    client.say(Abort(request_id))
+    assert client.failed("RequestAbortedError").text == "request 0 of client 'client': it was aborted"
+    assert rank.hear(Cancel).attempt == assign.attempt
+
+
+def test_what_is_aborted_while_it_waits_never_reaches_a_rank():
+    job = Job()
+    client = job.client()
+    first = client.submit()
+    client.submit()
+    client.say(Abort(first))
+    client.failed("RequestAbortedError")
+    assert job.rank().assigned_ids() == [1]
+
+
+def test_an_abort_of_what_has_ended_is_ignored():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit()
+    rank.finish(rank.assigned())
+    client.hear(Update)
+    client.say(Abort(0), Abort(77))
+    assert client.quiet()
+
+
+def test_a_request_fails_by_name_when_its_own_time_has_passed():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit(timeout_s=3.0)
+    client.submit()
+    assign = rank.assigned()
+    rank.assigned()
+    assert job.core.next_deadline() <= 3.0
+    job.wait(2.75, 0.25)
+    assert client.quiet()
+    job.wait(0.25)
+    assert job.core.next_deadline() > job.now
+    failure = client.failed("RequestTimeoutError")
+    assert failure.request_id == 0
+    assert "timeout_s" in failure.text
+    assert rank.hear(Cancel).attempt == assign.attempt
+    assert client.quiet()
+
+
+def test_the_time_of_a_request_that_has_ended_means_nothing():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit(timeout_s=3.0)
+    client.submit(timeout_s=3.0)
+    rank.finish(rank.assigned())
+    client.say(Abort(1))
+    client.heard.clear()
+    job.wait(5.0)
+    assert client.quiet()
+
+
+def test_without_any_rank_requests_wait_and_fail_by_name_after_the_configured_time():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    client.submit()
+    job.wait(19.0)
+    assert client.quiet()
+    job.wait(2.0)
+    failure = client.failed("RequestTimeoutError")
+    assert "no_rank_timeout_s" in failure.text
+    assert "0 of data_parallel_size=1 are here" in failure.text
+
+
+def test_a_rank_that_comes_at_the_last_moment_is_in_time():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    client.submit()
+    job.wait(19.9, 19.9)
+    rank = job.rank()
+    job.wait(30.0)
+    assert rank.assigned().request_id == 0
+    assert client.quiet()
+
+
+def test_a_rank_that_never_gets_ready_is_none():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    client.submit()
+    job.rank(ready=False)
+    job.wait(21.0)
+    assert "1 of data_parallel_size=1 are here" in client.failed("RequestTimeoutError").text
+
+
+def test_the_time_without_ranks_starts_anew_with_each_loss():
+    job = Job(no_rank_timeout_s=20.0)
+    client = job.client()
+    client.submit()
+    job.wait(15.0)
+    lose(job, job.rank())
+    job.wait(19.0)
+    assert client.quiet()
+    job.wait(2.0)
+    client.failed("RequestTimeoutError")
+
+
+def test_a_group_that_is_continued_starts_where_it_stood_and_only_what_is_wanted_is_computed():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    known = stretch(Assign(9, 9, [], b"", b"", 0, 0, 0.0, 0, []), {1: (0, [5, 6]), 2: (0, [])}, version=0)
+    client.submit(n=4, known=[known], wanted=[1, 2])
+    assign = rank.assigned()
+    assert assign.indices == [1, 2]
+    (row,) = assign.known
+    assert [(index, start, count) for index, start, count, *_ in row.samples()] == [(1, 0, 2), (2, 0, 0)]
+    rank.progress(stretch(assign, {1: (2, [7]), 2: (0, [8])}, ended=[1, 2]))
+    (row,) = client.stretches()
+    assert row.starts == [2, 0]
+    assert not job.core.peers.clients[client.identity].requests
+
+
+@pytest.mark.parametrize(
+    ("rows", "ended", "words"),
+    [
+        ({0: (3, [5])}, (), "goes on at token 3: must be 0 or 0"),
+        ({0: (0, [5])}, (0,), "a sample that has ended is not continued"),
+        ({3: (0, [5])}, (), "sample 3 of request 0 is not open"),
+    ],
+)
+def test_what_is_said_to_be_known_must_make_sense(rows, ended, words):
+    job = Job()
+    client, rank = job.client(), job.rank()
+    known = stretch(Assign(9, 9, [], b"", b"", 0, 0, 0.0, 0, []), rows, ended=ended)
+    client.submit(n=2, known=[known])
+    assert words in client.failed("InvalidRequestError").text
+    assert rank.quiet()

@@ -1,0 +1,367 @@
+"""The core and its sessions, told word by word: who begins one, who is silent, who is replaced, who leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Barrier,
+    BarrierDone,
+    Cancel,
+    Connect,
+    Disconnect,
+    Heartbeat,
+    Progress,
+    Refused,
+    Register,
+    Shutdown,
+    Status,
+    StatusQuery,
+    Submit,
+)
+from tests.distributed.coordinator.job import BLOCK, Job, Line, lose
+
+
+@pytest.mark.parametrize("message", [Heartbeat(), Submit(0, b"", 1, b""), Progress([]), StatusQuery(0)])
+def test_a_stranger_is_told_to_connect_anew(message):
+    job = Job()
+    stranger = Line(job, b"stranger")
+    stranger.say(message)
+    refusal = stranger.hear(Refused)
+    assert (refusal.code, refusal.over) == ("unknown_peer", True)
+    assert "connect anew" in refusal.text
+    assert stranger.numbers == [0]
+
+
+def test_a_stranger_that_takes_leave_is_not_answered():
+    job = Job()
+    stranger = Line(job, b"stranger")
+    stranger.say(Disconnect())
+    assert stranger.quiet()
+
+
+def test_a_session_does_not_begin_in_the_middle():
+    job = Job()
+    stranger = Line(job, b"stranger")
+    stranger.said = 1
+    stranger.say(Connect(PROTOCOL_VERSION, "x"))
+    assert stranger.hear(Refused).code == "unknown_peer"
+
+
+@pytest.mark.parametrize(("version", "older"), [(PROTOCOL_VERSION - 1, "this side"), (99, "the coordinator")])
+def test_another_protocol_version_is_told_which_side_to_upgrade(version, older):
+    job = Job()
+    for message in (Connect(version, "x"), Register(version, "x", 1, BLOCK, "running", 0)):
+        stranger = Line(job, b"stranger")
+        stranger.say(message)
+        refusal = stranger.hear(Refused)
+        assert (refusal.code, refusal.over) == ("version", True)
+        assert refusal.text.endswith(f"upgrade {older}")
+
+
+@pytest.mark.parametrize(("slots", "block_size"), [(0, BLOCK), (1, BLOCK + 1)])
+def test_a_rank_without_slots_or_with_other_blocks_is_refused_by_value(slots, block_size):
+    job = Job()
+    rank = Line(job, b"rank")
+    rank.say(Register(PROTOCOL_VERSION, "rank", slots, block_size, "running", 0))
+    refusal = rank.hear(Refused)
+    assert (refusal.code, refusal.over) == ("malformed", True)
+    assert f"slots={slots}, block_size={block_size}" in refusal.text
+    assert f"block_size_tokens={BLOCK}" in refusal.text
+    assert rank.is_gone()
+
+
+def test_what_is_said_to_each_peer_is_numbered_from_0_without_a_gap():
+    job = Job()
+    client, other, rank = job.client(), job.client("other"), job.rank()
+    for _ in range(3):
+        for each in (client, other):
+            each.submit()
+            rank.finish(rank.assigned())
+        job.wait(2.0)
+    for line in (client, other, rank):
+        assert line.numbers == list(range(len(line.numbers)))
+        assert len(line.numbers) > 4
+
+
+def test_a_repeated_frame_is_ignored_and_does_not_count_as_a_sign_of_life():
+    job = Job()
+    client = job.client()
+    client.submit()
+    job.now = 5.0
+    client.said -= 1
+    client.submit(request_id=1)
+    assert [request.client_request_id for request in job.core._open_requests()] == [0]
+    assert job.core.peers.get(client.identity).heard == 0.0
+
+
+def test_a_lost_frame_ends_the_session_and_what_it_had_goes_on_elsewhere_at_once():
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit()
+    first.assigned()
+    first.said += 1
+    first.say(Heartbeat())
+    refusal = first.hear(Refused)
+    assert (refusal.code, refusal.over) == ("lost_frames", True)
+    assert first.is_gone()
+    assert second.assigned().request_id == 0
+
+
+def test_a_frame_that_cannot_be_read_does_not_cost_the_session():
+    job = Job()
+    client = job.client()
+    job.core.unreadable(client.identity, "it is no msgpack")
+    client.said += 1
+    job.carry()
+    refusal = client.hear(Refused)
+    assert (refusal.code, refusal.text, refusal.over) == ("malformed", "it is no msgpack", False)
+    client.submit()
+    assert job.rank().assigned().request_id == 0
+
+
+def test_a_frame_of_a_stranger_that_cannot_be_read_is_answered():
+    job = Job()
+    stranger = Line(job, b"stranger")
+    job.core.unreadable(stranger.identity, "it is no msgpack")
+    job.carry()
+    assert stranger.hear(Refused).over
+
+
+def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.say(Progress([]))
+    rank.say(Shutdown())
+    for peer, words in ((client, "a client does not send Progress"), (rank, "a rank does not send Shutdown")):
+        refusal = peer.hear(Refused)
+        assert (refusal.code, refusal.text, refusal.over) == ("not_yours", words, False)
+    client.submit()
+    assert rank.assigned().request_id == 0
+
+
+def test_whoever_is_silent_is_told_that_it_must_live():
+    job = Job(heartbeat_interval_s=1.0)
+    client = job.client()
+    before = len(client.numbers)
+    job.wait(5.0)
+    assert len(client.numbers) >= before + 5
+
+
+def test_a_silent_rank_is_given_up_and_its_work_goes_elsewhere():
+    job = Job(heartbeat_timeout_s=10.0)
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit()
+    first.assigned()
+    job.wait(10.0, silent=[first])
+    assert not first.is_gone()
+    job.wait(1.0, silent=[first])
+    refusal = first.hear(Refused)
+    assert (refusal.code, refusal.over) == ("silent", True)
+    assert "10.0 s" in refusal.text
+    assert second.assigned().request_id == 0
+
+
+def test_a_silent_client_is_given_up_and_its_requests_are_aborted():
+    job = Job(heartbeat_timeout_s=10.0)
+    client, rank = job.client(), job.rank()
+    client.submit()
+    assign = rank.assigned()
+    job.wait(11.0, silent=[client])
+    assert client.hear(Refused).code == "silent"
+    assert rank.hear(Cancel) == Cancel(assign.request_id, assign.attempt)
+    assert job.core.router.pending("rank") == 0
+
+
+def test_when_the_coordinator_itself_stood_still_nobody_is_given_up_for_its_silence():
+    job = Job(heartbeat_timeout_s=10.0)
+    client, rank = job.client(), job.rank()
+    job.now += 100.0
+    job.core.tick(job.now)
+    assert not client.is_gone()
+    assert not rank.is_gone()
+    job.wait(11.0, silent=[rank])
+    assert not client.is_gone()
+    assert rank.is_gone()
+
+
+def test_a_new_process_of_the_same_name_replaces_a_rank_and_takes_up_its_work():
+    job = Job()
+    client = job.client()
+    old = job.rank("a")
+    client.submit()
+    old.assigned()
+    new = job.rank("a")
+    refusal = old.hear(Refused)
+    assert (refusal.code, refusal.over) == ("replaced", True)
+    assert old.is_gone()
+    assert new.assigned().request_id == 0
+    assert job.core.router.ranks == ("a",)
+
+
+def test_when_a_rank_is_replaced_the_others_take_up_its_work_at_once():
+    job = Job()
+    client = job.client()
+    old, other = job.rank("a"), job.rank("b")
+    client.submit()
+    old.assigned()
+    job.rank("a", ready=False)
+    assert other.assigned().request_id == 0
+
+
+def test_a_member_is_replaced_by_name_and_other_clients_may_share_one():
+    job = Job()
+    member, plain = job.client("loop", member=True), Line(job, b"plain")
+    plain.say(Connect(PROTOCOL_VERSION, "loop"))
+    assert not member.is_gone()
+    again = Line(job, b"again")
+    again.say(Connect(PROTOCOL_VERSION, "loop", 0))
+    assert member.hear(Refused).code == "replaced"
+    assert not plain.is_gone()
+    assert not again.is_gone()
+
+
+@pytest.mark.parametrize("how", ["disconnects", "is unreachable"])
+def test_a_client_that_leaves_takes_its_requests_along_and_harms_no_other(how):
+    job = Job()
+    client, other, rank = job.client(), job.client("other"), job.rank()
+    client.submit()
+    other.submit()
+    mine, theirs = rank.assigned(), rank.assigned()
+    if how == "disconnects":
+        client.say(Disconnect("going"))
+    else:
+        lose(job, client)
+    assert client.quiet()
+    assert rank.hear(Cancel).attempt == mine.attempt
+    rank.finish(mine)
+    rank.finish(theirs)
+    assert other.stretches()[0].request_id == 0
+    assert client.quiet()
+
+
+def test_a_rank_that_leaves_in_order_is_no_loss_that_counts():
+    job = Job(max_rank_losses=1)
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit()
+    first.assigned()
+    first.say(Disconnect("the job is done"))
+    assert second.assigned().request_id == 0
+    assert client.quiet()
+
+
+def test_a_member_that_leaves_is_waited_for_no_longer():
+    job = Job(data_parallel_size=2)
+    first, second = job.client("one", member=True), job.client("two", member=True)
+    second.say(Disconnect())
+    assert job.core.status()["barrier_waits_for"] == []
+    assert not first.is_gone()
+
+
+def test_a_member_whose_session_is_lost_is_waited_for_while_it_may_come_back():
+    """Else the others would leave, and what it wants would lie with ranks that compute no more."""
+    job = Job(data_parallel_size=2, heartbeat_timeout_s=10.0)
+    first, second = job.client("one", member=True), job.client("two", member=True)
+    first.say(Barrier(0))
+    job.core.unreachable(second.identity, "unreachable", job.now)
+    job.wait(9.0)
+    assert job.core.barriers.passed == -1
+    again = job.client("two", member=True)
+    job.wait(9.0)
+    assert job.core.barriers.passed == -1
+    again.say(Barrier(0))
+    assert first.hear(BarrierDone).index == again.hear(BarrierDone).index == 0
+
+
+def test_a_member_that_does_not_come_back_is_given_up():
+    job = Job(data_parallel_size=2, heartbeat_timeout_s=10.0)
+    first, second = job.client("one", member=True), job.client("two", member=True)
+    first.say(Barrier(0))
+    job.core.unreachable(second.identity, "unreachable", job.now)
+    job.wait(11.0)
+    assert first.hear(BarrierDone).index == 0
+
+
+def test_whoever_is_no_rank_of_the_job_opens_no_barrier_and_is_not_remembered():
+    """A wrong name that came and went used to count as a member that had left."""
+    job = Job(data_parallel_size=2)
+    first = job.client("rank-0", member=True)
+    stranger = Line(job, b"stranger")
+    stranger.say(Connect(PROTOCOL_VERSION, "rank-00", 2))
+    refusal = stranger.hear(Refused)
+    assert (refusal.code, refusal.text) == ("malformed", "member=2: must be below data_parallel_size=2")
+    for life in range(20):
+        again = Line(job, b"again%d" % life)
+        again.say(Connect(PROTOCOL_VERSION, f"rank-{life}", 1), Disconnect())
+    second = job.client("rank-1", member=True)
+    first.say(Barrier(0))
+    assert first.quiet()
+    second.say(Barrier(0))
+    assert first.hear(BarrierDone).index == 0
+    assert len(job.core.barriers._departed) == 0
+
+
+def test_on_shutdown_every_peer_is_told_why():
+    job = Job()
+    client, rank = job.client("boss"), job.rank()
+    client.submit()
+    rank.assigned()
+    client.say(Shutdown())
+    for peer in (client, rank):
+        assert peer.hear(Disconnect).reason == "client 'boss' has shut the coordinator down"
+    assert job.core.finished
+
+
+def test_it_ends_when_it_has_been_without_peers_for_long_and_not_before():
+    job = Job(idle_exit_s=5.0)
+    job.wait(4.0)
+    client = job.client()
+    job.wait(20.0)
+    client.say(Disconnect())
+    job.wait(4.5)
+    assert not job.core.finished
+    job.wait(1.0)
+    assert job.core.finished
+
+
+def test_a_visit_between_two_looks_counts_as_one():
+    job = Job(idle_exit_s=5.0)
+    job.wait(4.9, 4.9)
+    job.client().say(Disconnect())
+    job.wait(4.5)
+    assert not job.core.finished
+    job.wait(1.0)
+    assert job.core.finished
+
+
+def test_the_status_says_how_things_stand():
+    job = Job(data_parallel_size=2)
+    client = job.client("loop", member=True)
+    rank = job.rank("a", slots=1)
+    client.submit(n=3)
+    client.submit(n=2)
+    rank.progress(running=1, waiting=2)
+    job.wait(2.0, silent=[rank])
+    client.heard.clear()
+    client.say(StatusQuery(4))
+    status = client.hear(Status)
+    assert status.call_id == 4
+    table = status.table
+    (seen,) = table.pop("ranks")
+    assert seen.pop("silent_for_s") == seen.pop("since_progress_s") == 2.0
+    assert seen == {
+        "name": "a", "state": "running", "policy_version": 0, "ready": True, "resting": False, "slots": 1,
+        "assigned_samples": 3, "running": 1, "waiting": 2,
+    }  # fmt: skip
+    assert table == {
+        "instance": "this life",
+        "state": "running",
+        "policy_version": 0,
+        "queued_samples": 2,
+        "clients": [{"name": "loop", "open_requests": 2, "member": True}],
+        "barrier_waits_for": ["1 that have not connected"],
+    }

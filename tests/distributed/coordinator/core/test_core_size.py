@@ -1,0 +1,134 @@
+"""The core keeps what it says below the length of a frame, and says it in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
+from rollout.distributed.coordinator.core.peers import UPDATE_BYTES
+from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, encode
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Assign,
+    Connect,
+    EngineMoved,
+    Message,
+    Progress,
+    Register,
+    Submit,
+    Update,
+)
+from tests.distributed.coordinator.job import BLOCK, Job, int32, lose, stretch
+
+
+def test_stretches_of_one_turn_travel_as_one_update_in_order():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit(n=1)
+    client.submit(n=1)
+    first, second = rank.assigned(), rank.assigned()
+    rank.progress(stretch(first, {0: (0, [1])}), stretch(second, {0: (0, [2])}), stretch(first, {0: (1, [3])}))
+    assert [row.token_ids for row in client.stretches()] == [int32(1), int32(2), int32(3)]
+    assert client.quiet()
+
+
+def test_what_is_said_after_tokens_arrives_after_them():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit()
+    assign = rank.assigned()
+    with job.one_turn():
+        rank.progress(stretch(assign, {0: (0, [1])}))
+        client.say(Abort(0))
+    assert client.stretches()[0].token_ids == int32(1)
+    client.failed("RequestAbortedError")
+
+
+def test_a_client_that_leaves_in_the_turn_of_its_tokens_is_said_nothing():
+    job = Job()
+    client, rank = job.client(), job.rank()
+    client.submit()
+    assign = rank.assigned()
+    with job.one_turn():
+        rank.progress(stretch(assign, {0: (0, [1])}))
+        lose(job, client)
+    assert client.quiet()
+
+
+def update_sizes(fill: Callable[[Assign, int], Message]) -> list[int]:
+    """Frame lengths of the updates of one turn with so much to tell that it does not fit into one."""
+    core = CoordinatorCore(Job(max_open_requests=10_000).config, "x")
+    core.receive(b"client", 0, Connect(PROTOCOL_VERSION, "client"), 0.0)
+    core.receive(b"rank", 0, Register(PROTOCOL_VERSION, "rank", 4096, BLOCK, "running", 0), 0.0)
+    core.receive(b"rank", 1, EngineMoved("running", 0), 0.0)
+    for number in range(8):
+        core.receive(b"client", 1 + number, Submit(number, int32(1), 512, b""), 0.0)
+    assigns = [message for _, _, message in core.take_outbox() if isinstance(message, Assign)]
+    for number, assign in enumerate(assigns):
+        core.receive(b"rank", 2 + number, fill(assign, number), 0.0)
+    updates = [(sequence, message) for _, sequence, message in core.take_outbox() if isinstance(message, Update)]
+    assert sum(len(message.stretches) for _, message in updates) == len(assigns)
+    return [len(encode(sequence, message)) for sequence, message in updates]
+
+
+def test_an_update_stays_below_the_length_of_a_frame_whatever_fills_it():
+    def tokens(assign: Assign, number: int) -> Message:
+        return Progress([stretch(assign, {index: (0, [0] * 500) for index in assign.indices})])
+
+    def outcomes(assign: Assign, number: int) -> Message:
+        row = stretch(assign, {index: (0, [1]) for index in assign.indices}, ended=assign.indices)
+        row.outcomes = [bytes(4000)] * len(assign.indices)
+        return Progress([row])
+
+    def top_n(assign: Assign, number: int) -> Message:
+        return Progress(
+            [stretch(assign, {index: (0, [1]) for index in assign.indices}, top_n=[bytes(4000)] * len(assign.indices))]
+        )
+
+    for fill in (tokens, outcomes, top_n):
+        sizes = update_sizes(fill)
+        assert len(sizes) > 1
+        assert max(sizes) < 1.1 * UPDATE_BYTES
+    assert UPDATE_BYTES * 4 < MAX_FRAME_BYTES
+
+
+def test_what_is_known_of_a_group_travels_as_one_stretch_however_often_it_was_told():
+    """It was one stretch for each report: of a long group more values than a frame may have, and no rank could go on."""
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit(n=4)
+    assign = first.assigned()
+    for position in range(300):
+        version = position // 100
+        first.progress(stretch(assign, {index: (position, [position]) for index in range(4)}, version=version))
+    second.say(EngineMoved("running", 2))
+    lose(job, first)
+    (known,) = second.assigned().known
+    assert known.counts == [300] * 4
+    assert known.versions == [[0, 0, 100, 1, 100, 2, 100]] * 4
+    assert known.token_ids == int32(*range(300)) * 4
+
+
+def test_a_group_of_which_too_much_is_known_for_one_frame_goes_on_in_parts(monkeypatch):
+    monkeypatch.setattr("rollout.distributed.coordinator.core.requests.MAX_KNOWN_BYTES", 100)
+    job = Job()
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit(n=4)
+    assign = first.assigned()
+    rows = {0: (0, range(5)), 1: (0, range(5)), 2: (0, range(50)), 3: (0, range(1))}
+    first.progress(stretch(assign, rows))
+    job.decisions()
+    lose(job, first)
+    again = [second.assigned() for _ in range(3)]
+    assert [each.indices for each in again] == [[0, 1], [2], [3]]
+    assert [each.known[0].indices for each in again] == [[0, 1], [2], [3]]
+    assert len({each.attempt for each in again}) == 3
+    assert job.decisions() == [(0, 0)]
+    assert job.core.router.pending("b") == 4
+    for each in again:
+        second.finish(each)
+    assert job.core.router.pending("b") == 0
+    assert not job.core.peers.clients[client.identity].requests

@@ -1,0 +1,167 @@
+"""The core and texts, told word by word: text into tokens, completions into text, and nobody waits for another's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
+from rollout.distributed.protocol.messages import Abort, Accepted, Update
+from tests.distributed.coordinator.job import Job, int32, lose, stretch
+
+
+def test_a_text_becomes_tokens_that_its_client_hears_before_anything_else():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit("hello")
+    (text,) = job.text_jobs()
+    assert (text.text, text.token_ids) == ("hello", None)
+    assert rank.quiet()
+    job.core.tokenized(text.job_id, [4, 5], job.now)
+    job.carry()
+    assign = rank.assigned()
+    assert assign.prompt == int32(4, 5)
+    rank.progress(stretch(assign, {0: (0, [1])}))
+    assert client.hear(Accepted) == Accepted(0, int32(4, 5))
+    client.hear(Update)
+
+
+def test_a_text_that_cannot_be_tokenised_fails_by_name_and_the_others_are_served():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit("bad")
+    client.submit((1, 2))
+    (text,) = job.text_jobs()
+    assert rank.assigned().request_id == 1
+    job.core.tokenized(text.job_id, ValueError("no tokenizer there"), job.now)
+    job.carry()
+    failure = client.failed("InvalidRequestError")
+    assert failure.text == "request 0 of client 'client': its prompt cannot be tokenised: no tokenizer there"
+
+
+def test_a_text_of_more_tokens_than_fit_into_a_frame_is_refused():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit("long")
+    (text,) = job.text_jobs()
+    job.core.tokenized(text.job_id, np.zeros(MAX_REQUEST_BYTES // 4 + 1, "<i4"), job.now)
+    job.carry()
+    assert f"at most {MAX_REQUEST_BYTES // 4}" in client.failed("InvalidRequestError").text
+    assert rank.quiet()
+
+
+def test_an_open_text_weighs_what_its_tokens_do():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit("text")
+    (text,) = job.text_jobs()
+    job.core.tokenized(text.job_id, [1] * 100, job.now)
+    job.carry()
+    assert job.core.peers.clients[client.identity].open_bytes == 400
+    rank.finish(rank.assigned(), [3])
+    (ended,) = job.text_jobs()
+    job.core.detokenized(ended.job_id, ["x"], job.now)
+    assert job.core.peers.clients[client.identity].open_bytes == 0
+
+
+def test_a_text_that_is_aborted_while_it_becomes_tokens_reaches_no_rank():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit("hello")
+    (text,) = job.text_jobs()
+    client.say(Abort(0))
+    client.failed("RequestAbortedError")
+    job.core.tokenized(text.job_id, [1], job.now)
+    job.carry()
+    assert client.quiet()
+    assert rank.quiet()
+    job.core.tokenized(text.job_id, [1], job.now)
+
+
+def test_a_text_keeps_its_place_behind_tokens_that_came_before_and_before_those_that_came_after():
+    job = Job(tokenizer="made up")
+    client = job.client()
+    client.submit((1,))
+    client.submit("hello")
+    client.submit((2,))
+    (text,) = job.text_jobs()
+    job.core.tokenized(text.job_id, [1], job.now)
+    assert job.rank().assigned_ids() == [0, 1, 2]
+
+
+def test_completions_become_text_and_the_other_samples_do_not_wait_for_it():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit(n=2)
+    assign = rank.assigned()
+    rank.progress(stretch(assign, {0: (0, [1, 2]), 1: (0, [3])}))
+    client.hear(Update)
+    rank.progress(stretch(assign, {0: (2, [4]), 1: (1, [5])}, ended=[0]))
+    (going_on,) = client.stretches()
+    assert going_on.indices == [1]
+    (first,) = job.text_jobs()
+    assert first.token_ids == [int32(1, 2, 4)]
+    rank.progress(stretch(assign, {1: (2, [6])}, ended=[1]))
+    (second,) = job.text_jobs()
+    assert second.token_ids == [int32(3, 5, 6)]
+    job.core.detokenized(second.job_id, ["two"], job.now)
+    job.carry()
+    (row,) = client.stretches()
+    assert (row.indices, row.texts) == ([1], ["two"])
+    assert job.core.peers.clients[client.identity].requests
+    job.core.detokenized(first.job_id, [None], job.now)
+    job.carry()
+    (row,) = client.stretches()
+    assert (row.indices, row.texts, row.token_ids) == ([0], [None], int32(4))
+    assert not job.core.peers.clients[client.identity].requests
+
+
+def test_the_text_of_a_sample_that_went_on_elsewhere_and_started_afresh_is_of_its_last_tokens():
+    job = Job(tokenizer="made up")
+    client = job.client()
+    first, second = job.rank("a"), job.rank("b")
+    client.submit(n=2)
+    assign = first.assigned()
+    first.progress(stretch(assign, {0: (0, [1]), 1: (0, [2])}))
+    first.progress(stretch(assign, {1: (0, [3])}))
+    lose(job, first)
+    again = second.assigned()
+    second.finish(again, [9])
+    (ended,) = job.text_jobs()
+    assert ended.token_ids == [int32(1, 9), int32(3, 9)]
+
+
+def test_a_text_that_the_engine_has_made_is_passed_on():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit()
+    rank.progress(stretch(rank.assigned(), {0: (0, [1])}, ended=[0], texts=["done"]))
+    assert client.stretches()[0].texts == ["done"]
+    assert job.text_jobs() == []
+
+
+def test_a_request_that_is_aborted_while_its_text_is_made_ends_once():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit()
+    rank.finish(rank.assigned())
+    (ended,) = job.text_jobs()
+    client.say(Abort(0))
+    client.failed("RequestAbortedError")
+    job.core.detokenized(ended.job_id, ["late"], job.now)
+    job.carry()
+    assert client.quiet()
+
+
+def test_a_client_that_leaves_while_its_text_is_made_harms_nobody():
+    job = Job(tokenizer="made up")
+    client, rank = job.client(), job.rank()
+    client.submit("a")
+    client.submit((1,))
+    rank.finish(rank.assigned())
+    asked, ended = job.text_jobs()
+    lose(job, client)
+    job.core.tokenized(asked.job_id, [1], job.now)
+    job.core.detokenized(ended.job_id, ["late"], job.now)
+    job.carry()
+    assert client.quiet()
+    assert rank.quiet()

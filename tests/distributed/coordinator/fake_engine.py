@@ -1,0 +1,205 @@
+"""An engine without a model: what it samples is a number that anybody can work out again, whichever engine it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Container, Mapping, Sequence
+from functools import cache
+
+from rollout.distributed.protocol.fields import SET_VERSION
+from rollout.distributed.protocol.outcome import Growth, growth
+from rollout.distributed.worker.session import Key, Known
+from rollout.errors import RequestError
+from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.state import ENGINE_TRANSITIONS, ControlSignal, EngineState, FinishReason, Status
+
+BLOCK = 4
+CACHE_BLOCKS = 12
+
+
+def token_at(seed: int, index: int, position: int) -> int:
+    """What every engine samples there."""
+    return (seed * 31 + index * 1009 + position * 7919) % 50_000
+
+
+def length_of(seed: int, index: int) -> int:
+    """How long the completion gets: mostly short, now and then long."""
+    return 1 + (seed * 13 + index * 7) % (23 if (seed + index) % 5 == 0 else 6)
+
+
+@cache
+def hashes_of(prompt: tuple[int, ...]) -> list[int]:
+    """Of its complete blocks."""
+    return compute_block_hashes_batched(prompt, BLOCK)
+
+
+class FakeEngine:
+    """An `EngineSeam` that samples `token_at`; a token's log-prob is the version that sampled it."""
+
+    def __init__(self, slots: int, rng: random.Random, version: int) -> None:
+        self.state = EngineState.RUNNING
+        self.policy_version = version
+        self.resting = False
+        self.cache: dict[int, None] = {}
+        self._slots = slots
+        self._rng = rng
+        self._number = 0
+        self._samples: dict[Key, DynamicInferenceRequestRecord] = {}
+        self._running: set[Key] = set()
+        self._ended: list[DynamicInferenceRequestRecord] = []
+        self._added: dict[int, None] = {}
+        self._removed: dict[int, None] = {}
+        self._flushed = False
+
+    def next_request_id(self) -> int:
+        self._number += 1
+        return self._number
+
+    def add(
+        self,
+        request_id: int,
+        samples: Sequence[int],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float | None,
+    ) -> None:
+        self._refuse_when_stopped()
+        for index in samples:
+            request = DynamicInferenceRequest(
+                request_id=request_id,
+                sample_index=index,
+                prompt_tokens=list(prompt),
+                sampling_params=params,
+                seed=params.seed,
+                policy_version=self.policy_version,
+                arrival_time=0.0,
+            )
+            self._samples[request_id, index] = DynamicInferenceRequestRecord.from_request(request)
+
+    def continue_(self, record: DynamicInferenceRequestRecord) -> None:
+        self._refuse_when_stopped()
+        live = record[-1]
+        if live.policy_version > self.policy_version:
+            raise RequestError(f"of version {live.policy_version}, the engine of {self.policy_version}")
+        record.checkpoint()
+        record.advance_version(self.policy_version, policy_only=True)
+        self._samples[record.request_id, record.sample_index] = record
+
+    def _refuse_when_stopped(self) -> None:
+        if self.state is EngineState.STOPPED:
+            raise RequestError("stopped")
+
+    def discard(self, request_id: int, sample: int | None = None) -> None:
+        for key in [key for key in self._samples if key[0] == request_id and sample in (None, key[1])]:
+            del self._samples[key]
+            self._running.discard(key)
+
+    def progress(self, known: Mapping[Key, Known]) -> list[Growth]:
+        grown = [growth(self._samples[key], *what) for key, what in known.items() if key in self._samples]
+        return [each for each in grown if each.count]
+
+    def take_ended(self, request_ids: Container[int]) -> list[DynamicInferenceRequestRecord]:
+        taken, self._ended = self._ended, []
+        return taken
+
+    def control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
+        if signal == SET_VERSION:
+            assert isinstance(argument, int)
+            if argument > self.policy_version:
+                self.weights_updated(argument)
+            return []
+        acts_in, _, to, harmless_in = ENGINE_TRANSITIONS[ControlSignal(signal)]
+        if self.state in harmless_in:
+            return []
+        if self.state not in acts_in:
+            raise RuntimeError(f"{signal} while {self.state}")
+        self.state = to
+        if to is not EngineState.STOPPED:
+            return []
+        ended = list(self._samples.values())
+        for record in ended:
+            self._finish(record, FinishReason.ABORT, "RequestAbortedError: stopped")
+        self._samples.clear()
+        self._running.clear()
+        return ended
+
+    def weights_updated(self, version: int) -> None:
+        """The weights have changed; now and then a sample starts afresh because it has become too old."""
+        self.policy_version = version
+        self.cache.clear()
+        self._added.clear()
+        self._removed.clear()
+        self._flushed = True
+        for key, record in list(self._samples.items()):
+            record.advance_version(version, policy_only=key not in self._running)
+            if record[-1].completion_tokens and self._rng.random() < 0.1:
+                first = record[0]
+                self.discard(*key)
+                self.add(key[0], [key[1]], first.prompt_tokens, first.sampling_params, 0, None)
+
+    def flush(self) -> int:
+        forgotten = len(self.cache)
+        self.cache.clear()
+        self._added.clear()
+        self._removed.clear()
+        self._flushed = True
+        return forgotten
+
+    def take_changes(self) -> tuple[list[int], list[int], bool]:
+        taken = (list(self._added), list(self._removed), self._flushed)
+        self._added, self._removed, self._flushed = {}, {}, False
+        return taken
+
+    def load(self) -> tuple[int, int]:
+        return len(self._running), len(self._samples) - len(self._running)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+        return self.state is EngineState.RUNNING and bool(self._samples) and not self.resting
+
+    def step(self) -> list[DynamicInferenceRequestRecord]:
+        """One token for each running sample."""
+        for key, record in self._samples.items():
+            if len(self._running) < self._slots and key not in self._running:
+                self._running.add(key)
+                self._remember(record[0].prompt_tokens)
+        ended = []
+        for key in list(self._running):
+            record = self._samples[key]
+            live = record[-1]
+            position = live.total_length - live.original_prompt_length
+            seed = live.seed or 0
+            live.finished_chunk_token_count = len(live.prompt_tokens)
+            live.generated_tokens.append(token_at(seed, key[1], position))
+            live.generated_log_probs.append(float(self.policy_version))
+            if position + 1 >= length_of(seed, key[1]):
+                self._finish(record, FinishReason.LENGTH, None)
+                self.discard(*key)
+                ended.append(record)
+        return ended
+
+    def _finish(self, record: DynamicInferenceRequestRecord, reason: FinishReason, error: str | None) -> None:
+        live = record[-1]
+        live.finish_reason, live.error = reason, error
+        live.status = Status.COMPLETED if error is None else Status.FAILED
+
+    def _remember(self, prompt: list[int]) -> None:
+        for each in hashes_of(tuple(prompt)):
+            if each not in self.cache:
+                self.cache[each] = None
+                if each in self._removed:
+                    del self._removed[each]
+                else:
+                    self._added[each] = None
+        while len(self.cache) > CACHE_BLOCKS:
+            oldest = next(iter(self.cache))
+            del self.cache[oldest]
+            if oldest in self._added:
+                del self._added[oldest]
+            else:
+                self._removed[oldest] = None

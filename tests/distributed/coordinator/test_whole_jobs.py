@@ -1,0 +1,89 @@
+"""A hundred thousand schedules of a whole job (`ROLLOUT_SIMULATED_SCHEDULES`), each from one seed, by `simulation`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.coordinator.simulation import World, run
+
+ROOT = Path(__file__).parents[3]
+SCHEDULES = int(os.environ.get("ROLLOUT_SIMULATED_SCHEDULES", "100000"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_whatever_happens_every_request_ends_once_with_the_right_tokens_under_the_right_versions():
+    workers = os.cpu_count() or 1
+    shares = [range(first, SCHEDULES, workers) for first in range(workers)]
+    starts = [sum(len(share) for share in shares[:number]) for number in range(workers)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.coordinator.simulation", "--many", str(start), str(len(share))],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for start, share in zip(starts, shares, strict=True)
+    ]
+    outputs = [process.communicate()[0] for process in running]
+    failures = "".join(outputs)
+    assert not failures, f"replay with: python -m tests.distributed.coordinator.simulation SEED\n{failures}"
+    assert all(process.returncode == 0 for process in running)
+
+
+def test_a_seed_decides_everything():
+    def story(seed: int) -> list[object]:
+        world = run(seed)
+        return [
+            (each.ends, each.group.request_id, type(each.group.error), each.group.known()) for each in world.all_wanted
+        ] + [world.now, world.events, world.core.status()]
+
+    for seed in range(40):
+        assert story(seed) == story(seed)
+
+
+def test_the_schedules_meet_what_they_are_for():
+    """Else the invariants would be checked on a calm sea."""
+    seen: dict[str, int] = {}
+
+    class Watched(World):
+        def say(self, *words: object) -> None:
+            for word in words:
+                if isinstance(word, str):
+                    seen[word] = seen.get(word, 0) + 1
+                else:
+                    seen[type(word).__name__] = seen.get(type(word).__name__, 0) + 1
+                    if type(word).__name__ == "Assign" and word.known:  # type: ignore[attr-defined]
+                        seen["continued"] = seen.get("continued", 0) + 1
+
+    errors = set()
+    complete = 0
+    for seed in range(400):
+        world = Watched(seed)
+        for _ in range(world.rng.choice([40, 80, 160])):
+            world.event()
+        world.settle()
+        errors |= {type(each.group.error).__name__ for each in world.all_wanted}
+        complete += sum(each.group.error is None for each in world.all_wanted)
+    faults = {"dies", "hangs", "is cut off", "loses frames", "loses its session:"}
+    messages = {
+        "Cancel",
+        "Command",
+        "CommandAck",
+        "ControlDone",
+        "EngineMoved",
+        "RequestFailed",
+        "Accepted",
+        "Disconnect",
+    }
+    rare = {what for what in faults | messages | {"continued", "BarrierDone"} if seen.get(what, 0) < 20}
+    assert not rare, seen
+    assert {"RequestAbortedError", "RequestTimeoutError", "RankLostError", "ConnectionLostError"} <= errors
+    assert complete > 400

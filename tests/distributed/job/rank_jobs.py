@@ -1,0 +1,545 @@
+"""What ranks do in `tests.distributed.job.test_data_parallel`, and what is expected of it: each job runs on every rank at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.job.data_parallel import DataParallelBackend
+from rollout.distributed.protocol.messages import BarrierDone, Message
+from rollout.errors import DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.manager import RolloutManager
+from rollout.sampling_params import SamplingParams
+from tests.models import make_model, make_tokenizer
+from tests.ranks import assert_nothing_is_left
+from tests.rollouts import trainer_logprobs_of
+from trainer_hooks.optimizer import attach
+
+
+def the_model() -> PreTrainedModel:
+    return make_model("qwen3", num_hidden_layers=2)
+
+
+@contextmanager
+def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[RolloutManager]:
+    """Blocks of four tokens; a coordinator that notices soon when somebody is gone. In the end nothing is left of it."""
+    heartbeat = options.pop("heartbeat_timeout_s", 10.0)
+    interval = options.pop("progress_interval", 4)
+    defaults: dict[str, Any] = {"kv_cache_blocks": 512, "block_size_tokens": 4, "max_requests": 16,
+                                "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
+    rollout = RolloutManager(
+        model or the_model(),
+        make_tokenizer(),
+        InferenceConfig(**(defaults | options)),
+        coordinator=CoordinatorConfig(
+            heartbeat_interval_s=0.2, heartbeat_timeout_s=heartbeat, progress_interval=interval
+        ),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="close\\(\\) gives up")
+        with rollout:
+            yield rollout
+    assert_nothing_is_left()
+
+
+# --- what is asked for, and what comes back ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt, how many samples of it, how long, and where its random stream begins."""
+
+    prompt: str
+    n: int
+    max_tokens: int
+    seed: int
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(n=self.n, max_tokens=self.max_tokens, seed=self.seed, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a batch says of one sample."""
+
+    prompt: str | None
+    tokens: list[int]
+    log_probs: list[float]
+    text: str | None
+    metadata: Any
+    versions: list[int]
+    events: list[str]
+
+
+def asks(count: int, n: int, longest: int, seed: int) -> list[Ask]:
+    generator = np.random.default_rng(seed)
+    return [
+        Ask("".join(map(chr, generator.integers(97, 123, generator.integers(2, 20)))), n,
+            int(generator.integers(longest // 2, longest + 1)), 1000 * seed + index)
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def generate(rollout: RolloutManager, wanted: Sequence[Ask], **options: Any) -> RolloutBatch:
+    return rollout.generate(
+        [ask.prompt for ask in wanted],
+        [ask.params for ask in wanted],
+        metadata=[ask.seed for ask in wanted],
+        progress=False,
+        **options,
+    )
+
+
+def submit(rollout: RolloutManager, wanted: Sequence[Ask]) -> list[int]:
+    return rollout.submit(
+        [ask.prompt for ask in wanted], [ask.params for ask in wanted], metadata=[ask.seed for ask in wanted]
+    )
+
+
+def samples(batch: RolloutBatch) -> list[Sample]:
+    return [
+        Sample(
+            request.prompt,
+            request.generated_tokens,
+            request.generated_log_probs,
+            request.generated_text,
+            request.metadata,
+            request.policy_spans.dense()[len(request.prompt_tokens) :].tolist(),
+            [event.type.name for event in request.events],
+        )
+        for request in batch
+    ]
+
+
+def coordinator_of(rollout: RolloutManager) -> Any:
+    backend = rollout._backend
+    assert isinstance(backend, DataParallelBackend)
+    return backend._job.handle
+
+
+def after_steps(rollout: RolloutManager, count: int, act: Callable[[], object]) -> None:
+    """Call `act` once, when this rank has made so many turns of its loop."""
+    backend, turns = rollout._backend, iter(range(count))
+    advance = backend.advance
+
+    def counted() -> Any:
+        if next(turns, None) is None:
+            backend.advance = advance  # type: ignore[method-assign]
+            act()
+        return advance()
+
+    backend.advance = counted  # type: ignore[method-assign]
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def share_of(rank: int, size: int) -> list[Ask]:
+    """Rank 0 asks for most, the last one for nothing."""
+    return [] if rank == size - 1 else asks(8 if rank == 0 else 2, 2, 40 if rank == 0 else 12, seed=rank)
+
+
+def generates_twice(rank: int) -> dict[str, Any]:
+    size = dist.get_world_size()
+    with a_manager() as rollout:
+        first = samples(generate(rollout, share_of(rank, size)))
+        computed = rollout.engine.stats()["generated_tokens"]
+        metrics = rollout.metrics()
+        # Whoever is quick must not ask for more before everybody has looked.
+        dist.barrier()
+        second = samples(generate(rollout, share_of(size - 1 - rank, size)))
+        assert rollout.groups_in_flight == 0
+        assert not rollout.engine.has_unfinished
+        assert rollout.engine.context.allocator.num_used == 0
+    return {"first": first, "second": second, "computed": computed, "metrics": metrics}
+
+
+WORK = {0: asks(6, 2, 60, seed=20), 1: asks(3, 2, 30, seed=21)}
+
+
+def loses_its_coordinator(rank: int, after: int | None) -> list[list[Sample]]:
+    with a_manager(heartbeat_timeout_s=3.0) as rollout:
+        process = coordinator_of(rollout).process if rank == 0 else None
+        if process is not None and after is not None:
+            after_steps(rollout, after, process.kill)
+        batches = [generate(rollout, WORK[rank])]
+        if process is not None and after is None:
+            process.kill()
+        batches.append(generate(rollout, WORK[1 - rank]))
+        if process is not None:
+            assert coordinator_of(rollout).process is not process
+    return list(map(samples, batches))
+
+
+def is_cut_off_at_the_end(rank: int) -> list[Sample]:
+    """Rank 1 never hears that all have come to the end; then the coordinator dies while rank 0 is elsewhere."""
+    with a_manager(heartbeat_timeout_s=1.0) as rollout:
+        if rank == 1:
+            session = rollout._backend._client._session  # type: ignore[attr-defined]
+            receive = session.receive
+            session.receive = lambda message: None if isinstance(message, BarrierDone) else receive(message)
+        first = generate(rollout, WORK[rank])
+        if rank == 0:
+            coordinator_of(rollout).process.kill()
+        dist.barrier()
+        second = generate(rollout, WORK[rank])
+    return samples(first) + samples(second)
+
+
+def is_cut(rank: int, what: str) -> list[Sample]:
+    """One of rank 1's sessions is lost, or the coordinator stands still."""
+    with a_manager(heartbeat_timeout_s=1.0) as rollout:
+        backend = rollout._backend
+        assert isinstance(backend, DataParallelBackend)
+        if what == "coordinator" and rank == 0:
+            process = coordinator_of(rollout).process
+            after_steps(rollout, 8, lambda: process.send_signal(signal.SIGSTOP))
+        if what == "worker" and rank == 1:
+            dealer = backend._its_worker()._link.dealer  # type: ignore[union-attr]
+            after_steps(rollout, 8, lambda: backend._loop.call_soon(dealer._lose, "the test has cut it"))
+        if what == "client" and rank == 1:
+            dealer = backend._connected()._dealer
+            after_steps(rollout, 8, lambda: backend._loop.call_soon(dealer._lose, "the test has cut it"))
+        first = generate(rollout, WORK[rank])
+        return samples(first) + samples(generate(rollout, WORK[rank]))
+
+
+def goes_away(rank: int) -> list[Sample]:
+    with a_manager() as rollout:
+        return samples(generate(rollout, WORK[0])) if rank == 0 else []
+
+
+def dies(rank: int) -> list[Sample] | None:
+    with a_manager(heartbeat_timeout_s=3.0) as rollout:
+        generate(rollout, [])
+        if rank == 1:
+            after_steps(rollout, 10, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        return samples(generate(rollout, WORK[rank]))
+
+
+def stalls(rank: int) -> list[Sample]:
+    """One rank stands still until the others have gone on without it, to where they wait for it."""
+    with a_manager(heartbeat_timeout_s=1.0, control_timeout_s=30.0) as rollout:
+        if rank == 1:
+            me = os.getpid()
+            order = f"kill -STOP {me}; sleep 3.2; kill -CONT {me}"
+            after_steps(rollout, 10, lambda: subprocess.Popen(["sh", "-c", order]).wait())
+        answers = samples(generate(rollout, WORK[rank]))
+        dist.barrier()
+        answers += samples(generate(rollout, WORK[rank]))
+        dist.barrier()
+        return answers
+
+
+def hears_late_of_the_end(rank: int) -> list[list[int]]:
+    """Rank 1 steps on with the old weights for a moment, while rank 0 has the new ones and asks for more."""
+    versions = []
+    with a_manager() as rollout:
+        if rank == 1:
+            session = rollout._backend._client._session  # type: ignore[attr-defined]
+            receive = session.receive
+
+            def late(message: Message) -> None:
+                if isinstance(message, BarrierDone):
+                    asyncio.get_running_loop().call_later(0.3, receive, message)
+                else:
+                    receive(message)
+
+            session.receive = late
+        for number in range(3):
+            batch = generate(rollout, asks(8, 2, 20, seed=100 * number + rank))
+            versions.append(sorted({version for sample in samples(batch) for version in sample.versions}))
+            rollout.weights_updated()
+    return versions
+
+
+def trains(rank: int, rounds: int) -> dict[str, Any]:
+    """Steps of DDP with groups in flight across them; every token's log-prob against the weights of its version."""
+    model = the_model()
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.02)
+    weights: list[dict[str, torch.Tensor]] = []
+    versions, errors, mixed = [], [], 0
+    with a_manager(model, enable_prefix_caching=True) as rollout:
+        attach(optimizer, rollout, mode="recompute")
+        for number in range(rounds + 1):
+            weights.append({name: value.clone() for name, value in model.state_dict().items()})
+            wanted = asks(2 + rank, 2, 20, seed=100 * number + rank) + asks(2, 1, 120, seed=100 * number + rank + 50)
+            wanted = wanted if number < rounds else []
+            goal = 2 if number < rounds else rollout.groups_in_flight
+            batch = generate(rollout, wanted, min_groups=goal)
+            assert {int(batch.policy_version)} == {number}
+            present = weights[-1]
+            for version, then in enumerate(weights if len(batch) else []):
+                model.load_state_dict(then)
+                with torch.no_grad():
+                    difference = (trainer_logprobs_of(model, batch) - batch.logprobs).abs()
+                mask = batch.response_mask & (batch.policy_versions == version)
+                errors.append(float(difference[mask].max()) if mask.any() else 0.0)
+                others = batch.response_mask & (batch.policy_versions != version)
+                if others.any():
+                    assert float(difference[others].max()) > 1e-3, "the weights do not tell versions apart"
+            model.load_state_dict(present)
+            mixed += sum(len(set(sample.versions)) > 1 for sample in samples(batch))
+            if number < rounds:
+                ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(number))
+                loss = parallel(ids).logits.float().log_softmax(-1)[..., 5].mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            versions.append(rollout.policy_version)
+        assert rollout.groups_in_flight == 0
+    return {"versions": versions, "error": max(errors), "mixed": mixed}
+
+
+def paces(rank: int) -> int:
+    """Rounds with groups in flight and a limit on their age; one rank says late what it has computed."""
+    with a_manager(max_staleness=1, progress_interval=1000) as rollout:
+        stale = 0
+        backend = rollout._backend
+        rest = backend.rest
+
+        def rest_late() -> None:
+            time.sleep(0.2 * rank)
+            rest()
+
+        backend.rest = rest_late  # type: ignore[method-assign]
+        for number in range(5):
+            wanted = asks(2, 2, 12, seed=10 * number + rank) + asks(2, 2, 120, seed=10 * number + rank + 5)
+            batch = generate(rollout, wanted, min_groups=2)
+            assert int(batch.policy_staleness[batch.response_mask].max()) <= 1
+            stale += sum(request.finish_reason == "stale" for request in batch)
+            rollout.weights_updated()
+        return stale
+
+
+def takes_groups_as_they_end(rank: int) -> dict[str, Any]:
+    with a_manager() as rollout:
+        ragged = asks(2 + 3 * rank, 2, 20, seed=30 + rank)
+        numbers = submit(rollout, ragged)
+        ended = {int(batch.group_ids[0]): samples(batch) for batch in rollout.as_completed()}
+        more = asks(4, 2, 20, seed=40 + rank)
+        submit(rollout, more)
+        for _ in rollout.as_completed():
+            if rank == 0:
+                break
+        left = rollout.groups_in_flight
+        rest = samples(generate(rollout, [], min_groups=left))
+    return {"all": [each for number in numbers for each in ended[number]], "left": left, "rest": len(rest)}
+
+
+def fails_and_aborts(rank: int) -> dict[str, Any]:
+    wanted = asks(3, 2, 20, seed=50 + rank)
+    with a_manager() as rollout:
+        numbers = submit(rollout, wanted)
+        rollout.abort(numbers[:1])
+        kept = samples(generate(rollout, [], min_groups=3))
+        broken = None
+        if rank == 0:
+            # What is asked of it is refused where it is computed, after it was accepted here.
+            client = rollout._backend._client  # type: ignore[attr-defined]
+            open_group = client.open_group
+
+            def refuse_one(prompt: Any, params: SamplingParams, **options: Any) -> Any:
+                if params.seed == wanted[1].seed:
+                    raise InvalidRequestError("this one cannot be sent")
+                return open_group(prompt, params, **options)
+
+            client.open_group = refuse_one
+        try:
+            again = samples(generate(rollout, wanted))
+        except RolloutFailedError as exc:
+            broken = str(exc)
+            again = samples(exc.batch)  # type: ignore[arg-type]
+        last = samples(generate(rollout, wanted[:1]))
+    return {"kept": kept, "broken": broken, "again": again, "last": last}
+
+
+def raises_before_the_end(rank: int) -> dict[str, Any]:
+    wanted = asks(4, 2, 40, seed=60 + rank)
+    said = []
+    with a_manager() as rollout:
+        if rank == 0:
+            with pytest.raises(InvalidRequestError) as refused:
+                rollout.generate(["a" * 600], SamplingParams(max_tokens=4))
+            said.append(str(refused.value))
+            with pytest.raises(DeadlineError) as late:
+                generate(rollout, wanted, timeout_s=1e-3)
+            said.append(str(late.value))
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            submit_again = asks(1, 1, 8, seed=1)
+            after_steps(rollout, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                generate(rollout, submit_again)
+            assert rollout.groups_in_flight == 4
+            batch = generate(rollout, [], min_groups=4)
+        else:
+            batch = generate(rollout, wanted)
+        return {"said": said, "samples": samples(batch)}
+
+
+def interrupted_while_it_waits(rank: int) -> list[Sample]:
+    with a_manager() as rollout:
+        if rank == 1:
+            dist.barrier()
+            return samples(generate(rollout, WORK[1]))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        worker = rollout._backend._its_worker()  # type: ignore[attr-defined]
+        wait_for_work = worker.wait_for_work
+
+        def interrupted(*args: Any, **options: Any) -> Any:
+            worker.wait_for_work = wait_for_work
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return wait_for_work(*args, **options)
+
+        worker.wait_for_work = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            generate(rollout, [])
+        dist.barrier()
+        return samples(generate(rollout, []))
+
+
+def does_not_come(rank: int) -> dict[str, str]:
+    """One rank does less than the other, and each time the other hears of it."""
+    said = {}
+    with a_manager(control_timeout_s=2.0) as rollout:
+        if rank == 0:
+            with pytest.raises(DeadlineError) as late:
+                generate(rollout, asks(6, 2, 12, seed=70))
+            said["generate"] = str(late.value)
+        dist.barrier()
+        if rank == 1:
+            generate(rollout, [])
+        else:
+            assert len(generate(rollout, [], min_groups=6)) == 12
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(DeadlineError) as late:
+                rollout.pause()
+            said["pause"] = str(late.value)
+        dist.barrier()
+        rollout.pause()
+        with pytest.raises(EngineStateError) as held:
+            generate(rollout, [])
+        said["paused"] = str(held.value)
+        rollout.unpause()
+        rollout.suspend("offload")
+        rollout.resume()
+        generate(rollout, asks(1, 1, 4, seed=71))
+    return said
+
+
+def differs(rank: int) -> list[str]:
+    said = []
+    with a_manager() as rollout:
+        if rank == 0:
+            rollout.weights_updated()
+        with pytest.raises(EngineStateError) as differ:
+            generate(rollout, WORK[rank])
+        said.append(str(differ.value))
+        if rank == 1:
+            rollout.weights_updated()
+        assert len(generate(rollout, [], min_groups=len(WORK[rank]))) == 2 * len(WORK[rank])
+        call = rollout.resume if rank == 1 else lambda: generate(rollout, [])
+        with pytest.raises(EngineStateError) as differ:
+            call()
+        said.append(str(differ.value))
+        generate(rollout, [])
+    return said
+
+
+def is_held_from_outside(rank: int) -> list[Sample]:
+    with a_manager() as rollout:
+        held: list[str] = []
+        if rank == 0:
+            address = coordinator_of(rollout).address
+
+            async def hold() -> None:
+                async with InferenceClient(address, name="operator") as client:
+                    await client.pause_engines()
+                    held.append(rollout.engine.state.value)
+                    await client.suspend_engines("offload")
+                    held.append(rollout.engine.state.value)
+                    await client.resume_engines()
+                    await client.unpause_engines()
+
+            operator = threading.Thread(target=lambda: asyncio.run(hold()))
+            after_steps(rollout, 6, operator.start)
+        batch = generate(rollout, WORK[rank])
+        if rank == 0:
+            operator.join()
+            assert held == ["paused", "suspended"]
+        return samples(batch)
+
+
+def is_held_while_it_trains(rank: int) -> list[Sample]:
+    """What the operator pauses while the cache is away stays paused when the training loop wants to go on."""
+    with a_manager() as rollout:
+        rollout.weights_updated()
+        said = threading.Event()
+        made: list[float] = []
+
+        async def hold() -> None:
+            async with InferenceClient(coordinator_of(rollout).address, name="operator") as client:
+                await client.pause_engines()
+                said.set()
+                everything = sum(ask.n for asked in WORK.values() for ask in asked)
+                there = 0
+                while there < everything:
+                    await asyncio.sleep(0.02)
+                    status = await client.status()
+                    there = status["queued_samples"] + sum(each["assigned_samples"] for each in status["ranks"])
+                made.append(rollout.engine.stats()["generated_tokens"])
+                await client.unpause_engines()
+
+        with rollout.suspended():
+            if rank == 0:
+                operator = threading.Thread(target=lambda: asyncio.run(hold()))
+                operator.start()
+                assert said.wait(60)
+            dist.barrier()
+        batch = generate(rollout, WORK[rank])
+        if rank == 0:
+            operator.join()
+            assert made == [0]
+        return samples(batch)
+
+
+def is_saved_and_goes_on(rank: int) -> list[Sample]:
+    wanted = asks(5, 2, 40, seed=80 + rank)
+    with a_manager() as rollout:
+        rollout.weights_updated()
+        first = samples(generate(rollout, wanted, min_groups=1))
+        left = rollout.groups_in_flight
+        state = rollout.state_dict()
+    with a_manager() as rollout:
+        rollout.load_state_dict(state)
+        assert rollout.policy_version == 1
+        assert rollout.groups_in_flight == left
+        again = rollout.state_dict()
+        rollout.abort(range(100))
+        generate(rollout, [])
+        rollout.load_state_dict(again)
+        rest = samples(generate(rollout, [], min_groups=left))
+    assert all(set(sample.versions) == {1} for sample in (*first, *rest))
+    return sorted([*first, *rest], key=lambda sample: sample.metadata)

@@ -1,0 +1,292 @@
+"""Every message survives the wire, and beside each there is a frame that does not."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.distributed.protocol.fields import SET_VERSION, Rule
+from rollout.distributed.protocol.frames import (
+    MAX_FRAME_BYTES,
+    LostFramesError,
+    Sequencer,
+    _looked_at,
+    _surely_right,
+    decode,
+    encode,
+)
+from rollout.distributed.protocol.messages import (
+    MESSAGES,
+    Disconnect,
+    Heartbeat,
+    Message,
+    Refused,
+    Stretch,
+    Submit,
+    Update,
+    farewell,
+)
+from rollout.errors import SerializationError
+from rollout.state import ControlSignal, CoordinatorState, EngineState
+
+counts = st.integers(0, 2**63 - 1)
+seconds = st.floats(allow_nan=False, allow_infinity=False)
+names = st.text(max_size=256)
+
+
+def optional(values):
+    return st.none() | values
+
+
+def buffers(width):
+    return st.binary(max_size=8).map(lambda unit: unit * width)
+
+
+VALUES = {
+    "an integer in [0, 2**63)": counts,
+    "None or an integer in [0, 2**63)": optional(counts),
+    "a finite number of seconds": seconds,
+    "None or a finite number of seconds": optional(seconds),
+    "a bool": st.booleans(),
+    "a string of at most 256 characters": names,
+    "a list of strings of at most 256 characters": st.lists(names, max_size=3),
+    "a string": st.text(),
+    "None or a string": optional(st.text()),
+    "bytes": st.binary(),
+    "little-endian int32 in bytes": buffers(4),
+    "little-endian int64 in bytes": buffers(8),
+    "a string, or little-endian int32 in bytes": st.text() | buffers(4),
+    "a list of integers in [0, 2**63)": st.lists(counts, max_size=4),
+    "a control signal": st.sampled_from([*map(str, ControlSignal), SET_VERSION]),
+    "None, a name or an integer": st.none() | names | counts,
+    "the name of an engine state": st.sampled_from([str(state) for state in EngineState]),
+    "the name of a coordinator state": st.sampled_from([str(state) for state in CoordinatorState]),
+    "a table": st.dictionaries(names, counts | names, max_size=3),
+    "an integer in [-2**31, 2**31]": st.integers(-(2**31), 2**31),
+}
+
+
+@st.composite
+def stretches(draw: st.DrawFn) -> Stretch:
+    """Columns of one length, tokens as many as counted."""
+    indices = draw(st.lists(counts, unique=True, max_size=3))
+    runs = [draw(st.lists(st.tuples(counts, st.integers(1, 4)), max_size=3)) for _ in indices]
+    made = [sum(count for _, count in row) for row in runs]
+
+    def column(values):
+        return draw(optional(st.lists(optional(values), min_size=len(indices), max_size=len(indices))))
+
+    return Stretch(
+        draw(counts),
+        draw(counts),
+        indices,
+        [draw(counts) for _ in indices],
+        made,
+        draw(st.binary(min_size=4 * sum(made), max_size=4 * sum(made))),
+        draw(st.binary(min_size=4 * sum(made), max_size=4 * sum(made))),
+        [[draw(counts), *(number for run in row for number in run)] for row in runs],
+        column(seconds),
+        column(st.binary()),
+        column(st.text()),
+        column(st.binary()),
+    )
+
+
+def values_of(kind: type[Message]) -> dict[str, st.SearchStrategy[Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    rules = {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
+    return {
+        name: VALUES[rule.text] if isinstance(rule, Rule) else st.lists(stretches(), max_size=2)
+        for name, rule in rules.items()
+    }
+
+
+KINDS = list(MESSAGES.values())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_decode_is_the_inverse_of_encode(kind, data):
+    message = kind(**{name: data.draw(values) for name, values in values_of(kind).items()})
+    sequence = data.draw(st.integers(0, 2**62))
+    assert decode(encode(sequence, message)) == (sequence, message)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if fields(kind)], ids=lambda kind: kind.__name__)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_frame_with_a_wrong_field_is_refused_by_the_name_of_the_field(kind, data):
+    drawn = {name: data.draw(values) for name, values in values_of(kind).items()}
+    name = data.draw(st.sampled_from([name for name in drawn if kind.__name__ != "Status" or name != "table"]))
+    row = msgpack.unpackb(encode(0, kind(**drawn)))
+    row[2 + list(drawn).index(name)] = {"no": "such value"}
+    with pytest.raises(SerializationError, match=rf"^{kind.__name__}\.{name}: "):
+        decode(msgpack.packb(row))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_frame_with_a_field_too_many_is_refused(kind):
+    with pytest.raises(SerializationError, match=f"{kind.__name__}: .* fields"):
+        decode(msgpack.packb([kind.header, 0, *[0] * (1 + len(fields(kind)))]))
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_frame_are_a_serialization_error_and_nothing_else(frame):
+    try:
+        decode(frame)
+    except SerializationError:
+        return
+    assert msgpack.unpackb(frame)[0] in MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (b"", "no msgpack"),
+        (msgpack.packb({"header": 4}), "[header, sequence, fields …]"),
+        (msgpack.packb([4]), "[header, sequence, fields …]"),
+        (msgpack.packb([True, 0]), "[header, sequence, fields …]"),
+        (msgpack.packb([4, -1]), "[header, sequence, fields …]"),
+        (msgpack.packb([4, True]), "[header, sequence, fields …]"),
+        (msgpack.packb([99, 0]), "header 99: unknown to protocol version"),
+        (msgpack.packb([24, 0, [[]]]), "Stretch: '0 fields' arrived where 8 to 13 fields must be"),
+        (msgpack.packb([24, 0, [3]]), "Update.stretches"),
+        (b"\x00" * (MAX_FRAME_BYTES + 1), "at most"),
+    ],
+)
+def test_a_malformed_frame_is_refused_with_the_reason(frame, words):
+    with pytest.raises(SerializationError) as caught:
+        decode(frame)
+    assert words in str(caught.value)
+
+
+def one(**changes: Any) -> Stretch:
+    values = {
+        "request_id": 0, "attempt": 0, "indices": [0, 1], "starts": [0, 0], "counts": [1, 2],
+        "token_ids": bytes(12), "log_probs": bytes(12), "versions": [[0, 0, 1], [0, 0, 1, 1, 1]],
+    }  # fmt: skip
+    return Stretch(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("starts", {"starts": [0]}),
+        ("outcomes", {"outcomes": [None]}),
+        ("events", {"events": [None]}),
+        ("counts", {"token_ids": bytes(8)}),
+        ("counts", {"log_probs": bytes(16)}),
+        ("versions", {"versions": [[0, 0, 2], [0, 0, 1, 1, 1]]}),
+        ("indices", {"indices": [1, 1]}),
+    ],
+)
+def test_a_stretch_whose_columns_disagree_is_refused(field, changes):
+    with pytest.raises(SerializationError, match=rf"^Stretch\.{field}: "):
+        decode(encode(0, Update([one(**changes)])))
+
+
+def test_fields_that_have_a_default_may_be_missing():
+    short = msgpack.packb([Submit.header, 7, 1, b"", 2, b""])
+    assert decode(short) == (7, Submit(1, b"", 2, b""))
+
+
+@given(stretches(), st.data())
+def test_only_keeps_some_samples_of_a_stretch_as_they_were(stretch, data):
+    kept = data.draw(st.sets(st.sampled_from(stretch.indices))) if stretch.indices else set()
+    rows = [row[:5] for row in stretch.samples() if row[0] in kept]
+    only = stretch.only(kept)
+    only.check()
+    assert [row[:5] for row in only.samples()] == rows
+    picked = [stretch.indices.index(index) for index in only.indices]
+    for name in ("versions", "ttfts", "top_n", "texts", "outcomes"):
+        column = getattr(stretch, name)
+        assert getattr(only, name) == (column and [column[each] for each in picked])
+
+
+def test_a_sequencer_counts_ignores_repetitions_and_names_a_gap():
+    numbers = Sequencer()
+    assert [numbers.next() for _ in range(3)] == [0, 1, 2]
+    assert numbers.accept(0)
+    assert numbers.accept(1)
+    assert not numbers.accept(0)
+    assert not numbers.accept(1)
+    with pytest.raises(LostFramesError, match="frame 4 arrived where 2 must: 2 were lost"):
+        numbers.accept(4)
+    assert numbers.accept(2)
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_a_sequencer_accepts_each_number_once_and_in_order(arrivals):
+    numbers, accepted = Sequencer(), []
+    for number in arrivals:
+        try:
+            if numbers.accept(number):
+                accepted.append(number)
+        except LostFramesError:
+            assert number > len(accepted)
+    assert accepted == list(range(len(accepted)))
+
+
+def test_a_session_ends_with_a_farewell_and_with_nothing_else():
+    assert "unknown_peer" in str(farewell(Refused("unknown_peer", "who are you", over=True)))
+    assert not farewell(Refused("unknown_peer", "who are you", over=True)).final
+    assert farewell(Refused("replaced", "another one", over=True)).final
+    assert "tea" in str(farewell(Disconnect("tea")))
+    assert farewell(Refused("malformed", "that frame", over=False)) is None
+    assert farewell(Heartbeat()) is None
+
+
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\x00"], ids=["lists", "maps", "numbers"])
+def test_a_frame_of_countless_small_things_is_refused_before_it_fills_the_memory(item):
+    """A megabyte of empty lists once became seventy megabytes of objects and a third of a second, and so on upwards."""
+    frame = b"\x93\x04\x00\xdd" + (8 << 20).to_bytes(4, "big") + item * (8 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SerializationError, match="no msgpack"):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_frame_nobody_could_read_counts_as_one():
+    frames = Sequencer()
+    assert frames.accept(0)
+    frames.skip()
+    assert frames.accept(2)
+
+
+def plain_stretch() -> list[Any]:
+    """One as nearly all are: whole samples, one version each."""
+    return [7, 3, [0, 2], [0, 5], [2, 1], b"\1\0\0\0" * 3, b"\0\0\0\0" * 3, [[1, 1, 2], [0, 1, 1]], [0.5, None], None,
+            ["ab", None], [b"o", None], [None, b"e"]]  # fmt: skip
+
+
+STRAY_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 6), st.just(2**63), st.floats(), st.text(max_size=2),
+    st.binary(max_size=12), st.lists(st.integers(-1, 3), max_size=4), st.lists(st.none(), max_size=3),
+    st.lists(st.lists(st.integers(-1, 3), max_size=5), max_size=3), st.lists(st.floats(), max_size=3),
+)  # fmt: skip
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), STRAY_VALUES), max_size=3), st.integers(-1, 1))
+def test_the_quick_look_at_a_stretch_lets_nothing_pass_that_the_rules_refuse(changes, length):
+    row = plain_stretch()
+    for field, value in changes:
+        row[field] = value
+    row = row[:-1] if length < 0 else [*row, None] if length > 0 else row
+    if _surely_right(row):
+        assert _looked_at(row) == Stretch(*row)
+
+
+def test_the_quick_look_takes_the_usual_stretch():
+    assert _surely_right(plain_stretch())

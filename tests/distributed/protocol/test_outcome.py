@@ -1,0 +1,226 @@
+"""What travels of a sample is what its record has, and comes back from bytes as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.distributed.protocol.outcome import Outcome, growth, outcome, pack, pack_top_n, unpack, unpack_top_n
+from rollout.distributed.protocol.partial import pieces, stretch_of
+from rollout.errors import SerializationError
+from rollout.requests.events import pack_events
+from rollout.requests.record import DynamicInferenceRequestRecord, segment_rows
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import VersionSpans
+from rollout.sampling_params import SamplingParams
+from rollout.state import FinishReason
+
+PLAIN = Outcome(
+    "stop", 2, None, 3, [3, 300], [3, 299], [0.5, 0.25], 0.1, 3.0, 12, None, None, max_tokens=256, seed=2**63 - 1
+)
+
+seconds = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**63 - 1)
+runs = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=4).map(
+    lambda pairs: VersionSpans(pairs).serialize()
+)
+rows = st.lists(st.lists(st.tuples(st.integers(0, 99), seconds), max_size=3), max_size=4)
+outcomes = st.builds(
+    Outcome,
+    st.sampled_from([reason.value for reason in FinishReason]),
+    st.none() | st.text(max_size=5) | st.integers(0, 99),
+    st.none() | st.text(max_size=20),
+    counts,
+    runs,
+    runs,
+    st.lists(seconds, max_size=5),
+    st.none() | seconds,
+    st.none() | seconds,
+    counts,
+    st.none() | st.lists(seconds, max_size=5),
+    st.none() | rows,
+    counts,
+    counts,
+    st.lists(st.lists(counts, min_size=6, max_size=8), max_size=3),
+    st.none() | counts,
+)
+
+
+@given(outcomes)
+def test_what_is_packed_is_unpacked(one: Outcome) -> None:
+    assert unpack(pack(one)) == one
+
+
+@given(rows)
+def test_top_n_rows_come_back(given_rows: list[list[tuple[int, float]]]) -> None:
+    assert unpack_top_n(pack_top_n(given_rows)) == given_rows
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_outcome_are_refused_by_name(noise: bytes) -> None:
+    for read in (unpack, unpack_top_n):
+        with pytest.raises(SerializationError):
+            read(noise)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("finish_reason", "tired"),
+        ("finish_reason", ["stop"]),
+        ("stop_reason", 1.5),
+        ("stop_reason", True),
+        ("error", 3),
+        ("policy_version", -1),
+        ("policy_version", True),
+        ("policy_runs", [1]),
+        ("policy_runs", [1, 0]),
+        ("kv_runs", "no"),
+        ("tpot", b"123"),
+        ("ttft", "soon"),
+        ("latency", True),
+        ("num_cached_tokens", None),
+        ("prompt_log_probs", [1.0]),
+        ("prompt_top_n", {"counts": b""}),
+        ("max_tokens", 2**63),
+        ("seed", "7"),
+        ("segments", [[1, 2, 3]]),
+        ("segments", [[0, 0, 0, 0, 0, True]]),
+        ("block_size_tokens", -16),
+    ],
+)
+def test_a_malformed_field_is_named(field: str, value: Any) -> None:
+    names = list(Outcome.__dataclass_fields__)
+    row = msgpack.unpackb(pack(PLAIN))
+    row[names.index(field)] = value
+    with pytest.raises(SerializationError, match=rf"Outcome\.{field}: "):
+        unpack(msgpack.packb(row))
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    row = msgpack.unpackb(pack(PLAIN))
+    with pytest.raises(SerializationError, match="a row of 16 fields"):
+        unpack(msgpack.packb(row[:-1]))
+
+
+# --- from a record ----------------------------------------------------------------------------------------------------
+
+
+def record_of_three_segments() -> DynamicInferenceRequestRecord:
+    """Prompt of 3; 2 tokens under version 1, 2 more under 1 and 2, 1 under 4."""
+    live = DynamicInferenceRequest(
+        request_id=7,
+        sample_index=2,
+        prompt_tokens=[5, 6, 7],
+        sampling_params=SamplingParams(max_tokens=9, logprobs=1),
+        seed=77,
+        policy_version=1,
+        ttft=0.5,
+        num_cached_tokens=2,
+    )
+    record = DynamicInferenceRequestRecord.from_request(live)
+    made = 0
+    for tokens, versions in (([10, 11], [1, 1]), ([12, 13], [1, 2]), ([14], [4])):
+        live = record[-1]
+        for token, version in zip(tokens, versions, strict=True):
+            live.advance_version(version)
+            live.generated_tokens.append(token)
+            live.generated_log_probs.append(-0.5 * made)
+            live.generated_top_n_logprobs.append([(token, -0.5 * made)])
+            made += 1
+        live.tpot = [0.25] * (len(tokens) - 1)
+        if made < 5:
+            record.checkpoint()
+    return record
+
+
+@pytest.mark.parametrize("known", range(6))
+def test_growth_is_what_lies_behind_what_is_known(known: int) -> None:
+    record = record_of_three_segments()
+    merged = record.merge()
+    row = growth(record, known, 1)
+    assert (row.request_id, row.sample_index, row.start, row.count) == (7, 2, known, 5 - known)
+    assert np.frombuffer(row.token_ids, "<i4").tolist() == merged.generated_tokens[known:]
+    assert np.frombuffer(row.log_probs, "<f4").tolist() == merged.generated_log_probs[known:]
+    assert row.top_n == merged.generated_top_n_logprobs[known:]
+    assert row.versions[0] == 1
+    spans = VersionSpans(zip(row.versions[1::2], row.versions[2::2], strict=True))
+    assert spans.dense().tolist() == [1, 1, 1, 2, 4][known:]
+    assert row.ttft == (None if known else 0.5)
+
+
+def test_a_stretch_of_a_record_holds_all_that_is_known_of_it() -> None:
+    record = record_of_three_segments()
+    stretch, merged = stretch_of(record), record.merge()
+    stretch.check()
+    ((index, start, count, tokens, log_probs, _),) = stretch.samples()
+    assert (index, start, count) == (2, 0, 5)
+    assert np.frombuffer(tokens, "<i4").tolist() == merged.generated_tokens
+    assert np.frombuffer(log_probs, "<f4").tolist() == merged.generated_log_probs
+    assert stretch.versions == [[1, 1, 3, 2, 1, 4, 1]]
+    assert stretch.ttfts == [0.5]
+    assert stretch.top_n is not None
+    assert unpack_top_n(stretch.top_n[0] or b"") == merged.generated_top_n_logprobs
+
+
+def test_what_happened_to_a_sample_stays_with_it_where_it_goes_on() -> None:
+    record = record_of_three_segments()
+    for number, segment in enumerate(record):
+        segment.add_event_add_engine(timestamp=float(number))
+        segment.add_event_evict(timestamp=number + 0.5)
+    elsewhere = pieces([stretch_of(record)], [2])[2].request(7, 2, record[0].prompt_tokens, record[0].sampling_params)
+    assert elsewhere.events == record.merge().events
+    assert elsewhere.event_add_engine == record[0].events[0]
+    afresh = stretch_of(DynamicInferenceRequestRecord.from_request(elsewhere))
+    assert pieces([stretch_of(record), afresh], [2])[2].events == 2 * pack_events(elsewhere.events)
+
+
+def test_tokens_known_of_an_earlier_life_or_beyond_the_record_count_for_nothing() -> None:
+    record = record_of_three_segments()
+    assert growth(record, 3, 0).start == 0
+    assert growth(record, 6, 1).start == 0
+    assert growth(record, 0, 0).start == 0
+
+
+def test_an_outcome_says_of_a_record_what_merging_it_would() -> None:
+    record = record_of_three_segments()
+    live, merged = record[-1], record.merge()
+    live.finish_reason, live.stop_reason, live.error = FinishReason.STOP, "\n", None
+    record.latency = 2.0
+    for segment, log_probs in zip(record, (None, [-1.0, -2.0, -3.0, -4.0], None), strict=True):
+        segment.prompt_log_probs = log_probs
+    live.policy_spans.extend_to(8, 4)
+    ended = outcome(record)
+    merged = record.merge()
+    assert ended == Outcome(
+        "stop",
+        "\n",
+        None,
+        4,
+        merged.policy_spans.serialize(),
+        merged.kv_spans.serialize(),
+        merged.tpot,
+        merged.ttft,
+        2.0,
+        merged.num_cached_tokens,
+        merged.prompt_log_probs,
+        None,
+        9,
+        77,
+        segment_rows(record),
+    )
+    assert ended.prompt_log_probs == [-1.0, -2.0]
+    assert unpack(pack(ended)) == ended
+
+
+def test_a_record_without_a_seed_or_reason_is_an_error_of_seed_zero() -> None:
+    request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1])
+    ended = outcome(DynamicInferenceRequestRecord.from_request(request))
+    assert (ended.finish_reason, ended.seed, ended.tpot) == ("error", 0, [])
+    assert unpack(pack(replace(ended))) == ended

@@ -1,0 +1,468 @@
+"""A DEALER without polling: order, coalescing, identities, and every way to lose a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import re
+import sys
+import threading
+import time
+
+import pytest
+import zmq
+
+from rollout.distributed.protocol.frames import LostFramesError, encode
+from rollout.distributed.protocol.messages import (
+    Abort,
+    BarrierDone,
+    Connect,
+    ConnectAck,
+    Control,
+    Disconnect,
+    Heartbeat,
+    Message,
+    Refused,
+    Shutdown,
+    StatusQuery,
+    Update,
+)
+from rollout.distributed.transport.dealer import FRAMES_TOGETHER, TURNS_AT_ONCE, Dealer
+from rollout.distributed.transport.keys import Gatekeeper, JobKeys
+from rollout.errors import ConfigError, ConnectionLostError, SerializationError
+from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
+
+HELLO = Connect(1, "somebody")
+
+
+def asynchronous(test):
+    """Run an async test to its end, or to a deadline that only guards against hanging."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), DEADLINE_S))
+
+    return run
+
+
+class Connection:
+    """A dealer, what it got, and why it was lost."""
+
+    def __init__(self, address: str, name: str = "me", **options) -> None:
+        self.arrived: asyncio.Queue[Message] = asyncio.Queue()
+        self.lost: asyncio.Queue[ConnectionLostError] = asyncio.Queue()
+        options = {"on_message": self.arrived.put_nowait} | options
+        self.dealer = Dealer(address, name, on_lost=self.lost.put_nowait, **options)
+        self.dealer.open()
+
+
+async def greeted(fake: FakeCoordinator, **options) -> tuple[Connection, bytes]:
+    """A connection after its handshake, and the identity it has."""
+    connection = Connection(fake.address, **options)
+    connection.dealer.send(HELLO)
+    if "on_message" not in options:
+        assert isinstance(await connection.arrived.get(), ConnectAck)
+    peer, _, message = await heard(fake)
+    assert message == HELLO
+    return connection, peer
+
+
+async def heard(fake: FakeCoordinator):
+    return await asyncio.get_running_loop().run_in_executor(None, fake.heard.get, True, DEADLINE_S)
+
+
+@asynchronous
+async def test_messages_arrive_in_order_in_both_directions():
+    def echo(fake, peer, message):
+        if isinstance(message, StatusQuery):
+            fake.say(peer, BarrierDone(message.call_id))
+
+    with FakeCoordinator(echo) as fake:
+        connection, _ = await greeted(fake)
+        for number in range(3000):
+            connection.dealer.send(StatusQuery(number))
+            if number % 100 == 0:
+                await asyncio.sleep(0)
+        assert [(await connection.arrived.get()).index for _ in range(3000)] == list(range(3000))
+        numbers = [fake.heard.get(timeout=DEADLINE_S)[1:] for _ in range(3000)]
+        assert numbers == [(1 + number, StatusQuery(number)) for number in range(3000)]
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_messages_of_one_turn_of_the_loop_travel_together():
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake)
+        before = fake.messages
+        for number in range(2 * FRAMES_TOGETHER):
+            connection.dealer.send(Abort(number))
+        for number in range(2 * FRAMES_TOGETHER):
+            assert (await heard(fake))[2] == Abort(number)
+        assert fake.messages - before == 2
+        assert connection.dealer.unsent_bytes == 0
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_a_reply_is_not_missed_when_sending_has_taken_in_its_event():
+    """The descriptor signals an edge that a send may consume: a dealer that only reads on the edge hangs here."""
+
+    def echo(fake, peer, message):
+        if isinstance(message, StatusQuery):
+            fake.say(peer, BarrierDone(message.call_id))
+
+    with FakeCoordinator(echo) as fake:
+        connection, _ = await greeted(fake)
+        for number in range(2000):
+            connection.dealer.send(StatusQuery(number))
+            # Give the echo time to arrive between two sends of ours, at ever other moments.
+            time.sleep(0.00002 * (number % 7))
+            connection.dealer.send(Abort(number))
+            assert await connection.arrived.get() == BarrierDone(number)
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_a_flood_of_messages_leaves_the_loop_its_turns():
+    with FakeCoordinator() as fake:
+        connection, peer = await greeted(fake)
+        for number in range(5 * TURNS_AT_ONCE):
+            fake.say(peer, BarrierDone(number))
+        while fake._orders.qsize():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        # The loop stood still, so everything lies in the socket; count what is taken in between two of its turns.
+        taken, sizes = 0, []
+        while taken < 5 * TURNS_AT_ONCE:
+            await asyncio.sleep(0)
+            sizes.append(connection.arrived.qsize() - taken)
+            taken = connection.arrived.qsize()
+        assert max(sizes) <= 2 * TURNS_AT_ONCE
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_what_cannot_be_written_waits_and_is_counted():
+    """Nobody listens at the address: ZMQ takes a thousand messages, the rest stay here until there is room."""
+    with FakeCoordinator() as fake:
+        port = zmq.Context.instance().socket(zmq.ROUTER)
+        number = port.bind_to_random_port("tcp://127.0.0.1")
+        port.close(linger=0)
+        nowhere = Connection(f"tcp://127.0.0.1:{number}")
+        for each in range(1200 * FRAMES_TOGETHER):
+            nowhere.dealer.send(Abort(each))
+        while (before := nowhere.dealer.unsent_bytes) and await asyncio.sleep(0.05, True):
+            if nowhere.dealer.unsent_bytes == before:
+                break
+        assert nowhere.dealer.unsent_bytes > 0
+        nowhere.dealer.close("done")
+        assert nowhere.dealer.unsent_bytes == 0
+        assert fake.heard.empty()
+
+
+@asynchronous
+async def test_what_waited_is_written_once_the_coordinator_is_there():
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake)
+        total = 1500 * FRAMES_TOGETHER
+        for each in range(total):
+            connection.dealer.send(Abort(each))
+        for each in range(total):
+            if each % 5000 == 0:
+                await asyncio.sleep(0)
+            assert (fake.heard.get_nowait() if fake.heard.qsize() else await heard(fake))[2].request_id == each
+        assert connection.dealer.unsent_bytes == 0
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_every_opening_has_a_new_identity_that_begins_with_the_name():
+    with FakeCoordinator() as fake:
+        connection, first = await greeted(fake, name="n" * 300)
+        connection.dealer.close("done")
+        assert (await heard(fake))[2] == Disconnect("done")
+        connection.dealer.open()
+        connection.dealer.send(HELLO)
+        second, sequence, _ = await heard(fake)
+        assert first != second
+        assert first[:-8] == second[:-8] == b"n" * 200 + b"-"
+        assert sequence == 0
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_an_ipv6_address_works():
+    try:
+        fake = FakeCoordinator(host="::1")
+    except zmq.ZMQError:
+        pytest.skip("this machine has no IPv6")
+    with fake:
+        connection, _ = await greeted(fake)
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_close_says_why_with_its_last_messages_and_is_harmless_when_repeated():
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake)
+        connection.dealer.send(Abort(3))
+        connection.dealer.close("r" * 300)
+        connection.dealer.close("again")
+        assert not connection.dealer.is_open
+        assert (await heard(fake))[2] == Abort(3)
+        assert (await heard(fake))[2] == Disconnect("r" * 256)
+        with pytest.raises(ConnectionLostError, match="was closed"):
+            connection.dealer.send(Abort(4))
+        await asyncio.sleep(0.05)
+        assert connection.lost.empty()
+
+
+@asynchronous
+async def test_the_last_words_are_heard_even_when_the_process_ends_at_once():
+    program = """
+import asyncio, sys
+from rollout.distributed.transport.dealer import Dealer
+from rollout.distributed.protocol.messages import Abort
+
+async def main():
+    dealer = Dealer(sys.argv[1], "brief", on_message=print, on_lost=print)
+    dealer.open()
+    dealer.send(Abort(1))
+    dealer.close("at once")
+
+asyncio.run(main())
+"""
+    with FakeCoordinator() as fake:
+        await (await asyncio.create_subprocess_exec(sys.executable, "-c", program, fake.address)).wait()
+        assert [(await heard(fake))[2] for _ in range(2)] == [Abort(1), Disconnect("at once")]
+
+
+@asynchronous
+async def test_where_no_thread_can_start_any_more_close_waits_itself(monkeypatch):
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake)
+
+        def refuse(thread):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        monkeypatch.setattr("threading.Thread.start", refuse)
+        connection.dealer.close("at the very end")
+        monkeypatch.undo()
+        assert (await heard(fake))[2] == Disconnect("at the very end")
+
+
+@asynchronous
+async def test_an_address_that_cannot_be_is_refused_by_name():
+    dealer = Dealer("nonsense", "me", on_message=print, on_lost=print)
+    with pytest.raises(ConfigError, match="address='nonsense': must be tcp://host:port"):
+        dealer.open()
+    with pytest.raises(ConnectionLostError, match=r"open\(\) it first"):
+        dealer.send(HELLO)
+
+
+@asynchronous
+async def test_opening_what_is_open_is_refused():
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake)
+        with pytest.raises(RuntimeError, match=r"close\(\) it first"):
+            connection.dealer.open()
+        connection.dealer.close("done")
+
+
+# --- lost -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "words", "cause"),
+    [
+        ([encode(1, Refused("unknown_peer", "who are you", over=True))], "unknown_peer.*who are you", None),
+        ([encode(1, Disconnect("shutdown"))], "has left .shutdown", None),
+        ([encode(5, BarrierDone(0))], "frame 5 arrived where 1 must: 4 were lost", LostFramesError),
+        ([b"\xc1"], "no msgpack", SerializationError),
+        ([b"\xc1", encode(1, Disconnect("late")), b"\xc1"], "no msgpack", SerializationError),
+        ([encode(1, Update([])).replace(b"\x90", b"\x03")], "Update.stretches: 3 arrived", SerializationError),
+    ],
+)
+@asynchronous
+async def test_a_connection_is_lost_once_and_by_name(frames, words, cause):
+    with FakeCoordinator() as fake:
+        connection, peer = await greeted(fake)
+        fake.say_raw(peer, *frames)
+        fake.say_raw(peer, encode(9, BarrierDone(9)))
+        error = await connection.lost.get()
+        assert error.args[0].startswith(fake.address)
+        assert re.search(words, str(error))
+        assert type(error.__cause__) is (cause or type(None))
+        with pytest.raises(ConnectionLostError, match=words):
+            connection.dealer.send(Abort(0))
+        await asyncio.sleep(0.05)
+        assert connection.lost.empty()
+        assert connection.arrived.empty()
+
+
+@asynchronous
+async def test_a_coordinator_whose_frames_are_no_good_is_told_so():
+    with FakeCoordinator() as fake:
+        _, peer = await greeted(fake)
+        fake.say_raw(peer, encode(5, BarrierDone(0)))
+        message = (await heard(fake))[2]
+        assert isinstance(message, Disconnect)
+        assert "4 were lost" in message.reason
+
+
+@asynchronous
+async def test_a_message_that_the_receiver_calls_malformed_loses_the_connection():
+    def refuse(message):
+        raise SerializationError(f"no {type(message).__name__} here")
+
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake, on_message=refuse)
+        assert "no ConnectAck here" in str(await connection.lost.get())
+
+
+@asynchronous
+async def test_a_repeated_frame_and_a_refusal_that_is_not_the_end_lose_nothing():
+    with FakeCoordinator() as fake:
+        connection, peer = await greeted(fake)
+        again = encode(1, Refused("malformed", "that frame", over=False))
+        fake.say_raw(peer, again, again, encode(2, BarrierDone(7)))
+        assert await connection.arrived.get() == Refused("malformed", "that frame", over=False)
+        assert await connection.arrived.get() == BarrierDone(7)
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_a_callback_that_raises_does_not_stop_what_follows():
+    arrived = asyncio.Queue()
+
+    def fragile(message):
+        arrived.put_nowait(message)
+        if message == BarrierDone(0):
+            raise KeyError("a bug of the caller's")
+
+    raised = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+    with FakeCoordinator() as fake:
+        connection, peer = await greeted(fake, on_message=fragile)
+        assert isinstance(await arrived.get(), ConnectAck)
+        for number in range(5):
+            fake.say(peer, BarrierDone(number))
+        assert [(await arrived.get()).index for _ in range(5)] == list(range(5))
+        assert [type(each) for each in raised] == [KeyError]
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_closing_from_a_callback_ends_what_arrives():
+    with FakeCoordinator() as fake:
+        arrived = []
+
+        def closing(message):
+            arrived.append(message)
+            if isinstance(message, BarrierDone):
+                connection.dealer.close("enough")
+
+        connection, peer = await greeted(fake, on_message=closing)
+        fake.say(peer, BarrierDone(0), BarrierDone(1))
+        assert (await heard(fake))[2] == Disconnect("enough")
+        assert arrived[1:] == [BarrierDone(0)]
+
+
+# --- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_whoever_is_silent_for_the_interval_says_that_it_lives():
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake)
+        connection.dealer.heartbeat(0.02, 1000)
+        while fake.heartbeats < 3:
+            await asyncio.sleep(0.01)
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_silence_beyond_the_timeout_is_a_loss():
+    with FakeCoordinator() as fake:
+        connection, _ = await greeted(fake)
+        connection.dealer.heartbeat(0.05, 0.1)
+        error = await connection.lost.get()
+        assert "nothing was heard from the coordinator for 0.1 s" in str(error)
+        await asyncio.sleep(0.2)
+        assert connection.lost.empty()
+
+
+@asynchronous
+async def test_heartbeats_keep_a_connection_and_are_not_handed_on():
+    with FakeCoordinator() as fake:
+        connection, peer = await greeted(fake)
+        connection.dealer.heartbeat(0.1, 1.0)
+        for _ in range(15):
+            await asyncio.sleep(0.1)
+            fake.say(peer, Heartbeat())
+        assert connection.lost.empty()
+        assert connection.arrived.empty()
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_a_process_that_stood_still_itself_does_not_blame_the_coordinator():
+    with FakeCoordinator() as fake:
+        connection, peer = await greeted(fake)
+        connection.dealer.heartbeat(0.2, 0.4)
+        time.sleep(1.0)
+        fake.say(peer, Heartbeat())
+        await asyncio.sleep(0.1)
+        assert connection.lost.empty()
+        connection.dealer.close("done")
+
+
+@asynchronous
+async def test_keys_of_the_job_open_the_connection_and_their_lack_does_not():
+    keys = JobKeys.generate()
+    context = zmq.Context()
+    gate = Gatekeeper(context, keys)
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    keys.secure_server(router)
+    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def read():
+        return router.recv_multipart()[1:] if router.poll(int(1000 * DEADLINE_S)) else None
+
+    stranger, member = Connection(address), Connection(address, keys=keys.client_side())
+    stranger.dealer.send(Shutdown())
+    member.dealer.send(Control(0, "pause", None, 1.0))
+    reading = asyncio.get_running_loop().run_in_executor(None, read)
+    while not reading.done():
+        gate.answer()
+        await asyncio.sleep(0.01)
+    assert await reading == [encode(0, Control(0, "pause", None, 1.0))]
+    assert not router.poll(100)
+    for connection in (stranger, member):
+        connection.dealer.close("done")
+    for socket in (gate.socket, router):
+        socket.close()
+    context.term()
+
+
+def test_a_connection_that_is_dropped_holds_nobody_up():
+    """Unsent messages of one kept the garbage collector, and with it the whole process, for ever."""
+
+    async def open_and_forget():
+        # Port 9 discards, where anybody listens at all.
+        dealer = Dealer("tcp://127.0.0.1:9", "forgotten", on_message=print, on_lost=print)
+        dealer.open()
+        dealer.send(Heartbeat())
+        await asyncio.sleep(0.05)
+        asyncio.get_running_loop().remove_reader(dealer._socket.FD)
+
+    def live():
+        asyncio.run(open_and_forget())
+        gc.collect()
+
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert not thread.is_alive()

@@ -1,0 +1,777 @@
+"""A rank does what the coordinator says, and says of its engine what is so: real engines, no sockets, no threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from rollout.distributed.protocol.frames import decode, encode
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Assign,
+    Cancel,
+    Command,
+    CommandAck,
+    Decline,
+    EngineMoved,
+    Message,
+    Progress,
+    RegisterAck,
+    Stretch,
+)
+from rollout.distributed.protocol.outcome import Outcome, unpack, unpack_top_n
+from rollout.distributed.worker.engine_adapter import SeamOfEngine
+from rollout.distributed.worker.session import RankSession
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import EngineStateError
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.spans import VersionSpans
+from rollout.sampling_params import SamplingParams
+from rollout.state import EngineState, StalenessPolicy
+from tests.engines import at_random, finish, greedily, make_engine, token_ids
+from tests.models import make_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+
+def packed(params: SamplingParams) -> bytes:
+    blob: bytes = msgpack.packb(params.serialize())
+    return blob
+
+
+def assign(prompt: list[int], params: SamplingParams, *, attempt: int = 1, **changes: Any) -> Assign:
+    values: dict[str, Any] = {
+        "request_id": 0,
+        "attempt": attempt,
+        "indices": list(range(params.n)),
+        "prompt": np.asarray(prompt, "<i4").tobytes(),
+        "params": packed(params),
+        "seed": 11,
+        "priority": 0,
+        "arrival_time": 0.0,
+        "interval": 0,
+        "known": [],
+    }
+    return Assign(**(values | changes))
+
+
+def welcome(state: str = "running", version: int = 0, interval: int = 4) -> RegisterAck:
+    return RegisterAck(PROTOCOL_VERSION, "life", state, version, 1.0, 30.0, interval)
+
+
+class Rank:
+    """An engine with a session, and all that was said; messages pass through their frames."""
+
+    def __init__(self, engine: DynamicInferenceEngine, *, enter: bool = True, **options: Any) -> None:
+        self.engine = engine
+        self.seam = SeamOfEngine(engine)
+        self.cached = set(self.seam.begin())
+        self.said: list[Message] = []
+        self.foreign: list[DynamicInferenceRequestRecord] = []
+        self.session = RankSession(self.seam, self._hear, **options)
+        if enter:
+            self.hears(welcome())
+            self.said.clear()
+
+    def _hear(self, message: Message) -> None:
+        message = decode(encode(0, message))[1]
+        if isinstance(message, Progress):
+            if message.flushed:
+                self.cached.clear()
+            self.cached -= set(np.frombuffer(message.blocks_removed, "<i8").tolist())
+            self.cached |= set(np.frombuffer(message.blocks_added, "<i8").tolist())
+        self.said.append(message)
+
+    def hears(self, *messages: Message) -> None:
+        for message in messages:
+            self.foreign += self.session.receive(decode(encode(0, message))[1])
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            if self.engine.has_unfinished and self.engine.state is EngineState.RUNNING:
+                self.foreign += self.session.report(self.engine.step())
+
+    def finish(self) -> None:
+        self.step(500)
+        assert not self.engine.has_unfinished
+        assert self.session.num_open == 0
+        assert self.engine.context.allocator.num_used == 0
+        assert self.cached == set(self.engine.context.allocator.findable_hashes())
+
+    def stretches(self) -> list[Stretch]:
+        return [stretch for message in self.said if isinstance(message, Progress) for stretch in message.stretches]
+
+    def take(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+class Told:
+    """What stretches tell of one sample."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+        self.prompt_version = -1
+        self.top_n: list[Any] = []
+        self.ttft: float | None = None
+        self.text: str | None = None
+        self.outcome: Outcome | None = None
+        self.restarts = 0
+
+    def hear(self, stretch: Stretch, start: int, tokens: bytes, log_probs: bytes, column: int) -> None:
+        assert self.outcome is None, "an ended sample goes on"
+        if start == 0:
+            self.restarts += bool(self.tokens)
+            self.__dict__ |= {"tokens": [], "log_probs": [], "versions": [], "top_n": [], "ttft": None}
+            self.prompt_version = stretch.versions[column][0]
+        assert start == len(self.tokens)
+        assert stretch.versions[column][0] == self.prompt_version
+        self.tokens += np.frombuffer(tokens, "<i4").tolist()
+        self.log_probs += np.frombuffer(log_probs, "<f4").tolist()
+        runs = stretch.versions[column][1:]
+        self.versions += VersionSpans(zip(runs[::2], runs[1::2], strict=True)).dense().tolist()
+        if stretch.ttfts is not None and stretch.ttfts[column] is not None:
+            self.ttft = stretch.ttfts[column]
+        if stretch.top_n is not None and (rows := stretch.top_n[column]) is not None:
+            self.top_n += unpack_top_n(rows)
+        if stretch.texts is not None:
+            self.text = stretch.texts[column]
+        if stretch.outcomes is not None and (row := stretch.outcomes[column]) is not None:
+            self.outcome = unpack(row)
+
+
+def put_together(stretches: list[Stretch], told: dict[int, Told] | None = None) -> dict[int, Told]:
+    told = {} if told is None else told
+    for stretch in stretches:
+        stretch.check()
+        for index, start, _, tokens, log_probs, column in stretch.samples():
+            told.setdefault(index, Told()).hear(stretch, start, tokens, log_probs, column)
+    return told
+
+
+def undisturbed(prompt: list[int], params: SamplingParams, **options: Any) -> dict[int, Any]:
+    engine = make_engine("qwen3", **options)
+    engine.add_request(prompt, params.replace(seed=11), request_id=0)
+    return {index: request for (_, index), request in finish(engine).items()}
+
+
+# --- fresh work -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_comes_back_whole_with_everything_the_engine_knows_of_it() -> None:
+    prompt, params = token_ids(7), at_random(9, n=3, logprobs=2, prompt_logprobs=1)
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(prompt, params))
+    rank.finish()
+    alone = undisturbed(prompt, params)
+    told = put_together(rank.stretches())
+    assert sorted(told) == [0, 1, 2]
+    for index, sample in told.items():
+        request = alone[index]
+        assert sample.tokens == request.generated_tokens
+        assert sample.log_probs == pytest.approx(request.generated_log_probs, abs=1e-6)
+        assert [[token for token, _ in row] for row in sample.top_n] == [
+            [token for token, _ in row] for row in request.generated_top_n_logprobs
+        ]
+        ended = sample.outcome
+        assert ended is not None
+        assert (ended.finish_reason, ended.error, ended.max_tokens, ended.seed) == ("length", None, 9, 11)
+        assert ended.policy_runs == [0, 16]
+        assert ended.kv_runs == [0, 15]
+        assert len(ended.tpot) == 8
+        assert ended.ttft == sample.ttft
+        assert ended.ttft is not None
+        assert ended.latency is not None
+        assert ended.prompt_log_probs == pytest.approx(request.prompt_log_probs, abs=1e-6)
+        assert ended.prompt_top_n is not None
+
+
+def test_tokens_are_told_every_interval_and_those_of_a_group_in_one_stretch() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(7), greedily(10, n=2)))
+    rank.step(3)
+    assert rank.stretches() == []
+    rank.step()
+    rank.step(6)
+    assert [(each.indices, each.starts, each.counts) for each in rank.stretches()] == [
+        ([0, 1], [0, 0], [4, 4]),
+        ([0, 1], [4, 4], [4, 4]),
+        ([0, 1], [8, 8], [2, 2]),
+    ]
+    assert [each.outcomes is None for each in rank.stretches()] == [True, True, False]
+
+
+def test_each_assignment_has_its_own_interval() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(
+        assign(token_ids(7), greedily(6), interval=1), assign(token_ids(7, 1), greedily(6), attempt=2, request_id=1)
+    )
+    rank.finish()
+    counts = {attempt: [s.counts for s in rank.stretches() if s.attempt == attempt] for attempt in (1, 2)}
+    assert counts == {1: [[1]] * 6, 2: [[4], [2]]}
+
+
+def test_ended_and_growing_samples_of_a_group_share_a_stretch() -> None:
+    tokens = undisturbed(token_ids(7), at_random(8, n=2))
+    assert tokens[0].generated_tokens[3] not in tokens[1].generated_tokens[:4]
+    rank = Rank(make_engine("qwen3"))
+    stop = [tokens[0].generated_tokens[3]]
+    assert stop[0] not in tokens[0].generated_tokens[:3]
+    rank.hears(assign(token_ids(7), at_random(8, n=2, stop_token_ids=stop)))
+    rank.step(4)
+    (stretch,) = rank.stretches()
+    assert (stretch.indices, stretch.counts) == ([0, 1], [4, 4])
+    assert stretch.outcomes is not None
+    assert [outcome is None for outcome in stretch.outcomes] == [False, True]
+
+
+def test_some_samples_of_a_group_are_those_samples() -> None:
+    alone = undisturbed(token_ids(7), at_random(6, n=4))
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(7), at_random(6, n=4), indices=[1, 3]))
+    rank.finish()
+    told = put_together(rank.stretches())
+    assert {index: sample.tokens for index, sample in told.items()} == {
+        index: alone[index].generated_tokens for index in (1, 3)
+    }
+
+
+def test_texts_come_from_an_engine_with_a_tokenizer() -> None:
+    tokenizer = make_tokenizer()
+    rank = Rank(make_engine("qwen3", tokenizer))
+    rank.hears(assign(token_ids(7), greedily(6)))
+    rank.finish()
+    told = put_together(rank.stretches())
+    assert told[0].text == tokenizer.decode(told[0].tokens, skip_special_tokens=True)
+
+
+# --- from where another rank stood ------------------------------------------------------------------------------------
+
+
+def moved_after(steps: int, prompt: list[int], params: SamplingParams, tokenizer: Any = None) -> dict[int, Told]:
+    """A group begun on one rank and ended on another, which gets what the first has told; the first is lost."""
+    first = Rank(make_engine("qwen3", tokenizer))
+    first.hears(assign(prompt, params, interval=1))
+    first.step(steps)
+    known = first.stretches()
+    told = put_together(known)
+    open_ = [index for index in range(params.n) if index not in told or told[index].outcome is None]
+    second = Rank(make_engine("qwen3", tokenizer))
+    second.hears(
+        assign(prompt, params, attempt=2, indices=open_, known=[each.only(set(open_)) for each in known], interval=3)
+    )
+    second.finish()
+    return put_together(second.stretches(), told)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize(
+    "params", [greedily(9, n=2, logprobs=2), at_random(9, n=3, temperature=0.9, top_k=40, logprobs=1)]
+)
+def test_going_on_from_known_tokens_gives_the_tokens_of_an_undisturbed_run(steps: int, params: SamplingParams) -> None:
+    prompt = token_ids(7)
+    alone = undisturbed(prompt, params)
+    told = moved_after(steps, prompt, params)
+    assert sorted(told) == sorted(alone)
+    for index, sample in told.items():
+        assert sample.tokens == alone[index].generated_tokens
+        assert sample.log_probs == pytest.approx(alone[index].generated_log_probs, abs=2e-5)
+        assert sample.outcome is not None
+        assert sample.outcome.finish_reason == "length"
+        assert [token for row in sample.top_n for token, _ in row] == [
+            token for row in alone[index].generated_top_n_logprobs for token, _ in row
+        ]
+        assert sample.restarts == 0
+        assert sample.outcome.ttft == sample.ttft
+        assert sample.outcome.max_tokens == 9
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_stop_string_that_straddles_two_ranks_is_found(steps: int) -> None:
+    tokenizer = make_tokenizer()
+    prompt = token_ids(6)
+    text = tokenizer.decode(undisturbed(prompt, greedily(12))[0].generated_tokens)
+    engine = make_engine("qwen3", tokenizer)
+    params = greedily(12, stop=text[4:7], include_stop_str_in_output=True)
+    engine.add_request(prompt, params.replace(seed=11), request_id=0)
+    (alone,) = finish(engine).values()
+    told = moved_after(steps, prompt, params, tokenizer)[0]
+    assert told.tokens == alone.generated_tokens
+    assert told.text == alone.generated_text
+    assert told.outcome is not None
+    assert (told.outcome.finish_reason, told.outcome.stop_reason) == ("stop", text[4:7])
+
+
+def test_versions_are_exact_across_updates_and_ranks() -> None:
+    prompt, params = token_ids(7), greedily(9)
+    first, second = Rank(make_engine("qwen3")), Rank(make_engine("qwen3"))
+    first.hears(assign(prompt, params, interval=1))
+    first.step(2)
+    first.engine.weights_updated(3)
+    first.step(2)
+    second.hears(Command(1, "set_version", 3), assign(prompt, params, attempt=2, known=first.stretches()))
+    second.step(1)
+    second.hears(Command(2, "set_version", 5))
+    second.finish()
+    told = put_together(second.stretches(), put_together(first.stretches()))[0]
+    assert told.prompt_version == 0
+    assert told.versions == [0, 0, 3, 3, 3, 5, 5, 5, 5]
+    assert told.outcome is not None
+    assert told.outcome.policy_runs == [0, 9, 3, 3, 5, 4]
+    assert told.outcome.policy_version == 5
+
+
+def test_samples_without_known_tokens_share_one_prefill_beside_those_with() -> None:
+    prompt, params = token_ids(8), greedily(6, n=4)
+    first = Rank(make_engine("qwen3"))
+    first.hears(assign(prompt, params, interval=1))
+    first.step(2)
+    known = [each.only({2}) for each in first.stretches()]
+    second = Rank(make_engine("qwen3", enable_prefix_caching=False))
+    second.hears(assign(prompt, params, attempt=2, known=known))
+    second.finish()
+    assert second.engine.stats()["prefill_tokens_computed"] == 8 + 10
+    assert [sample.tokens for sample in put_together(second.stretches(), put_together(known)).values()] == [
+        undisturbed(prompt, params)[0].generated_tokens
+    ] * 4
+
+
+def test_what_was_known_before_a_fresh_start_counts_no_more() -> None:
+    prompt, params = token_ids(7), at_random(8)
+    first = Rank(make_engine("qwen3", max_staleness=0, staleness_policy=StalenessPolicy.REQUEUE))
+    first.hears(assign(prompt, params, interval=1))
+    first.step(5)
+    first.engine.weights_updated()
+    first.session.report([], steps=0)
+    first.step(3)
+    assert put_together(first.stretches())[0].restarts == 1
+    assert put_together(first.stretches())[0].versions == [1, 1, 1]
+    second = Rank(make_engine("qwen3"))
+    second.hears(Command(1, "set_version", 1), assign(prompt, params, attempt=2, known=first.stretches()))
+    second.finish()
+    told = put_together(second.stretches(), put_together(first.stretches()))[0]
+    assert told.tokens == undisturbed(prompt, params)[0].generated_tokens
+    assert told.prompt_version == 1
+
+
+def test_a_sample_whose_every_token_was_given_up_is_a_fresh_one() -> None:
+    prompt, params = token_ids(7), greedily(4)
+    given_up = Stretch(0, 1, [0], [0], [0], b"", b"", [[2]])
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(prompt, params, known=[given_up]))
+    rank.finish()
+    assert put_together(rank.stretches())[0].tokens == undisturbed(prompt, params)[0].generated_tokens
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+TWO_TOKENS = (np.array([5, 6], "<i4").tobytes(), np.array([-1, -1], "<f4").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"prompt": b""}, "InvalidRequestError", "the prompt is empty"),
+        ({"prompt": np.array([5000], "<i4").tobytes()}, "InvalidRequestError", "prompt token 5000"),
+        ({"params": b"\xc1"}, "SerializationError", "no msgpack"),
+        ({"params": msgpack.packb({"temprature": 1})}, "ConfigError", "temprature"),
+        ({"params": packed(greedily(4, n=2, stop="x"))}, "ConfigError", "needs a tokenizer"),
+        ({"params": packed(greedily(4000, n=2))}, "InvalidRequestError", "KV blocks"),
+        ({"indices": [0, 9]}, "InvalidRequestError", "must be different ones of the n=2"),
+        ({"known": [Stretch(0, 1, [0], [3], [2], *TWO_TOKENS, [[0, 0, 2]])]}, "SerializationError", "known.starts"),
+        (
+            {"known": [Stretch(0, 1, [0], [0], [2], *TWO_TOKENS, [[0, 4, 2]])]},
+            "InvalidRequestError",
+            "policy version 4",
+        ),
+        (
+            {
+                "params": packed(greedily(4, n=2, logprobs=3)),
+                "known": [Stretch(0, 1, [0], [0], [2], *TWO_TOKENS, [[0, 0, 2]])],
+            },
+            "SerializationError",
+            "known.top_n",
+        ),
+        (
+            {
+                "params": packed(greedily(4, n=2, logprobs=3)),
+                "known": [Stretch(0, 1, [0], [0], [2], *TWO_TOKENS, [[0, 0, 2]], None, [b"\x00"])],
+            },
+            "SerializationError",
+            "top_n",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:request .* is clamped")
+def test_what_the_engine_refuses_is_declined_and_harms_nobody(changes: dict[str, Any], error: str, words: str) -> None:
+    rank = Rank(make_engine("qwen3"))
+    good = assign(token_ids(7), greedily(4, n=2), attempt=7, request_id=5)
+    rank.hears(good, replace(assign(token_ids(7), greedily(4, n=2), attempt=8), **changes))
+    (declined,) = rank.take(Decline)
+    assert (declined.request_id, declined.attempt, declined.error) == (0, 8, error)
+    assert words in declined.text
+    assert rank.session.num_open == 2
+    rank.finish()
+    assert {stretch.attempt for stretch in rank.stretches()} == {7}
+
+
+def test_half_of_an_assignment_is_never_left_behind() -> None:
+    known = Stretch(0, 1, [0], [0], [2], *TWO_TOKENS, [[0, 0, 2]])
+    rank = Rank(make_engine("qwen3", max_requests=3))
+    rank.hears(assign(token_ids(7), greedily(4, n=6), known=[known]))
+    assert rank.take(Decline)[0].error == "InvalidRequestError"
+    assert not rank.engine.has_unfinished
+
+
+# --- the end of an assignment -----------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_assignment_frees_its_blocks_at_once_and_is_heard_of_no_more() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(9), greedily(20, n=3)))
+    rank.step(3)
+    assert rank.engine.context.allocator.num_used > 0
+    rank.hears(Cancel(0, 1))
+    assert rank.engine.context.allocator.num_used == 0
+    assert rank.session.num_open == 0
+    rank.finish()
+    assert rank.stretches() == []
+    assert rank.foreign == []
+
+
+def test_cancelling_an_older_attempt_leaves_a_newer_one_alone() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(
+        assign(token_ids(9), greedily(4)), assign(token_ids(9), greedily(4), attempt=2), Cancel(0, 1), Cancel(9, 2)
+    )
+    rank.finish()
+    (stretch,) = [each for each in rank.stretches() if each.outcomes is not None]
+    assert stretch.attempt == 2
+
+
+def test_a_newer_attempt_ends_the_older_one_for_its_samples_alone() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(9), at_random(6, n=3)))
+    rank.step(2)
+    rank.hears(assign(token_ids(9), at_random(6, n=3), attempt=4, indices=[1]))
+    rank.hears(assign(token_ids(9), at_random(6, n=3), attempt=3, indices=[1]))
+    rank.finish()
+    attempts = {index: stretch.attempt for stretch in rank.stretches() for index in stretch.indices}
+    assert attempts == {0: 1, 1: 4, 2: 1}
+    alone = undisturbed(token_ids(9), at_random(6, n=3))
+    by_attempt = [put_together([s for s in rank.stretches() if s.attempt == attempt]) for attempt in (1, 4)]
+    for told in by_attempt:
+        assert all(sample.tokens == alone[index].generated_tokens for index, sample in told.items())
+
+
+def test_when_the_session_is_lost_its_samples_end_and_those_of_others_go_on() -> None:
+    rank = Rank(make_engine("qwen3"))
+    mine = rank.engine.add_request(token_ids(5), greedily(6, n=2))
+    rank.hears(assign(token_ids(9), greedily(20, n=3)))
+    rank.step(3)
+    before = len(rank.said)
+    rank.session.lost()
+    assert rank.session.num_open == 0
+    rank.step(20)
+    assert [(record.request_id, record.sample_index) for record in rank.foreign] == [(mine, 0), (mine, 1)]
+    assert not any(message.stretches for message in rank.said[before:] if isinstance(message, Progress))
+
+
+def test_requests_of_others_have_other_ids_and_are_handed_back() -> None:
+    rank = Rank(make_engine("qwen3"))
+    mine = [rank.engine.add_request(token_ids(5), greedily(3))]
+    rank.hears(assign(token_ids(9), greedily(5)), assign(token_ids(9, 1), greedily(5), attempt=2, request_id=1))
+    mine.append(rank.engine.add_request(token_ids(5, 1), greedily(3)))
+    rank.finish()
+    assert [record.request_id for record in rank.foreign] == mine
+    assert {stretch.request_id for stretch in rank.stretches()} == {0, 1}
+
+
+def test_somebody_elses_abort_of_a_sample_is_told_as_its_end() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(9), greedily(5)))
+    rank.step(2)
+    (sample,) = rank.engine.context.scheduler
+    rank.engine.abort_request(sample.record.request_id)
+    rank.session.report(rank.seam.take_ended(rank.session.numbers), steps=0)
+    outcome = put_together(rank.stretches())[0].outcome
+    assert outcome is not None
+    assert outcome.finish_reason == "abort"
+
+
+# --- control ----------------------------------------------------------------------------------------------------------
+
+
+def test_commands_are_done_acknowledged_and_harmless_when_repeated() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(9), greedily(12)))
+    rank.step(2)
+    for signal, argument, state, version in [
+        ("unpause", None, "running", 0),
+        ("pause", None, "paused", 0),
+        ("pause", None, "paused", 0),
+        ("suspend", "recompute", "suspended", 0),
+        ("suspend", None, "suspended", 0),
+        ("pause", None, "suspended", 0),
+        ("set_version", 4, "suspended", 4),
+        ("set_version", 4, "suspended", 4),
+        ("set_version", 2, "suspended", 4),
+        ("resume", None, "paused", 4),
+        ("resume", None, "paused", 4),
+        ("unpause", None, "running", 4),
+    ]:
+        rank.hears(Command(9, signal, argument))
+        acknowledged = rank.said[-1]
+        assert acknowledged == CommandAck(9, state, version, None), signal
+    assert rank.take(EngineMoved) == []
+    rank.finish()
+    told = put_together(rank.stretches())[0]
+    assert told.versions == [0, 0] + [4] * 10
+
+
+@pytest.mark.parametrize(
+    ("signal", "argument", "words"),
+    [
+        ("suspend", None, "EngineStateError: suspend() while running"),
+        ("stop", None, "EngineStateError: stop() while running"),
+        ("set_version", "seven", "EngineStateError: set_version('seven')"),
+        ("set_version", None, "EngineStateError: set_version(None)"),
+    ],
+)
+def test_a_command_that_cannot_be_done_is_acknowledged_with_the_reason(
+    signal: str, argument: str | None, words: str
+) -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(Command(3, signal, argument))
+    (acknowledged,) = rank.take(CommandAck)
+    assert (acknowledged.state, acknowledged.policy_version) == ("running", 0)
+    assert words in acknowledged.error
+
+
+def test_an_unknown_suspend_mode_is_told() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(Command(3, "pause", None), Command(4, "suspend", "burn"))
+    assert rank.said[-1].error.startswith("ConfigError: InferenceConfig.kv_cache_management_mode='burn'")
+    assert rank.engine.state is EngineState.PAUSED
+
+
+def test_before_a_pause_is_acknowledged_every_token_is_told() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(9), greedily(12, n=2)))
+    rank.step(3)
+    rank.hears(Command(3, "pause", None))
+    progress, acknowledged = rank.said[-2:]
+    assert isinstance(progress, Progress)
+    assert [stretch.counts for stretch in progress.stretches] == [[3, 3]]
+    assert isinstance(acknowledged, CommandAck)
+
+
+def test_stop_ends_every_sample_by_name_before_it_is_acknowledged() -> None:
+    rank = Rank(make_engine("qwen3"))
+    mine = rank.engine.add_request(token_ids(5), greedily(6))
+    rank.hears(assign(token_ids(9), greedily(12, n=2)), assign(token_ids(9, 1), greedily(12), attempt=2, request_id=1))
+    rank.step(3)
+    rank.hears(Command(3, "pause", None), Command(4, "stop", None))
+    assert rank.said[-1] == CommandAck(4, "stopped", 0, None)
+    for request_id, samples in ((0, [0, 1]), (1, [0])):
+        told = put_together([stretch for stretch in rank.stretches() if stretch.request_id == request_id])
+        assert sorted(told) == samples
+        for sample in told.values():
+            assert 2 <= len(sample.tokens) <= 3
+            assert sample.outcome is not None
+            assert sample.outcome.finish_reason == "abort"
+            assert sample.outcome.error == "RequestAbortedError: the engine was stopped"
+    assert [record.request_id for record in rank.foreign] == [mine]
+    assert rank.session.num_open == 0
+
+
+def test_after_a_stop_work_is_declined_and_an_engine_that_ended_by_itself_leaves_it_to_others() -> None:
+    stopped = Rank(make_engine("qwen3"))
+    stopped.hears(Command(3, "pause", None), Command(4, "stop", None), assign(token_ids(9), greedily(3)))
+    assert stopped.take(Decline)[0].error == "EngineStateError"
+    gone = Rank(make_engine("qwen3"))
+    gone.engine.pause()
+    gone.engine.stop()
+    gone.session.moved()
+    gone.hears(assign(token_ids(9), greedily(3)))
+    assert gone.take(Decline) == []
+    assert gone.session.num_open == 0
+
+
+def test_work_that_comes_while_suspended_runs_afterwards_in_order() -> None:
+    rank = Rank(make_engine("qwen3", max_requests=1))
+    rank.hears(Command(1, "pause", None), Command(2, "suspend", None))
+    for number in range(3):
+        rank.hears(assign(token_ids(6, number), greedily(2), attempt=number, request_id=number))
+    with pytest.raises(EngineStateError):
+        rank.engine.step()
+    rank.hears(Command(3, "resume", None), Command(4, "unpause", None))
+    rank.finish()
+    assert [stretch.request_id for stretch in rank.stretches() if stretch.outcomes is not None] == [0, 1, 2]
+
+
+def test_samples_too_stale_for_an_update_are_told_before_it_is_acknowledged() -> None:
+    rank = Rank(make_engine("qwen3", max_staleness=0))
+    rank.hears(assign(token_ids(9), greedily(12)))
+    rank.step(3)
+    rank.hears(Command(3, "set_version", 1))
+    assert isinstance(rank.said[-1], CommandAck)
+    outcome = put_together(rank.stretches())[0].outcome
+    assert outcome is not None
+    assert outcome.finish_reason == "stale"
+
+
+# --- state and version ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "reached"),
+    [("running", "running"), ("paused", "paused"), ("suspended", "suspended"), ("stopping", "stopped")],
+)
+def test_a_rank_that_enters_reaches_version_and_state_before_it_says_so(state: str, reached: str) -> None:
+    rank = Rank(make_engine("qwen3"), enter=False)
+    rank.hears(welcome(state, 6))
+    assert rank.said[-1] == EngineMoved(reached, 6)
+    assert not rank.take(CommandAck)
+    assert (rank.engine.state.value, rank.engine.policy_version) == (reached, 6)
+
+
+def test_an_engine_of_a_later_version_keeps_it() -> None:
+    engine = make_engine("qwen3")
+    engine.weights_updated(9)
+    rank = Rank(engine, enter=False)
+    rank.hears(welcome("running", 6))
+    assert rank.said == [EngineMoved("running", 9)]
+
+
+def test_the_present_version_in_a_command_outdates_the_cache_and_in_a_welcome_it_does_not() -> None:
+    engine = make_engine("qwen3")
+    engine.generate([token_ids(9)], greedily(3))
+    rank = Rank(engine, enter=False)
+    rank.hears(welcome("running", 0))
+    assert rank.cached == set(engine.context.allocator.findable_hashes())
+    assert rank.cached
+    rank.hears(Command(1, "set_version", 0))
+    assert rank.cached == set(engine.context.allocator.findable_hashes()) == set()
+    assert engine.policy_version == 0
+
+
+def test_nothing_is_said_before_the_engine_has_entered() -> None:
+    rank = Rank(make_engine("qwen3"), enter=False)
+    mine = rank.engine.add_request(token_ids(9), greedily(3))
+    rank.engine.weights_updated()
+    rank.session.moved()
+    rank.step(5)
+    assert rank.said == []
+    assert [record.request_id for record in rank.foreign] == [mine]
+    rank.hears(welcome("running", 0))
+    assert rank.said[-1] == EngineMoved("running", 1)
+    assert rank.cached == set(rank.engine.context.allocator.findable_hashes())
+
+
+def test_what_the_training_loop_does_to_the_engine_is_told_once_and_before_any_work_of_it() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(assign(token_ids(9), greedily(8), interval=1))
+    rank.session.moved()
+    assert rank.said == []
+    rank.engine.pause()
+    rank.session.moved()
+    rank.session.moved()
+    rank.engine.weights_updated()
+    rank.engine.unpause()
+    rank.step()
+    assert rank.said[:2] == [EngineMoved("paused", 0), EngineMoved("running", 1)]
+    assert isinstance(rank.said[2], Progress)
+    assert len(rank.said) == 3
+
+
+@pytest.mark.parametrize("ordered", [None, EngineState.SUSPENDED])
+def test_a_new_session_wakes_an_engine_that_a_command_put_to_sleep_and_no_other(ordered: EngineState | None) -> None:
+    engine = make_engine("qwen3")
+    first = Rank(engine)
+    if ordered is None:
+        engine.pause()
+        engine.suspend()
+        first.session.moved()
+    else:
+        first.hears(Command(1, "pause", None), Command(2, "suspend", None))
+    assert first.session.ordered is ordered
+    second = Rank(engine, enter=False, ordered=first.session.ordered)
+    second.hears(welcome("running"))
+    state = "suspended" if ordered is None else "running"
+    assert second.said[-1] == EngineMoved(state, 0)
+
+
+def test_the_coordinators_picture_of_the_cache_stays_true() -> None:
+    rank = Rank(make_engine("qwen3", kv_cache_blocks=16))
+    commands = [("pause", None), ("suspend", "recompute"), ("set_version", 1), ("resume", None), ("unpause", None)]
+    for number in range(20):
+        rank.hears(assign(token_ids(9, number % 6), greedily(4), attempt=number, request_id=number))
+        rank.step(3)
+        if number % 4 == 3:
+            signal, argument = commands[number // 4]
+            rank.hears(Command(number, signal, argument))
+        if rank.engine.state is not EngineState.RUNNING:
+            continue
+        rank.step(3)
+        assert rank.cached == set(rank.engine.context.allocator.findable_hashes())
+    rank.finish()
+
+
+def test_a_command_does_not_bring_back_what_the_training_loop_has_put_away() -> None:
+    """Its optimizer is using the memory."""
+    rank = Rank(make_engine("qwen3"))
+    rank.engine.pause()
+    rank.engine.suspend()
+    wanted = []
+    for number, signal in enumerate(["pause", "suspend", "resume", "unpause"]):
+        rank.hears(Command(number, signal, None))
+        assert rank.said[-1] == CommandAck(number, "suspended", 0, None)
+        wanted.append(rank.session.wanted)
+    assert wanted == ["paused", "suspended", "paused", "running"]
+
+
+def test_the_coordinator_wants_an_engine_paused_also_while_the_training_loop_has_put_it_away() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.hears(Command(0, "pause", None))
+    rank.engine.suspend()
+    rank.session.moved()
+    assert rank.session.wanted == "paused"
+    rank.hears(Command(1, "unpause", None))
+    assert (rank.session.wanted, rank.engine.state) == ("running", "suspended")
+
+
+def test_a_training_loop_that_counts_its_own_updates_is_not_said_to_be_ahead() -> None:
+    """Old weights under the label of the new ones, for a rank that came back while the others had updated."""
+    rank = Rank(make_engine("qwen3"), enter=False, follows_version=False)
+    rank.hears(welcome(version=4))
+    assert rank.said == [EngineMoved("running", 0)]
+    rank.engine.weights_updated()
+    rank.session.moved()
+    assert rank.said[-1] == EngineMoved("running", 1)
+
+
+def test_whether_anybody_steps_the_engine_is_said_when_it_changes() -> None:
+    rank = Rank(make_engine("qwen3"), enter=False)
+    rank.seam.resting = True
+    rank.hears(welcome())
+    assert rank.said == [EngineMoved("running", 0, True)]
+    rank.seam.resting = False
+    rank.session.moved()
+    rank.session.moved()
+    assert rank.said[1:] == [EngineMoved("running", 0, False)]
+
+
+def test_a_flush_is_told_with_its_blocks_and_they_are_gone_from_the_coordinators_table() -> None:
+    rank = Rank(make_engine("qwen3"))
+    rank.engine.generate([token_ids(20)], SamplingParams(max_tokens=2))
+    rank.session.report(())
+    assert rank.cached
+    rank.hears(Command(3, "flush_prefix_cache", None))
+    assert rank.said[-1] == CommandAck(3, "running", 0, None, 5)
+    assert not rank.cached

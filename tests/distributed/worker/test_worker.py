@@ -1,0 +1,600 @@
+"""A worker serves a coordinator through a real socket, whatever its engine, its training loop and the network do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Command,
+    CommandAck,
+    Decline,
+    Disconnect,
+    EngineMoved,
+    Message,
+    Progress,
+    Refused,
+    Register,
+    RegisterAck,
+    Stretch,
+)
+from rollout.distributed.transport.keys import JobKeys
+from rollout.distributed.worker.worker import EngineWorker
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
+from rollout.threads.loop_thread import LoopThread
+from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
+from tests.distributed.worker.test_rank_session import assign, put_together, undisturbed
+from tests.engines import at_random, greedily, make_engine, token_ids
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+
+class Coordinator(FakeCoordinator):
+    """Welcomes ranks with what `ack` says; None: does not answer."""
+
+    def __init__(self, **ack: Any) -> None:
+        self.ack: RegisterAck | Refused | None = RegisterAck(PROTOCOL_VERSION, "life", "running", 0, 100.0, 1000.0, 4)
+        for name, value in ack.items():
+            setattr(self.ack, name, value)
+        self.ranks: list[bytes] = []
+        super().__init__(Coordinator._welcome, greet=False)
+
+    def _welcome(self, peer: bytes, message: Message) -> None:
+        if isinstance(message, Register):
+            self.ranks.append(peer)
+            if self.ack is not None:
+                self.say(peer, self.ack)
+
+    def tell(self, *messages: Message) -> None:
+        self.say(self.ranks[-1], *messages)
+
+    def hear_stretches(self, samples: int) -> list[Stretch]:
+        """Everything up to the end of so many samples."""
+        stretches: list[Stretch] = []
+        while samples:
+            progress = self.hear(Progress)
+            assert isinstance(progress, Progress)
+            stretches += progress.stretches
+            samples -= sum(outcome is not None for each in progress.stretches for outcome in each.outcomes or ())
+        return stretches
+
+
+class Running:
+    """`worker.run()` on a thread, as a rank without a training loop has it."""
+
+    def __init__(self, worker: EngineWorker) -> None:
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
+        self.thread.start()
+
+    def _run(self, worker: EngineWorker) -> None:
+        try:
+            worker.run()
+        except BaseException as exc:  # noqa: BLE001 - it is looked at by the test
+            self.error = exc
+
+    def ends(self) -> None:
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def serving(
+    engine: DynamicInferenceEngine | None = None, *, run: bool = True, **options: Any
+) -> Iterator[tuple[Coordinator, EngineWorker]]:
+    """A coordinator and a worker that has registered with it."""
+    with Coordinator() as coordinator:
+        worker = EngineWorker(engine or make_engine("qwen3"), coordinator.address, name="rank-0", **options)
+        worker.start(DEADLINE_S)
+        running = Running(worker) if run else None
+        coordinator.hear(EngineMoved)
+        try:
+            yield coordinator, worker
+        finally:
+            worker.stop()
+            if running is not None:
+                running.ends()
+
+
+def wait_until(holds: Callable[[], bool], worker: EngineWorker) -> None:
+    with worker._changed:
+        assert worker._changed.wait_for(holds, DEADLINE_S)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_registers_with_its_room_its_version_and_its_cache() -> None:
+    engine = make_engine("qwen3", max_requests=5)
+    engine.generate([token_ids(9)], greedily(2))
+    engine.pause()
+    with Coordinator(state="paused", policy_version=3) as coordinator:
+        worker = EngineWorker(engine, coordinator.address, name="rank-0")
+        worker.start(DEADLINE_S)
+        register = coordinator.hear(Register)
+        hashes = np.array(sorted(engine.context.allocator._outdated), "<i8")
+        assert isinstance(register, Register)
+        assert sorted(np.frombuffer(register.hashes, "<i8").tolist()) == hashes.tolist()
+        assert (register.protocol_version, register.name, register.slots, register.block_size) == (
+            PROTOCOL_VERSION, "rank-0", 5, 4,
+        )  # fmt: skip
+        assert (register.state, register.policy_version) == ("paused", 0)
+        assert coordinator.hear(EngineMoved) == EngineMoved("paused", 3)
+        assert worker.lost is None
+        worker.stop()
+        assert coordinator.hear(Disconnect) == Disconnect("the worker was stopped")
+        worker.stop()
+
+
+def test_a_coordinator_that_does_not_answer_is_named_with_its_address() -> None:
+    with Coordinator() as coordinator:
+        coordinator.ack = None
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
+        with pytest.raises(DeadlineError, match=coordinator.address):
+            worker.start(0.05)
+
+
+def test_a_coordinator_of_another_protocol_version_is_refused_by_name() -> None:
+    with Coordinator(protocol_version=PROTOCOL_VERSION + 1) as coordinator:
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
+        with pytest.raises(ConnectionLostError, match="upgrade this side"):
+            worker.start(DEADLINE_S)
+
+
+def test_a_coordinator_that_refuses_says_why() -> None:
+    with Coordinator() as coordinator:
+        coordinator.ack = Refused("version", "the coordinator speaks 7; upgrade this side", True)
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
+        with pytest.raises(ConnectionLostError, match="upgrade this side"):
+            worker.start(DEADLINE_S)
+
+
+def test_a_worker_is_started_once() -> None:
+    with serving(run=False) as (_, worker), pytest.raises(EngineStateError, match="start"):
+        worker.start()
+    with pytest.raises(EngineStateError, match="start"):
+        worker.start()
+    with pytest.raises(EngineStateError, match="reconnect"):
+        worker.reconnect()
+
+
+def test_a_loop_that_was_lent_is_not_closed() -> None:
+    loop = LoopThread("lent")
+    with serving(run=False, loop=loop):
+        pass
+    loop.call_soon(lambda: None)
+    loop.close()
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [greedily(9, n=3), at_random(9, n=3, logprobs=1)])
+def test_a_group_is_computed_and_told(params: Any) -> None:
+    alone = undisturbed(token_ids(7), params)
+    with serving() as (coordinator, _):
+        coordinator.tell(assign(token_ids(7), params))
+        told = put_together(coordinator.hear_stretches(3))
+    assert {index: each.tokens for index, each in told.items()} == {
+        index: request.generated_tokens for index, request in alone.items()
+    }
+
+
+def test_work_goes_on_from_known_tokens_of_another_rank() -> None:
+    params = at_random(12, n=2)
+    alone = undisturbed(token_ids(7), params)
+    with serving() as (coordinator, _):
+        coordinator.tell(assign(token_ids(7), params, interval=1))
+        known = [s for s in coordinator.hear_stretches(2) if s.outcomes is None][:5]
+    with serving() as (coordinator, _):
+        coordinator.tell(assign(token_ids(7), params, attempt=2, known=known))
+        told = put_together(coordinator.hear_stretches(2), put_together(known))
+    assert all(sample.tokens == alone[index].generated_tokens for index, sample in told.items())
+
+
+def test_many_requests_that_come_together_are_all_told() -> None:
+    with serving() as (coordinator, worker):
+        coordinator.tell(
+            *(assign(token_ids(5, n), greedily(3, n=2), attempt=n, request_id=n) for n in range(40)),
+            assign([5000], greedily(3), attempt=99, request_id=99),
+        )
+        stretches = coordinator.hear_stretches(80)
+        assert {(each.request_id, each.attempt) for each in stretches} == {(n, n) for n in range(40)}
+        assert worker.engine.context.allocator.num_used == 0
+
+
+def test_a_request_that_cannot_be_served_is_declined() -> None:
+    with serving() as (coordinator, _):
+        coordinator.tell(assign([5000], greedily(3)))
+        declined = coordinator.hear(Decline)
+        assert isinstance(declined, Decline)
+        assert (declined.request_id, declined.attempt, declined.error) == (0, 1, "InvalidRequestError")
+
+
+def test_a_cancel_frees_the_blocks_also_while_nobody_steps() -> None:
+    with serving(run=False) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(9), greedily(30, n=2)))
+        assert worker.wait_for_work(DEADLINE_S)
+        assert worker.step()
+        assert worker.engine.context.allocator.num_used > 0
+        coordinator.tell(Cancel(0, 1))
+        wait_until(lambda: not worker.engine.has_unfinished, worker)
+        assert worker.engine.context.allocator.num_used == 0
+        assert not worker.step()
+
+
+def test_many_new_samples_leave_the_engine_to_itself_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.distributed.worker.worker.SAMPLES_AT_ONCE", 4)
+    with serving(run=False) as (coordinator, worker):
+        taken, apply = [0], worker._apply
+
+        def counted() -> Exception | None:
+            before = worker.engine.context.scheduler.num_waiting
+            lost = apply()
+            taken.append(worker.engine.context.scheduler.num_waiting - before)
+            return lost
+
+        monkeypatch.setattr(worker, "_apply", counted)
+        with worker.engine.locked():
+            coordinator.tell(*(assign(token_ids(5, n), greedily(3, n=2), attempt=n, request_id=n) for n in range(10)))
+            wait_until(lambda: worker._link is not None and len(worker._link.inbox) == 10, worker)
+        wait_until(lambda: sum(taken) == 20, worker)
+        assert max(taken) == 4
+
+
+def test_what_is_cancelled_before_it_is_taken_in_never_begins() -> None:
+    with serving(run=False) as (coordinator, worker):
+        with worker.engine.locked():
+            coordinator.tell(
+                assign(token_ids(5), greedily(3), attempt=1, request_id=1),
+                assign(token_ids(6), greedily(3, n=100), attempt=2, request_id=2),
+                Cancel(2, 2),
+            )
+            wait_until(lambda: worker._link is not None and len(worker._link.inbox) == 3, worker)
+        wait_until(lambda: worker._link is not None and not worker._link.inbox and worker.engine.has_unfinished, worker)
+        assert worker.engine.next_request_id == 1, "the second one was never given to the engine"
+        while worker.step():
+            pass
+        assert [stretch.request_id for stretch in coordinator.hear_stretches(1)] == [1]
+        assert worker._link is not None
+        assert not worker._link.cancelled
+
+
+def test_others_use_the_same_engine_and_find_their_results() -> None:
+    with serving() as (coordinator, worker):
+        mine = worker.engine.add_request(token_ids(5), greedily(4))
+        worker.wake()
+        coordinator.tell(assign(token_ids(7), greedily(6)))
+        coordinator.hear_stretches(1)
+        wait_until(lambda: not worker.engine.has_unfinished, worker)
+        assert [record.request_id for record in worker.take_ended()] == [mine]
+        assert worker.take_ended() == []
+
+
+def test_generating_beside_a_worker_leaves_its_requests_alone() -> None:
+    with serving(run=False) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(3)))
+        assert worker.wait_for_work(DEADLINE_S)
+        (request,) = worker.engine.generate([token_ids(5)], greedily(9))
+        assert len(request.generated_tokens) == 9
+        worker.step()
+        told = put_together(coordinator.hear_stretches(1))
+        assert told[0].tokens == undisturbed(token_ids(7), greedily(3))[0].generated_tokens
+
+
+# --- control ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping() -> None:
+    with serving() as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
+        coordinator.hear(Progress)
+        coordinator.tell(Command(1, "pause", None))
+        assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
+        steps = worker.engine.counters["steps"]
+        assert steps < 200
+        coordinator.tell(Command(2, "set_version", 1))
+        coordinator.hear(CommandAck)
+        assert worker.engine.counters["steps"] == steps
+        coordinator.tell(Command(3, "unpause", None))
+        assert coordinator.hear(CommandAck) == CommandAck(3, "running", 1, None)
+        coordinator.hear_stretches(1)
+
+
+def test_what_comes_while_suspended_runs_after_the_unpause() -> None:
+    with serving() as (coordinator, worker):
+        coordinator.tell(Command(1, "pause", None), Command(2, "suspend", "offload"))
+        coordinator.tell(assign(token_ids(7), greedily(4)))
+        assert [coordinator.hear(CommandAck) for _ in range(2)][1] == CommandAck(2, "suspended", 0, None)
+        wait_until(lambda: worker.engine.has_unfinished, worker)
+        assert worker.engine.counters["steps"] == 0
+        coordinator.tell(Command(3, "resume", None), Command(4, "unpause", None))
+        told = put_together(coordinator.hear_stretches(1))
+        assert told[0].tokens == undisturbed(token_ids(7), greedily(4))[0].generated_tokens
+
+
+def test_whoever_stopped_the_engine_is_known() -> None:
+    with serving(run=False) as (coordinator, worker):
+        assert not worker.held_by_coordinator
+        worker.engine.pause()
+        coordinator.hear(EngineMoved)
+        assert not worker.held_by_coordinator
+        worker.engine.unpause()
+        coordinator.hear(EngineMoved)
+        coordinator.tell(Command(1, "pause", None))
+        coordinator.hear(CommandAck)
+        assert worker.held_by_coordinator
+        coordinator.tell(Command(2, "unpause", None))
+        coordinator.hear(CommandAck)
+        assert not worker.held_by_coordinator
+
+
+def test_waiting_ends_when_something_else_has_happened() -> None:
+    happened: list[bool] = []
+
+    def happen() -> None:
+        happened.append(True)
+        worker.wake()
+
+    with serving(run=False) as (_, worker):
+        assert not worker.wait_for_work(0.01, or_when=lambda: bool(happened))
+        threading.Thread(target=happen).start()
+        assert worker.wait_for_work(DEADLINE_S, or_when=lambda: bool(happened))
+
+
+def test_control_works_while_the_training_loop_is_busy() -> None:
+    with serving(run=False) as (coordinator, worker):
+        coordinator.tell(Command(1, "pause", None), Command(2, "set_version", 5))
+        assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
+        assert coordinator.hear(CommandAck) == CommandAck(2, "paused", 5, None)
+        assert not worker.step()
+
+
+def test_what_the_training_loop_does_to_the_engine_is_told() -> None:
+    with serving() as (coordinator, worker):
+        worker.engine.pause()
+        assert coordinator.hear(EngineMoved) == EngineMoved("paused", 0)
+        worker.engine.weights_updated()
+        assert coordinator.hear(EngineMoved) == EngineMoved("paused", 1)
+        worker.engine.unpause()
+        assert coordinator.hear(EngineMoved) == EngineMoved("running", 1)
+
+
+def test_samples_that_an_update_ends_are_told_without_another_step() -> None:
+    with serving(make_engine("qwen3", max_staleness=0), run=False) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(20)))
+        assert worker.wait_for_work(DEADLINE_S)
+        worker.step()
+        worker.engine.pause()
+        worker.engine.weights_updated()
+        outcome = put_together(coordinator.hear_stretches(1))[0].outcome
+        assert outcome is not None
+        assert outcome.finish_reason == "stale"
+
+
+def test_a_stop_ends_the_run_after_everything_was_told() -> None:
+    engine = make_engine("qwen3")
+    with Coordinator() as coordinator:
+        worker = EngineWorker(engine, coordinator.address, name="rank-0")
+        worker.start(DEADLINE_S)
+        running = Running(worker)
+        coordinator.tell(assign(token_ids(7), greedily(200, n=2), interval=1))
+        coordinator.hear(Progress)
+        coordinator.tell(Command(1, "pause", None), Command(2, "stop", None))
+        coordinator.hear_stretches(2)
+        assert coordinator.hear(CommandAck) == CommandAck(2, "stopped", 0, None)
+        running.ends()
+        assert running.error is None
+        worker.stop()
+
+
+def test_stopping_a_worker_tells_what_it_has_and_leaves() -> None:
+    with Coordinator() as coordinator:
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
+        worker.start(DEADLINE_S)
+        coordinator.tell(assign(token_ids(7), greedily(20), interval=10))
+        assert worker.wait_for_work(DEADLINE_S)
+        worker.step()
+        worker.step()
+        worker.stop()
+        coordinator.hear(EngineMoved)
+        stretches: list[Stretch] = []
+        while isinstance(message := coordinator.hear(), Progress):
+            stretches += message.stretches
+        assert [each.counts for each in stretches] == [[2]]
+        assert message == Disconnect("the worker was stopped")
+        assert not worker.engine.has_unfinished
+        assert worker.engine.on_move is None
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> None:
+    lost: list[Exception] = []
+    with serving(on_lost=lost.append) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
+        coordinator.hear(Progress)
+        coordinator.tell(Refused("silent", "nothing was heard of it", True))
+        coordinator.hear(Register)
+        first, second = coordinator.ranks
+        assert first != second
+        coordinator.hear(EngineMoved)
+        assert worker.engine.context.allocator.num_used == 0
+        assert [str(error) for error in lost] == [str(lost[0])]
+        assert "nothing was heard of it" in str(lost[0])
+        coordinator.tell(assign(token_ids(7), greedily(3), attempt=9, request_id=9))
+        assert {each.attempt for each in coordinator.hear_stretches(1)} == {9}
+        assert worker.lost is None
+
+
+def test_nothing_is_sent_for_a_session_that_is_over() -> None:
+    with serving(run=False) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(50), interval=1))
+        assert worker.wait_for_work(DEADLINE_S)
+        worker.step()
+        coordinator.hear(Progress)
+        coordinator.tell(Refused("silent", "nothing was heard of it", True))
+        wait_until(lambda: worker.lost is not None, worker)
+        assert not worker.step()
+        assert not worker.engine.has_unfinished
+        worker.reconnect(timeout_s=DEADLINE_S)
+        heard = []
+        while True:
+            peer, _, message = coordinator.heard.get(timeout=DEADLINE_S)
+            heard.append((coordinator.ranks.index(peer), type(message)))
+            if isinstance(message, EngineMoved):
+                break
+        assert heard == [(1, Register), (1, EngineMoved)]
+
+
+def test_a_silent_coordinator_is_noticed() -> None:
+    with Coordinator(heartbeat_interval_s=0.02, heartbeat_timeout_s=0.1) as coordinator:
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
+        worker.start(DEADLINE_S)
+        wait_until(lambda: worker.lost is not None, worker)
+        assert isinstance(worker.lost, ConnectionLostError)
+        assert not worker.step()
+        worker.stop()
+
+
+def test_a_run_that_finds_no_coordinator_any_more_says_so() -> None:
+    with Coordinator() as coordinator:
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0", reconnect_timeout_s=0.2)
+        worker.start(DEADLINE_S)
+        running = Running(worker)
+        coordinator.ack = None
+        coordinator.tell(Disconnect("going home"))
+        running.ends()
+        assert isinstance(running.error, ConnectionLostError)
+        assert "within 0.2 s" in str(running.error)
+        assert coordinator.address in str(running.error)
+        worker.stop()
+
+
+def test_a_worker_whose_name_another_process_has_taken_does_not_take_it_back() -> None:
+    with Coordinator() as coordinator:
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
+        worker.start(DEADLINE_S)
+        running = Running(worker)
+        coordinator.tell(Refused("replaced", "another process has registered as 'rank-0'", True))
+        running.ends()
+        assert isinstance(running.error, ConnectionLostError)
+        assert "another process has registered as 'rank-0'" in str(running.error)
+        assert len(coordinator.ranks) == 1
+        worker.stop()
+
+
+def test_a_worker_goes_over_to_another_coordinator() -> None:
+    with Coordinator(policy_version=4) as other, serving(run=False) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(20)))
+        assert worker.wait_for_work(DEADLINE_S)
+        worker.reconnect(other.address, timeout_s=DEADLINE_S)
+        assert coordinator.hear(Disconnect) == Disconnect("it connects anew")
+        assert other.hear(EngineMoved) == EngineMoved("running", 4)
+        assert not worker.engine.has_unfinished
+        other.tell(assign(token_ids(7), greedily(2)))
+        assert worker.wait_for_work(DEADLINE_S)
+        while worker.step():
+            pass
+        assert put_together(other.hear_stretches(1))[0].versions == [4, 4]
+
+
+def test_a_stop_interrupts_the_search_for_a_coordinator() -> None:
+    with Coordinator() as coordinator:
+        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0", reconnect_timeout_s=1000)
+        worker.start(DEADLINE_S)
+        running = Running(worker)
+        coordinator.ack = None
+        coordinator.tell(Disconnect("going home"))
+        coordinator.hear(Register)
+        coordinator.hear(Register)
+        worker.stop()
+        running.ends()
+        assert running.error is None
+
+
+def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("qwen3")
+    with Coordinator() as coordinator:
+        worker = EngineWorker(engine, coordinator.address, name="rank-0")
+        worker.start(DEADLINE_S)
+
+        def fail(step: object) -> None:
+            raise ValueError("the device is gone")
+
+        monkeypatch.setattr(engine.controller, "execute", fail)
+        coordinator.tell(*(assign(token_ids(30, n), greedily(4), attempt=n, request_id=n) for n in range(8)))
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            worker.run()
+        left = coordinator.hear(Disconnect)
+        assert isinstance(left, Disconnect)
+        assert "the device is gone" in left.reason
+        assert isinstance(worker.lost, EngineDeadError)
+        worker.stop()
+
+
+def test_an_engine_that_the_training_loop_stops_leaves() -> None:
+    with serving() as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
+        coordinator.hear(Progress)
+        worker.engine.pause()
+        worker.engine.stop()
+        left = coordinator.hear(Disconnect)
+        assert isinstance(left, Disconnect)
+        assert "stopped" in left.reason
+        wait_until(lambda: worker.lost is not None, worker)
+
+
+def test_an_engine_that_cannot_follow_leaves_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("qwen3")
+
+    def fail(version: int) -> int:
+        raise ValueError("no such weights")
+
+    monkeypatch.setattr(engine, "weights_updated", fail)
+    with Coordinator(policy_version=4) as coordinator:
+        worker = EngineWorker(engine, coordinator.address, name="rank-0")
+        with pytest.raises(ValueError, match="no such weights"):
+            worker.start(DEADLINE_S)
+        left = coordinator.hear(Disconnect)
+        assert isinstance(left, Disconnect)
+        assert left.reason == "ValueError: no such weights"
+
+
+def test_an_interrupt_inside_a_step_loses_no_result() -> None:
+    with serving(run=False) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(1)))
+        assert worker.wait_for_work(DEADLINE_S)
+        original = worker.engine.controller.execute
+
+        def pressed(step: Any) -> Any:
+            import signal
+
+            signal.raise_signal(signal.SIGINT)
+            return original(step)
+
+        worker.engine.controller.execute = pressed  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            worker.step()
+        assert put_together(coordinator.hear_stretches(1))[0].outcome is not None
+
+
+@pytest.mark.skipif(not zmq.has("curve"), reason="libzmq without CURVE")
+def test_a_worker_with_a_wrong_key_is_not_heard() -> None:
+    with Coordinator() as coordinator:
+        worker = EngineWorker(
+            make_engine("qwen3"), coordinator.address, name="rank-0", keys=JobKeys.generate().client_side()
+        )
+        with pytest.raises(DeadlineError):
+            worker.start(0.1)
+        assert coordinator.ranks == []

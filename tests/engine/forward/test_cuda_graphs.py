@@ -1,0 +1,533 @@
+"""Decode steps recorded once and replayed: on a pretended device that records for real, and on a GPU.
+
+The pretended device traces a forward down to the operations it is made of, on the tensors it touched, and a replay runs
+those and no line of Python of the model or of ours. What was read from Python while recording is fixed in it, as it would
+be in a CUDA graph; attention alone is one operation, which finds the KV pool as the kernels do, by its address.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rollout.config import InferenceConfig
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward.cuda_graphs import (
+    LEAST_LENGTH,
+    MAX_WASTED,
+    WARM_UP_RUNS,
+    WORTHWHILE,
+    DecodeInputs,
+    GraphedDecode,
+    TritonDecode,
+    Uncapturable,
+    padded_length,
+    padded_rows,
+    signature_of,
+)
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.memory.kv_cache import KVCache, LayerShape
+from rollout.errors import ConfigError
+from tests.engines import (
+    assert_greedy,
+    at_random,
+    finish,
+    greedily,
+    make_engine,
+    pass_suspended,
+    shared_model,
+    steps,
+    token_ids,
+)
+from tests.models import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+CPU = torch.device("cpu")
+POOLS: dict[int, tuple[Tensor, Tensor]] = {}
+"""Address of a layer's K in a pool that exists → its K and V."""
+
+
+@torch.library.custom_op("rollout_tests::decode", mutates_args=())
+def decode(
+    cells: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, seen: Tensor, tables: Tensor,
+    scaling: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    """Write and attend, row by row, in the pool that is at the address in `cells` now."""
+    keys, values = POOLS[int(cells[0])]
+    assert int(cells[1]) == values.data_ptr()
+    out = torch.zeros(*query.shape[:2], values.shape[3])
+    block_size, groups = keys.shape[1], query.shape[1] // keys.shape[2]
+    for row in range(len(query)):
+        if slots[row] < 0:
+            assert seen[row] < 0
+            continue
+        for cache, own in ((keys, key), (values, value)):
+            cache.flatten(0, 1)[int(slots[row])] = own[row]
+    for row in range(len(query)):
+        last = int(seen[row])
+        if last < 0:
+            continue
+        positions = torch.arange(max(0, last + 1 - window) if window else 0, last + 1)
+        places = tables[row, positions // block_size].long() * block_size + positions % block_size
+        k, v = (cache.flatten(0, 1)[places].repeat_interleave(groups, 1) for cache in (keys, values))
+        scores = torch.einsum("hd,shd->hs", query[row], k) * scaling
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        out[row] = torch.einsum("hs,shd->hd", scores.softmax(-1), v)
+    return out
+
+
+class Plain:
+    """`DecodeKernels` that are one operation to whoever records."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def __call__(
+        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, *,
+        scaling: float, window: int | None, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        cells = self._cache.addresses[2 * layer : 2 * layer + 2]
+        arrays = (inputs.slots, inputs.seen, inputs.tables)
+        return decode(cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0)
+
+
+class Recorder:
+    """A device whose records are made of the operations of torch."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.captures = self.replays = self.forgotten = 0
+        self._cache = cache
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._find_pool()
+        for _ in range(WARM_UP_RUNS):
+            work()
+        record = make_fx(work)()
+        self.captures += 1
+        return lambda: self._replay(record)
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def _replay(self, record: torch.nn.Module) -> None:
+        self._find_pool()
+        self.replays += 1
+        record()
+
+    def _find_pool(self) -> None:
+        POOLS.clear()
+        if self._cache.on_device:
+            for index in range(len(self._cache.addresses) // 2):
+                keys, values = self._cache.layer(index)
+                POOLS[keys.data_ptr()] = keys, values
+
+
+def graphed(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Recorder]:
+    """An engine whose decode steps are recorded on a pretended device."""
+    engine = make_engine(model, fused_forward=False, **options)
+    runner = engine.controller.runner
+    recorder = Recorder(engine.cache)
+    runner.graphs = GraphedDecode(
+        runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache)
+    )
+    return engine, recorder
+
+
+def start(engine: DynamicInferenceEngine, requests: int = 3, tokens: int = 8) -> None:
+    for seed in range(requests):
+        engine.add_request(token_ids(5 + 3 * seed, seed), greedily(tokens))
+
+
+def finish_exact(engine: DynamicInferenceEngine, name: Any, count: int = 3) -> None:
+    done = finish(engine)
+    assert len(done) == count
+    for request in done.values():
+        assert_greedy(name, request)
+
+
+# --- the same tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2", "gemma2", "gemma3", "mistral"])
+def test_replayed_steps_give_the_tokens_of_generate(name: str) -> None:
+    engine, recorder = graphed(name)
+    start(engine)
+    finish_exact(engine, name)
+    assert recorder.captures == 1, "three rows, padded to four, to the end"
+    assert recorder.replays == 7, "the first token of each comes from its prompt"
+
+
+def test_each_size_is_captured_when_it_is_first_needed_and_only_then() -> None:
+    engine, recorder = graphed("qwen3")
+    for seed, tokens in enumerate((3, 6, 9, 9, 9)):
+        engine.add_request(token_ids(5, seed), greedily(tokens))
+    finish_exact(engine, "qwen3", 5)
+    assert sorted(engine.controller.runner.graphs._graphs) == [(4, 256), (8, 256)]
+    assert recorder.captures == 2
+    start(engine)
+    finish_exact(engine, "qwen3")
+    assert recorder.captures == 2
+
+
+def test_samples_drawn_at_random_are_those_of_an_engine_without_graphs() -> None:
+    results = []
+    for engine in (graphed("qwen3")[0], make_engine("qwen3", fused_forward=False)):
+        requests = engine.generate([token_ids(9, 1), token_ids(4, 2)], at_random(6, n=3))
+        results.append([request.generated_tokens for request in requests])
+    assert results[0] == results[1]
+
+
+def test_a_step_with_a_chunk_in_it_runs_the_forward_of_the_module() -> None:
+    engine, recorder = graphed("qwen3", max_tokens_per_step=8)
+    engine.add_request(token_ids(3), greedily(12))
+    steps(engine, 2)
+    engine.add_request(token_ids(30, 1), greedily(4))
+    replays = recorder.replays
+    steps(engine, 4)
+    assert recorder.replays == replays
+    finish_exact(engine, "qwen3", 2)
+    assert recorder.replays > replays
+
+
+# --- what a graph outlives --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_graphs_survive_a_suspend_although_the_pool_comes_back_elsewhere(mode: str) -> None:
+    held: list[Tensor] = []
+
+    def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        held.append(torch.zeros(numel, dtype=dtype))
+        return held[-1]
+
+    engine, recorder = graphed("qwen3", allocate=elsewhere)
+    start(engine)
+    steps(engine, 3)
+    assert recorder.captures == 1
+    for _ in range(2):
+        pass_suspended(engine, mode)
+        steps(engine, 2)
+    finish_exact(engine, "qwen3")
+    assert len(held) == (1 if mode == "persist" else 3)
+    assert recorder.captures == 1
+
+
+def test_graphs_survive_a_pool_that_comes_back_smaller() -> None:
+    room = 10**9
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if numel > room:
+            raise torch.OutOfMemoryError("taken")
+        return torch.zeros(numel, dtype=dtype)
+
+    engine, recorder = graphed("qwen3", allocate=allocate)
+    start(engine)
+    steps(engine, 3)
+    engine.pause()
+    engine.suspend("offload")
+    room = 20 * engine.cache.block_bytes // 4
+    assert engine.resume().shrunk_by_blocks == 48
+    engine.unpause()
+    finish_exact(engine, "qwen3")
+    assert recorder.captures == 1
+
+
+def test_weights_that_are_changed_in_place_are_read_as_they_are() -> None:
+    model = make_model("qwen3")
+    engine, recorder = graphed(model)
+    start(engine)
+    steps(engine, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    engine.weights_updated()
+    finish(engine)
+    start(engine)
+    finish_exact(engine, model)
+    assert recorder.captures == 1
+
+
+# --- what makes them anew ---------------------------------------------------------------------------------------------
+
+
+def replace_a_weight(model: Any) -> None:
+    model.model.norm.weight = torch.nn.Parameter(1.5 * model.model.norm.weight.detach())
+
+
+def replace_a_module(model: Any) -> None:
+    layer = torch.nn.Linear(48, 96, bias=False)
+    with torch.no_grad():
+        layer.weight.mul_(4)
+    model.model.layers[1].mlp.up_proj = layer
+
+
+def add_a_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+def replace_a_forward(model: Any) -> None:
+    forward = model.model.norm.forward
+    model.model.norm.forward = lambda hidden: 2 * forward(hidden)
+
+
+@pytest.mark.parametrize("change", [replace_a_weight, replace_a_module, add_a_hook, replace_a_forward])
+def test_a_model_that_was_changed_is_captured_anew(change: Callable[[Any], None]) -> None:
+    model = make_model("qwen3")
+    engine, recorder = graphed(model)
+    start(engine)
+    finish_exact(engine, model)
+    change(model)
+    start(engine)
+    engine.weights_updated()
+    finish_exact(engine, model)
+    assert recorder.captures == 2
+    assert recorder.forgotten >= 1
+
+
+def test_what_a_graph_fixes_is_in_the_signature_and_what_it_reads_is_not() -> None:
+    model = make_model("qwen3")
+    before = signature_of(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    model.model.layers[0].calls = 7
+    assert [each for each in signature_of(model) if each != ("calls", None)] == before
+    adapter = model.model.layers[0].mlp.up_proj
+    for name, values in {
+        "merged": (False, True),
+        "scaling": ({"a": 1.0}, {"a": 2.0}),
+        "active": (["a"], ["b"]),
+    }.items():
+        signatures = []
+        for value in values:
+            setattr(adapter, name, value)
+            signatures.append(signature_of(model))
+        assert signatures[0] != signatures[1]
+
+
+def test_a_forward_replaced_on_its_class_is_in_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3")
+    before = signature_of(model)
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args: own(*args))
+    assert signature_of(model) != before
+    monkeypatch.undo()
+    assert signature_of(model) == before
+
+
+@pytest.mark.parametrize("served", [0, WORTHWHILE])
+def test_a_model_that_changes_every_few_steps_is_captured_so_many_times_and_no_more(served: int, caplog) -> None:
+    model = make_model("qwen3", num_hidden_layers=1)
+    engine, recorder = graphed(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(MAX_WASTED + 2):
+            replace_a_weight(model)
+            start(engine, 1, 3)
+            finish(engine)
+            engine.controller.runner.graphs._replays += served
+    assert recorder.captures == (MAX_WASTED + 2 if served else MAX_WASTED)
+    assert len(caplog.records) == (0 if served else 1)
+    assert ("change every few steps" in caplog.text) == (not served)
+
+
+# --- what is not captured ---------------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_cannot_be_captured_runs_every_step_and_says_so_once(caplog) -> None:
+    model = make_model("qwen3")
+    # A number that the host waits for: no record can hold what it decides.
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * (1.0 + 0 * float(output.max())))
+    engine, recorder = graphed(model)
+    with caplog.at_level(logging.WARNING):
+        start(engine)
+        finish_exact(engine, model)
+        start(engine)
+        finish_exact(engine, model)
+    assert recorder.captures == recorder.replays == 0
+    assert len(caplog.records) == 1
+    assert "runs its forward every step, and not as a CUDA graph" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe"])
+def test_a_model_that_asks_for_values_of_its_own_runs_right_all_the_same(name: str) -> None:
+    """GPT-2 of transformers looks for padding among the token ids; experts look at how many tokens each has."""
+    engine, _ = graphed(name)
+    start(engine)
+    finish_exact(engine, name)
+
+
+def test_under_autocast_the_forward_of_the_module_runs() -> None:
+    engine, recorder = graphed("qwen3")
+    start(engine, 1, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        finish(engine)
+    assert recorder.captures == 0
+
+
+def test_with_hooks_on_all_modules_the_forward_of_the_module_runs() -> None:
+    engine, recorder = graphed("qwen3")
+    start(engine, 1, 3)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        finish(engine)
+    finally:
+        handle.remove()
+    assert recorder.captures == 0
+
+
+def test_an_interrupt_in_a_capture_comes_out_and_the_next_step_captures_again() -> None:
+    engine, recorder = graphed("qwen3")
+    start(engine)
+    steps(engine, 1)
+    capture = recorder.capture
+
+    def interrupted(work: Callable[[], None]) -> Callable[[], None]:
+        recorder._find_pool()
+        work()
+        raise KeyboardInterrupt
+
+    recorder.capture = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    recorder.capture = capture
+    finish_exact(engine, "qwen3")
+    assert recorder.captures >= 1
+
+
+@pytest.mark.parametrize(("dim", "dtype", "why"), [(8, torch.float32, "heads"), (18, torch.float16, "16 does not")])
+def test_pools_the_kernels_cannot_find_or_read_are_refused_by_name(dim: int, dtype: torch.dtype, why: str) -> None:
+    cache = KVCache([LayerShape(1, dim, dim)], 2, 1, dtype, CPU)
+    kernels = TritonDecode(None, cache)  # type: ignore[arg-type]
+    one = torch.zeros(1, 1, dim, dtype=dtype)
+    with pytest.raises(Uncapturable, match=why):
+        kernels(0, DecodeInputs(1, 16, CPU), one, one, one, scaling=1.0, window=None, softcap=None)
+
+
+# --- sizes and buffers ------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_few_and_waste_little() -> None:
+    sizes = sorted({padded_rows(count) for count in range(1, 257)})
+    assert sizes == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192, 224, 256]
+    assert all(padded_rows(count) >= count for count in range(1, 1000))
+    lengths = [padded_length(tokens) for tokens in (1, LEAST_LENGTH, LEAST_LENGTH + 1, 5000)]
+    assert lengths == [LEAST_LENGTH, LEAST_LENGTH, 2 * LEAST_LENGTH, 8192]
+
+
+def test_inputs_are_filled_where_they_lie_and_padding_never_reaches_the_cache() -> None:
+    inputs = DecodeInputs(4, 16, CPU)
+    addresses = [tensor.data_ptr() for tensor in (inputs._flat, inputs.slots, inputs.seen, inputs.tables)]
+    for ends in ([9, 5, 20], [3], [4, 4, 4, 4]):
+        count = len(ends)
+        tables = np.arange(count * 5).reshape(count, 5)
+        rows = PagedRows(np.arange(count + 1), np.array(ends) - 1, tables, 4)
+        inputs.fill(np.arange(50, 50 + count), rows)
+        padding = [-1] * (4 - count)
+        assert inputs.ids.tolist() == [*range(50, 50 + count), *[0] * (4 - count)]
+        assert inputs.positions.tolist() == [*(end - 1 for end in ends), *[0] * (4 - count)]
+        assert inputs.seen.tolist() == [*(end - 1 for end in ends), *padding]
+        assert inputs.slots.tolist() == [*rows.slots.tolist(), *padding]
+        assert inputs.tables[:count, :5].tolist() == tables.tolist()
+    assert addresses == [tensor.data_ptr() for tensor in (inputs._flat, inputs.slots, inputs.seen, inputs.tables)]
+
+
+def test_the_addresses_of_a_pool_follow_it() -> None:
+    cache = KVCache([LayerShape(1, 16, 8), LayerShape(2, 16, 16)], 5, 4, torch.float32, CPU)
+    cells = cache.addresses
+    for blocks in (5, 3):
+        cache.drop()
+        cache.materialize(blocks)
+        assert cache.addresses is cells
+        assert cells.tolist() == [part.data_ptr() for index in range(2) for part in cache.layer(index)]
+
+
+def test_the_option_is_true_or_false() -> None:
+    assert InferenceConfig().cuda_graphs
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        InferenceConfig(cuda_graphs=1)  # type: ignore[arg-type]
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+
+def on_a_gpu(function: Any) -> Any:
+    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
+    return pytest.mark.gpu(function)
+
+
+def device_engine(name: str = "qwen3", model: Any = None, **options: Any) -> DynamicInferenceEngine:
+    return make_engine(make_model(name).cuda() if model is None else model, block_size_tokens=16, **options)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2"])
+def test_on_a_device_the_tokens_are_those_of_the_cpu_with_and_without_graphs(name: str) -> None:
+    for graphs in (True, False):
+        engine = device_engine(name, cuda_graphs=graphs)
+        start(engine, 5, 40)
+        done = finish(engine)
+        runner = engine.controller.runner
+        assert (runner.graphs is not None and len(runner.graphs._graphs) > 0) == graphs
+        cpu = make_engine(name)
+        start(cpu, 5, 40)
+        for key, request in finish(cpu).items():
+            assert done[key].generated_tokens == request.generated_tokens
+
+
+@on_a_gpu
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_on_a_device_graphs_survive_suspends_and_weights_changed_in_place(mode: str) -> None:
+    model = make_model("qwen3").cuda()
+    engine = device_engine(model=model)
+    start(engine, 4, 30)
+    steps(engine, 5)
+    graphs = engine.controller.runner.graphs
+    assert graphs is not None
+    captured = dict(graphs._graphs)
+    assert captured
+    for _ in range(3):
+        engine.pause()
+        engine.suspend(mode)
+        # The training step takes the memory, and so the pool comes back elsewhere.
+        taken = torch.empty(engine.cache.block_bytes * 64, dtype=torch.uint8, device="cuda")
+        engine.resume()
+        engine.unpause()
+        steps(engine, 3)
+        del taken
+    for request in finish(engine).values():
+        assert_greedy("qwen3", request, tolerance=1e-3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    engine.weights_updated()
+    start(engine, 4, 30)
+    for request in finish(engine).values():
+        assert_greedy(model, request, tolerance=1e-3)
+    assert all(graphs._graphs[key] is graph for key, graph in captured.items())
+
+
+@on_a_gpu
+def test_on_a_device_a_forward_that_waits_for_the_host_is_not_captured_and_loses_no_step(caplog) -> None:
+    model = make_model("qwen3").cuda()
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * (1.0 + 0 * float(output.max())))
+    engine = device_engine(model=model)
+    with caplog.at_level(logging.WARNING):
+        start(engine, 3, 10)
+        for request in finish(engine).values():
+            assert_greedy("qwen3", request, tolerance=1e-3)
+    assert sum("not as a CUDA graph" in record.message for record in caplog.records) == 1
+    # Neither the stream nor the allocator believes that a capture is still running.
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.ones(1000, device="cuda").sum().item()
+    assert not torch.cuda.is_current_stream_capturing()
+    assert shared_model("qwen3") is not model

@@ -1,0 +1,646 @@
+"""The Triton kernels against float64: in Triton's interpreter on a CPU, and the same tests on a GPU.
+
+The interpreter is chosen by an environment variable that Triton reads when it is first imported, so that it needs a process
+of its own: one test starts pytest on this file again, with the variable set. There the tests below run on the CPU; without
+it they are marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.engine.kernels import triton_paged
+from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, load, merge, num_splits, serves
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            INTERPRETED, reason="Triton's interpreter multiplies the bits of bfloat16 as integers"
+        ),
+    ),
+]
+CANNOT_LOOP = 77
+"""Exit status of the interpreter's process where Triton's is older than numpy's rules about scalars."""
+
+
+def on_the_device(function):
+    if INTERPRETED:
+        return function
+    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
+    return pytest.mark.gpu(function)
+
+
+@pytest.fixture(scope="module")
+def paged() -> TritonPaged:
+    kernels = load(DEVICE)
+    assert kernels is not None
+    if INTERPRETED:
+        one = torch.zeros(1, 1, 16)
+        try:
+            kernels.decode_with_lse(one, one[None], one[None], torch.zeros(1, 1), torch.zeros(1), None, 1.0)
+        except Exception as exc:
+            if "0-dimensional" in str(exc):
+                pytest.exit("this Triton's interpreter cannot loop with this numpy", CANNOT_LOOP)
+            raise
+    return kernels
+
+
+class Pool:
+    """A paged cache in which every slot holds NaN until a row is given it."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        group: int = 2,
+        kv_heads: int = 2,
+        dim: int = 16,
+        value_dim: int | None = None,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        num_blocks: int = 160,
+    ) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.group, self.kv_heads, self.dim, self.block_size, self.dtype = group, kv_heads, dim, block_size, dtype
+        # A view with room between its heads, so that no stride can be taken for another.
+        wide = torch.full(
+            (2, num_blocks, block_size, kv_heads + 1, max(dim, value_dim or dim) + 3), torch.nan, dtype=dtype
+        )
+        self.keys = wide[0, :, :, :kv_heads, :dim]
+        self.values = wide[1, :, :, :kv_heads, : value_dim or dim]
+        self._free = torch.randperm(num_blocks, generator=self.random).tolist()
+        self.nobodys = self._free.pop()
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random, dtype=torch.float64).to(self.dtype)
+
+    def query(self, count: int) -> Tensor:
+        """[count, H, D], as the model makes it: a view of heads first."""
+        return self.normal(self.kv_heads * self.group, count, self.dim).transpose(0, 1)
+
+    def row(self, tokens: int, *, first: int = 0, prefix: Sequence[int] = ()) -> list[int]:
+        """Blocks for `tokens` tokens, behind `prefix`; slots before `first` stay NaN."""
+        blocks = list(prefix)
+        held = len(blocks) * self.block_size
+        while len(blocks) * self.block_size < tokens:
+            blocks.append(self._free.pop())
+        for cache in (self.keys, self.values):
+            for position in range(max(first, held), tokens):
+                slot = cache[blocks[position // self.block_size], position % self.block_size]
+                slot.copy_(self.normal(*slot.shape))
+        return blocks
+
+    def table(self, rows: Sequence[Sequence[int]], width: int = 0) -> Tensor:
+        """[R, width] int32; behind a row's blocks, the one that belongs to nobody."""
+        width = max(width, *(len(row) for row in rows), 1)
+        return torch.tensor([[*row, *[self.nobodys] * (width - len(row))] for row in rows], dtype=torch.int32)
+
+    def attention(
+        self, query: Tensor, blocks: Sequence[int], position: int, window: int | None, scaling: float, cap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """[H, Dv] and [H], float64, of query [H, D] at `position`."""
+        low = 0 if window is None else max(0, position + 1 - window)
+        seen = torch.arange(low, position + 1)
+        slots = torch.tensor(blocks)[seen // self.block_size], seen % self.block_size
+        keys, values = (cache[slots].double().repeat_interleave(self.group, 1) for cache in (self.keys, self.values))
+        scores = torch.einsum("hd,shd->hs", query.double(), keys) * scaling
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        return torch.einsum("hs,shd->hd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    # 16 bits: of the result, and of the weights that multiply V.
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def decode(
+    paged: TritonPaged,
+    pool: Pool,
+    query: Tensor,
+    table: Tensor,
+    positions: Sequence[int],
+    window: int | None = None,
+    scaling: float = 0.3,
+    softcap: float | None = None,
+    shared: SharedPrefixes | None = None,
+) -> tuple[Tensor, Tensor]:
+    return paged.decode_with_lse(
+        query.to(DEVICE), pool.keys.to(DEVICE), pool.values.to(DEVICE), table.to(DEVICE),
+        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, shared=shared,
+    )  # fmt: skip
+
+
+def check_decode(
+    paged: TritonPaged,
+    pool: Pool,
+    positions: Sequence[int],
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+) -> None:
+    rows = [pool.row(position + 1, first=position + 1 - (window or position + 1)) for position in positions]
+    query = pool.query(len(positions))
+    out, lse = decode(paged, pool, query, pool.table(rows), positions, window, scaling, softcap)
+    assert out.dtype == pool.dtype
+    for row, position in enumerate(positions):
+        if position < 0:
+            assert not out[row].any()
+            assert (lse[row] == -math.inf).all()
+            continue
+        exact, exact_lse = pool.attention(query[row], rows[row], position, window, scaling, softcap)
+        assert_close(out[row], exact, pool.dtype)
+        tolerance = 2e-5 if pool.dtype == torch.float32 else 2e-4
+        torch.testing.assert_close(lse[row].cpu().double(), exact_lse, atol=tolerance, rtol=tolerance)
+
+
+@on_the_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim", "block_size"),
+    [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (4, 1, 96, 8), (5, 2, 64, 1), (8, 1, 128, 16), (1, 1, 256, 4)],
+)
+def test_decode_equals_float64_for_every_head_size_and_grouping(paged, group, kv_heads, dim, block_size, dtype):
+    pool = Pool(dim + group, group=group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype)
+    check_decode(paged, pool, [0, 37, -1, 64], None, dim**-0.5, None)
+
+
+@on_the_device
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [1, 20, 300, 1000])
+def test_decode_sees_its_window_alone_and_caps_its_scores(paged, window, softcap):
+    check_decode(paged, Pool(window), [0, 19, 20, 63, 330, -1], window, 0.5, softcap)
+
+
+@on_the_device
+def test_decode_is_right_on_both_sides_of_every_edge_of_a_part(paged):
+    check_decode(paged, Pool(1, kv_heads=1), [SPLIT - 2, SPLIT - 1, SPLIT, 2 * SPLIT - 1, 2 * SPLIT], None, 0.3, None)
+
+
+@on_the_device
+def test_decode_merges_more_parts_than_it_takes_at_once(paged):
+    pool = Pool(2, kv_heads=1, block_size=64)
+    check_decode(paged, pool, [9 * SPLIT + 5], None, 0.3, None)
+
+
+@on_the_device
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    positions=st.lists(st.integers(-1, 300), min_size=1, max_size=4),
+    window=st.sampled_from([None, 33]),
+    group=st.sampled_from([1, 6]),
+    block_size=st.sampled_from([8, 16]),
+)
+def test_decode_of_any_ragged_batch_equals_float64(paged, seed, positions, window, group, block_size):
+    check_decode(paged, Pool(seed, group=group, kv_heads=1, block_size=block_size), positions, window, 0.3, None)
+
+
+@on_the_device
+def test_values_may_be_of_another_size_than_keys(paged):
+    check_decode(paged, Pool(3, dim=48, value_dim=32), [5, 40], None, 0.2, None)
+
+
+@on_the_device
+def test_large_scores_do_not_overflow(paged):
+    pool = Pool(4, kv_heads=1)
+    row = pool.row(301)
+    query = pool.query(1)
+    for softcap in (None, 30.0):
+        out, lse = decode(paged, pool, query, pool.table([row]), [300], None, 300.0, softcap)
+        exact, exact_lse = pool.attention(query[0], row, 300, None, 300.0, softcap)
+        # Scores are thousands: float32 holds them to a thousandth, which is what a weight is off by.
+        torch.testing.assert_close(out[0].cpu().double(), exact, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse[0].cpu().double(), exact_lse, atol=1e-2, rtol=1e-5)
+
+
+@on_the_device
+def test_nan_stays_with_the_sequence_that_has_it(paged):
+    pool = Pool(5)
+    rows = [pool.row(300) for _ in range(3)]
+    pool.keys[rows[1][2]] = torch.nan
+    out, lse = decode(paged, pool, pool.query(3), pool.table(rows), [299] * 3)
+    assert out[1].isnan().all()
+    assert lse[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+@on_the_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_gets_the_same_bits_alone_and_among_many(paged, dtype):
+    pool = Pool(6, dtype=dtype)
+    positions = [300, 3, -1, 270, 255]
+    rows = [pool.row(position + 1) for position in positions]
+    query = pool.query(5)
+    together, lses = decode(paged, pool, query, pool.table(rows, width=40), positions)
+    for row in (0, 3, 4):
+        alone, lse = decode(
+            paged, pool, query[row : row + 1], pool.table(rows[row : row + 1]), positions[row : row + 1]
+        )
+        assert torch.equal(alone[0], together[row])
+        assert torch.equal(lse[0], lses[row])
+
+
+@on_the_device
+def test_a_table_may_be_int64_and_positions_a_column(paged):
+    pool = Pool(7)
+    rows = [pool.row(20), pool.row(9)]
+    query, table = pool.query(2), pool.table(rows)
+    expected, _ = decode(paged, pool, query, table, [19, 8])
+    arguments = [query, pool.keys, pool.values, table.long(), torch.tensor([[19], [8]], dtype=torch.int32)]
+    actual, _ = paged.decode_with_lse(*[argument.to(DEVICE) for argument in arguments], None, 0.3)
+    assert torch.equal(actual, expected)
+
+
+@on_the_device
+def test_parts_attended_to_by_themselves_merge_into_the_whole(paged):
+    pool = Pool(8)
+    row = pool.row(48)
+    query = pool.query(2)
+    whole, whole_lse = decode(paged, pool, query, pool.table([row, row]), [47, 47])
+    first, first_lse = decode(paged, pool, query, pool.table([row[:1]] * 2), [15, 15])
+    rest, rest_lse = decode(paged, pool, query, pool.table([row[1:]] * 2), [31, 31])
+    nothing, nothing_lse = decode(paged, pool, query, pool.table([[], []]), [-1, -1])
+    merged, lse = merge(
+        torch.stack([first, nothing * torch.nan, rest]), torch.stack([first_lse, nothing_lse, rest_lse])
+    )
+    torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, whole_lse, atol=1e-5, rtol=1e-5)
+
+
+@on_the_device
+@pytest.mark.parametrize("shares", [False, True])
+def test_caches_are_read_and_written_at_the_addresses_in_the_cells(paged, shares):
+    pool = Pool(16)
+    prefix = pool.row(32)
+    rows = [pool.row(41, prefix=prefix), pool.row(300, prefix=prefix)]
+    query, keys, values, table = (
+        tensor.to(DEVICE) for tensor in (pool.query(2), pool.keys, pool.values, pool.table(rows))
+    )
+    positions = torch.tensor([40, 299], device=DEVICE)
+    shared = groups_of([[0, 1]], [32, 32]) if shares else None
+    expected = paged.decode_with_lse(query, keys, values, table, positions, None, 0.3, shared=shared)
+    # The kernels are given the shape of what is somewhere else by now.
+    elsewhere = [
+        torch.empty_strided(cache.shape, cache.stride(), device=DEVICE).fill_(torch.nan) for cache in (keys, values)
+    ]
+    cells = torch.tensor([keys.data_ptr(), values.data_ptr()], device=DEVICE)
+    actual = paged.decode_with_lse(query, *elsewhere, table, positions, None, 0.3, shared=shared, cells=cells)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    index = torch.tensor([pool.nobodys * pool.block_size + 3, -1], device=DEVICE, dtype=torch.int32)
+    own = [pool.normal(2, pool.kv_heads, pool.dim).to(DEVICE) for _ in range(2)]
+    paged.write(*own, *elsewhere, index, cells=cells)
+    for cache, other, new in zip((keys, values), elsewhere, own, strict=True):
+        assert torch.equal(cache[pool.nobodys, 3], new[0])
+        assert other.isnan().all()
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+
+def prefill(
+    paged: TritonPaged,
+    pool: Pool,
+    query: Tensor,
+    rows: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    window: int | None = None,
+    scaling: float = 0.3,
+    softcap: float | None = None,
+) -> Tensor:
+    begins = torch.tensor([0, *counts]).cumsum(0).int()
+    arguments = (query, pool.keys, pool.values, pool.table(rows), begins, torch.tensor(starts))
+    return paged.prefill(*[argument.to(DEVICE) for argument in arguments], window, scaling, softcap=softcap)
+
+
+def check_prefill(
+    paged: TritonPaged,
+    pool: Pool,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    window: int | None = None,
+    softcap: float | None = None,
+    scaling: float = 0.3,
+) -> None:
+    rows = [
+        pool.row(start + count, first=start + 1 - (window or start + 1))
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    query = pool.query(sum(counts))
+    out = prefill(paged, pool, query, rows, starts, counts, window, scaling, softcap)
+    assert out.dtype == pool.dtype
+    exact = [
+        pool.attention(query[sum(counts[:row]) + step], rows[row], starts[row] + step, window, scaling, softcap)[0]
+        for row in range(len(rows))
+        for step in range(counts[row])
+    ]
+    assert_close(out, torch.stack(exact), pool.dtype)
+
+
+@on_the_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim", "block_size"),
+    [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (7, 1, 96, 8), (8, 1, 128, 16), (1, 1, 256, 2), (40, 1, 16, 1)],
+)
+def test_prefill_equals_float64_for_every_head_size_and_grouping(paged, group, kv_heads, dim, block_size, dtype):
+    pool = Pool(dim + group, group=group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype)
+    check_prefill(paged, pool, [0, 21, 40], [19, 1, 6], scaling=dim**-0.5)
+
+
+@on_the_device
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [1, 7, 40, 1000])
+def test_prefill_sees_each_querys_window_and_caps_its_scores(paged, window, softcap):
+    check_prefill(paged, Pool(window), [0, 130, 3], [45, 20, 1], window, softcap)
+
+
+@on_the_device
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    chunks=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 2, 15, 16, 17, 40])), min_size=1, max_size=5),
+    group=st.sampled_from([1, 6]),
+    window=st.sampled_from([None, 33]),
+)
+def test_prefill_of_any_ragged_chunks_equals_float64(paged, seed, chunks, group, window):
+    starts, counts = zip(*chunks, strict=True)
+    if sum(counts):
+        check_prefill(paged, Pool(seed, group=group, kv_heads=1), starts, counts, window)
+
+
+@on_the_device
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_query_gets_the_same_bits_however_the_prompt_is_cut(paged, window):
+    pool = Pool(9, group=3, kv_heads=1)
+    row, other = pool.row(90), pool.row(30)
+    query = pool.query(90)
+    whole = prefill(paged, pool, query, [row], [0], [90], window)
+    noise = pool.query(30)
+    # Tiles of 10 tokens here: numpy's matrix product, but no GPU's, rounds a row differently in another place of the matrix.
+    for cut in (20, 50) if INTERPRETED else (1, 20, 50):
+        head = prefill(paged, pool, query[:cut], [row], [0], [cut], window)
+        packed = torch.cat([noise, query[cut:]])
+        tail = prefill(paged, pool, packed, [other, row], [0, cut], [30, 90 - cut], window)
+        assert torch.equal(torch.cat([head, tail[30:]]), whole)
+
+
+@on_the_device
+def test_prefill_leaves_what_is_behind_the_last_chunk_alone(paged):
+    pool = Pool(10)
+    row = pool.row(10)
+    query = pool.query(12)
+    expected = prefill(paged, pool, query[:10], [row], [0], [10])
+    arguments = (
+        query, pool.keys, pool.values, pool.table([row, []]), torch.tensor([0, 10, 10]), torch.tensor([0, 0]),
+    )  # fmt: skip
+    padded = paged.prefill(*[argument.to(DEVICE) for argument in arguments], None, 0.3)
+    assert padded.shape[0] == 12
+    assert torch.equal(padded[:10], expected)
+
+
+# --- shared prefixes --------------------------------------------------------------------------------------------------
+
+
+def groups_of(members: Sequence[Sequence[int]], lengths: Sequence[int]) -> SharedPrefixes:
+    begins = torch.tensor([0, *[len(group) for group in members]]).cumsum(0)
+    flat = torch.tensor([member for group in members for member in group], dtype=torch.int32)
+    return SharedPrefixes(*[tensor.int().to(DEVICE) for tensor in (flat, begins, torch.tensor(lengths))])
+
+
+@on_the_device
+@pytest.mark.parametrize("window", [None, 1, 70, 290])
+@pytest.mark.parametrize(("prefix", "group", "dtype"), [(32, 2, DTYPES[0]), (272, 3, DTYPES[0]), (256, 3, DTYPES[1])])
+def test_a_shared_prefix_is_read_from_the_first_rows_table_and_nothing_else_changes(
+    paged, prefix, group, dtype, window
+):
+    pool = Pool(prefix, group=group, kv_heads=1, dtype=dtype)
+    common = pool.row(prefix)
+    # Rows 4, 1, 5 and 0 are a group, in this order; 2 and 3 are in none; 0 is padding.
+    positions = [-1, prefix, 40, -1, prefix + 3, prefix + 20]
+    rows = [
+        pool.row(position + 1, prefix=common if index in (1, 4, 5) else ()) for index, position in enumerate(positions)
+    ]
+    query = pool.query(6)
+    expected, expected_lse = decode(paged, pool, query, pool.table(rows), positions, window)
+    # A prefix block in any table but the first member's is NaN now.
+    hidden = [
+        [pool.nobodys] * len(common) + row[len(common) :] if index in (1, 5) else row for index, row in enumerate(rows)
+    ]
+    shared = groups_of([[4, 1, 5, 0], []], [prefix, prefix, 0, 0, prefix, prefix])
+    actual, lse = decode(paged, pool, query, pool.table(hidden), positions, window, shared=shared)
+    assert_close(actual, expected.cpu().double(), dtype)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
+    for row, position in enumerate(positions):
+        if position >= 0:
+            assert_close(actual[row], pool.attention(query[row], rows[row], position, window, 0.3, None)[0], dtype)
+
+
+@on_the_device
+def test_many_groups_each_have_their_own_prefix_and_more_rows_than_a_tile(paged):
+    pool = Pool(11, group=4, kv_heads=1, block_size=8)
+    prefixes = [pool.row(8), pool.row(40)]
+    members = [list(range(20)), list(range(20, 32))]
+    rows = [pool.row(45 + index % 3, prefix=prefixes[index >= 20]) for index in range(32)]
+    positions = [44 + index % 3 for index in range(32)]
+    query = pool.query(32)
+    lengths = [8] * 20 + [40] * 12
+    shared = groups_of(members, lengths)
+    arguments = (query, pool.keys, pool.values, pool.table(rows), torch.tensor(positions))
+    on_device = [argument.to(DEVICE) for argument in arguments]
+    actual, _ = paged.decode_with_lse(*on_device, None, 0.3, softcap=5.0, shared=shared)
+    exact = [pool.attention(query[row], rows[row], positions[row], None, 0.3, 5.0)[0] for row in range(32)]
+    assert_close(actual, torch.stack(exact), pool.dtype)
+
+
+# --- the cache write --------------------------------------------------------------------------------------------------
+
+
+@on_the_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "dim", "value_dim"), [(2, 16, 16), (3, 80, 96), (1, 128, 64)])
+def test_the_write_fills_its_slots_in_the_type_of_the_cache_and_touches_no_other(
+    paged, kv_heads, dim, value_dim, dtype
+):
+    pool = Pool(12, kv_heads=kv_heads, dim=dim, value_dim=value_dim, dtype=dtype, num_blocks=9, block_size=4)
+    # As the model makes them: heads first.
+    key, value = (torch.randn(kv_heads, 5, size, generator=pool.random).transpose(0, 1) for size in (dim, value_dim))
+    if INTERPRETED and dtype == torch.bfloat16:
+        # The interpreter cuts float32 off where a GPU rounds it.
+        key, value = key.bfloat16(), value.bfloat16()
+    index = torch.tensor([35, 0, -1, 6, 13])
+    keys, values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
+    paged.write(key.to(DEVICE), value.to(DEVICE), keys, values, index.to(DEVICE))
+    for cache, new in ((keys, key), (values, value)):
+        expected = torch.full(cache.shape, torch.nan, dtype=dtype).flatten(0, 1)
+        expected[index[index >= 0]] = new[index >= 0].to(dtype)
+        torch.testing.assert_close(cache.cpu().flatten(0, 1), expected, equal_nan=True, atol=0, rtol=0)
+
+
+# --- nothing to do, the workspace, and graphs -------------------------------------------------------------------------
+
+
+@on_the_device
+def test_a_step_of_no_rows_launches_nothing(paged):
+    pool = Pool(13)
+    empty = pool.query(0).to(DEVICE)
+    keys, values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
+    ids, table = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(0, 4, dtype=torch.int32, device=DEVICE)
+    assert paged.decode_with_lse(empty, keys, values, table, ids, None, 1.0)[0].shape == (0, 4, 16)
+    assert paged.prefill(empty, keys, values, table, torch.zeros_like(ids), ids, None, 1.0).shape == (0, 4, 16)
+    paged.write(keys[0, :0], values[0, :0], keys, values, ids)
+    assert keys.isnan().all()
+
+
+@on_the_device
+def test_a_workspace_that_grew_keeps_the_old_one_for_graphs_until_it_is_cleared(paged):
+    own = TritonPaged(paged._kernels)
+    pool = Pool(14)
+    row = pool.row(20)
+    query = pool.query(3)
+    small, _ = decode(own, pool, query[:1], pool.table([row]), [19])
+    address = own._buffers[0].data_ptr()
+    decode(own, pool, query, pool.table([row] * 3, width=70), [19] * 3)
+    again, _ = decode(own, pool, query[:1], pool.table([row]), [19])
+    assert torch.equal(again, small)
+    assert [buffer.data_ptr() for buffer in own._buffers].index(address) == 0
+    own.clear()
+    assert torch.equal(decode(own, pool, query[:1], pool.table([row]), [19])[0], small)
+
+
+@on_the_device
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_captured_decode_follows_its_buffers(paged, shares):
+    pool = Pool(15, kv_heads=2, dim=64, dtype=torch.float16)
+    common = pool.row(272)
+    positions = [280, 300, 290]
+    rows = [pool.row(position + 1, prefix=common) for position in positions]
+    query, keys, values, table, where = (
+        tensor.to(DEVICE)
+        for tensor in (pool.query(3), pool.keys, pool.values, pool.table(rows), torch.tensor(positions))
+    )
+    shared = groups_of([[0, 1, 2]], [272] * 3) if shares else None
+
+    def step() -> tuple[Tensor, Tensor]:
+        return paged.decode_with_lse(query, keys, values, table, where, None, 0.2, shared=shared)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, captured_lse = step()
+    for moved in ([280, 300, 290], [275, -1, 290], [-1, 299, 272]):
+        where.copy_(torch.tensor(moved))
+        query.copy_(pool.query(3))
+        graph.replay()
+        expected, expected_lse = step()
+        assert torch.equal(captured, expected)
+        assert torch.equal(captured_lse, expected_lse)
+
+
+# --- without a device -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+def test_all_of_this_holds_in_tritons_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    if done.returncode == CANNOT_LOOP:
+        pytest.skip("this Triton's interpreter cannot loop with this numpy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+def test_a_plan_of_parts_depends_on_the_length_alone() -> None:
+    assert [num_splits(tokens) for tokens in (0, 1, SPLIT, SPLIT + 1, 10 * SPLIT)] == [0, 1, 1, 2, 10]
+
+
+@pytest.mark.parametrize("mode", ["decode", "tail", "prefix", "prefill"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_size_the_kernels_serve_has_a_tile_that_holds_its_group_and_cuts_a_part_evenly(mode, dtype):
+    for group in range(1, triton_paged.MAX_GROUP + 1):
+        for dim in (16, 80, 128, 256):
+            plan = triton_paged._plan(mode, group, dim, dtype)
+            assert plan.rows >= group
+            assert plan.rows >= 16
+            assert SPLIT % plan.span == 0
+
+
+def test_merging_skips_empty_parts_and_gives_zeros_for_nothing_but_empty_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(30, 2, 4, generator=generator, dtype=torch.float64)
+    values = torch.randn(30, 2, 4, 8, generator=generator, dtype=torch.float64)
+    parts = [slice(0, 7), slice(7, 29), slice(29, 30)]
+    outs = [torch.einsum("sbh,sbhd->bhd", scores[part].softmax(0), values[part]) for part in parts]
+    lses = [scores[part].logsumexp(0) for part in parts]
+    nothing, never = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], -math.inf)
+    merged, lse = merge(torch.stack([*outs, nothing]), torch.stack([*lses, never]))
+    torch.testing.assert_close(merged, torch.einsum("sbh,sbhd->bhd", scores.softmax(0), values))
+    torch.testing.assert_close(lse, scores.logsumexp(0))
+    merged, lse = merge(nothing[None], never[None])
+    assert not merged.any()
+    assert (lse == -math.inf).all()
+
+
+def test_shapes_it_does_not_know_are_left_to_torch() -> None:
+    def asked(heads: int = 4, dim: int = 64, dtype: torch.dtype = torch.float16, **others: int) -> bool:
+        keys = torch.zeros(2, 16, others.get("kv_heads", 2), others.get("key_dim", dim), dtype=dtype)
+        values = torch.zeros(2, 16, others.get("kv_heads", 2), others.get("value_dim", dim), dtype=dtype)
+        return serves(torch.zeros(1, heads, dim, dtype=dtype), keys, values)
+
+    assert asked()
+    assert asked(dim=80, value_dim=96, dtype=torch.bfloat16)
+    assert not asked(dim=8)
+    assert not asked(dim=512)
+    assert not asked(value_dim=8)
+    assert not asked(key_dim=32)
+    assert not asked(heads=5)
+    assert not asked(heads=65, kv_heads=1)
+    assert not asked(dtype=torch.float64)
+    keys = torch.zeros(2, 16, 2, 64)
+    assert not serves(torch.zeros(1, 4, 64).half(), keys, keys)
+    assert not serves(torch.zeros(1, 64, 4).transpose(1, 2), keys, keys)
+
+
+@pytest.fixture
+def nothing_loaded() -> Iterator[None]:
+    triton_paged._kernels.cache_clear()
+    yield
+    triton_paged._kernels.cache_clear()
+
+
+@pytest.mark.parametrize("installed", [None, ModuleType("triton")], ids=["missing", "broken"])
+def test_without_a_working_triton_it_says_so_once_and_torch_serves(installed, nothing_loaded, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "triton", installed)
+    with caplog.at_level(logging.WARNING):
+        assert load(DEVICE) is None
+        assert load(DEVICE) is None
+    assert len(caplog.records) == 1
+    assert "plain torch" in caplog.text

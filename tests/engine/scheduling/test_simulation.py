@@ -1,0 +1,293 @@
+"""Random schedules of allocator, scheduler and context from one seed, without a model.
+
+The fake cache remembers, for every token slot, which token at which position under which version was written there, and
+whether everything it attended to was of that version. A step "reads" every position it attends to and finds out what a
+real attention would have silently got wrong.
+
+Replay one failing seed: ROLLOUT_SIM_SEED=1234 pytest tests/engine/scheduling/test_simulation.py
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.config import InferenceConfig
+from rollout.engine.context import DynamicInferenceContext
+from rollout.engine.scheduling.sequences import Sequence
+from rollout.engine.scheduling.step import ScheduledStep, StepTokens
+from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.state import FinishReason, KVCacheManagementMode
+
+SCHEDULES = int(os.environ.get("ROLLOUT_SIM_SCHEDULES", "5000"))
+TOKEN, POSITION, VERSION, PURE = range(4)
+GARBAGE = -7
+
+
+class FakeCache:
+    """A `BlockMemory` that holds what was written instead of keys and values."""
+
+    block_bytes = 1
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.room = num_blocks
+        self.materialize(num_blocks)
+
+    def materialize(self, num_blocks: int) -> None:
+        if num_blocks > self.room:
+            raise torch.OutOfMemoryError("no room")
+        self.num_blocks = num_blocks
+        self.content: Any = np.full((num_blocks, self.block_size, 4), GARBAGE)
+
+    def drop(self) -> int:
+        self.content = None
+        return 0
+
+    def save(self, blocks: np.ndarray) -> int:
+        self.saved = {int(block): self.content[block].copy() for block in blocks}
+        self.drop()
+        return len(blocks)
+
+    def restore(self, blocks: np.ndarray | None, mapping: np.ndarray | None = None) -> int:
+        wanted = set(self.saved) if blocks is None else set(blocks.tolist())
+        for old, content in self.saved.items():
+            new = old if mapping is None else int(mapping[old])
+            if old in wanted and new >= 0:
+                self.content[new] = content
+        return len(wanted)
+
+
+class World:
+    """One seed's life of a context."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        block_size = pick([1, 2, 3, 4, 8])
+        blocks = self.random.randint(6, 24)
+        requests = self.random.randint(2, 8)
+        self.config = InferenceConfig(
+            block_size_tokens=block_size,
+            kv_cache_blocks=blocks,
+            max_requests=requests,
+            max_tokens_per_step=self.random.randint(requests, 24),
+            enable_prefix_caching=self.random.random() < 0.85,
+            prefix_caching_eviction_policy=pick(["lru", "lru", "ref_zero"]),
+        )
+        self.cache = FakeCache(blocks, block_size)
+        self.now = 0.0
+        self.context = DynamicInferenceContext(self.config, self.cache, lambda: self.now)
+        self.scheduler = self.context.scheduler
+        self.added: set[tuple[int, int]] = set()
+        self.ended: dict[tuple[int, int], Sequence] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.first_admission: list[int] = []
+        self.suspended = False
+        self.updates = 0
+        self.autocast = False
+        # A few stems, so that prompts share prefixes of every length.
+        self.stems = [[self.random.randrange(5) for _ in range(24)] for _ in range(3)]
+
+    def admit(self) -> None:
+        number = len(self.prompts)
+        stem = self.random.choice(self.stems)
+        prompt = stem[: self.random.randint(1, 16)] + [
+            self.random.randrange(5) for _ in range(self.random.choice([0, 0, 1, 3]))
+        ]
+        budget = self.random.randint(0, 10)
+        params = SamplingParams(n=self.random.choice([1, 1, 2, 3]), max_tokens=budget)
+        family = []
+        for index in range(params.n):
+            request = DynamicInferenceRequest(
+                request_id=number, sample_index=index, prompt_tokens=prompt, sampling_params=params, arrival_time=self.now,
+                policy_version=self.scheduler.version, block_size_tokens=self.config.block_size_tokens,
+                enable_prefix_caching=True, seed=0,
+            )  # fmt: skip
+            family.append(
+                Sequence(
+                    record=DynamicInferenceRequestRecord.from_request(request),
+                    order=number,
+                    tokens=np.asarray(prompt, np.int32),
+                    stop_ids=(4,) if self.random.random() < 0.3 else (),
+                    max_length=len(prompt) + budget,
+                    min_length=len(prompt),
+                    hashes=compute_block_hashes_batched(prompt, self.config.block_size_tokens),
+                )
+            )
+        family[0].siblings = family[1:]
+        self.prompts[number] = prompt
+        try:
+            self.scheduler.add(family[0])
+        except InvalidRequestError:
+            assert params.n > self.config.max_requests or (
+                self.scheduler.blocks_needed(len(prompt), len(prompt) + budget) > self.scheduler.allocator.num_blocks
+            )
+            return
+        self.added |= {each.key for each in family}
+
+    def step(self) -> None:
+        if self.suspended:
+            return
+        waiting = [(s.rank, s.key) for s in self.scheduler.waiting]
+        step = self.scheduler.schedule()
+        if step is None:
+            assert not self.scheduler.num_active, "active sequences and nothing to run"
+            assert not self.scheduler.waiting, "waiting sequences, an idle engine, and nothing admitted"
+            return
+        assert step.num_tokens <= self.config.max_tokens_per_step
+        assert self.scheduler.num_active <= self.config.max_requests
+        still = {s.key for s in self.scheduler.waiting}
+        admitted = [rank for rank, key in waiting if key not in still]
+        deferred = {s.key for s in self.scheduler.deferred}
+        kept = [rank for rank, key in waiting if key in still and key not in deferred]
+        assert not admitted or not kept or max(admitted) < min(kept), "somebody overtook"
+        if self.random.random() < 0.03:
+            self.scheduler.requeue_step(step, KeyboardInterrupt())
+            return
+        self.compute(step)
+        tokens = np.array([self.random.randrange(5) for _ in step.sample_slots], np.int64)
+        logprobs = np.full(len(tokens), -1.0, np.float32)
+        if len(tokens) and self.random.random() < 0.01:
+            logprobs[self.random.randrange(len(tokens))] = np.nan
+        self.now += 1
+        for sequence in self.scheduler.update(step, StepTokens(tokens, logprobs)):
+            self.end(sequence)
+
+    def compute(self, step: ScheduledStep) -> None:
+        """What attention would do: copy, write, and read back everything that is attended to."""
+        table, size = self.scheduler.table, self.config.block_size_tokens
+        if step.copies:
+            sources = self.cache.content[[source for source, _ in step.copies]].copy()
+            self.cache.content[[target for _, target in step.copies]] = sources
+        for slot, start, count in zip(step.slots, step.starts, step.counts, strict=True):
+            read = table.blocks[slot, np.arange(start) // size], np.arange(start) % size
+            before = self.cache.content[read] if start else np.zeros((0, 4), int)
+            assert (before[:, TOKEN] == table.tokens[slot, :start]).all(), "another prompt's KV was read"
+            assert (before[:, POSITION] == np.arange(start)).all(), "KV of another position was read"
+            pure = bool((before[:, VERSION] == self.way).all() and before[:, PURE].all())
+            assert pure or not table.current[slot], "KV of older weights passes for that of the present ones"
+            where = np.arange(start, start + count)
+            blocks = table.blocks[slot, where // size]
+            assert self.context.allocator.writable(np.unique(blocks)).all(), "a shared or cached block was written"
+            self.cache.content[blocks, where % size] = np.stack(
+                [table.tokens[slot, where], where, np.full(count, self.way), np.full(count, pure)], axis=1
+            )
+
+    def end(self, sequence: Sequence) -> None:
+        assert sequence.key not in self.ended, f"{sequence.key} ended twice"
+        assert not sequence.active
+        self.ended[sequence.key] = sequence
+        merged = sequence.record.merge()
+        prompt = self.prompts[sequence.record.request_id]
+        assert merged.prompt_tokens == prompt
+        assert len(merged.generated_log_probs) == len(merged.generated_tokens)
+        assert len(merged.policy_spans) <= merged.total_length
+        if merged.finish_reason is FinishReason.LENGTH:
+            assert len(merged.generated_tokens) == merged.sampling_params.max_tokens
+
+    def remove(self) -> None:
+        alive = sorted(self.added - set(self.ended))
+        if not alive:
+            return
+        number, index = self.random.choice(alive)
+        whole = self.random.random() < 0.5
+        used = self.context.allocator.num_used
+        for sequence in self.scheduler.remove(lambda key: key[0] == number and (whole or key[1] == index)):
+            self.scheduler.leave(sequence, FinishReason.ABORT, "aborted")
+            self.end(sequence)
+        assert self.context.allocator.num_used <= used
+
+    def suspend(self) -> None:
+        if self.suspended:
+            return
+        mode = self.random.choice(list(KVCacheManagementMode))
+        self.context.suspend(mode, keep_prefix_cache=self.random.random() < 0.5)
+        self.suspended = True
+        if self.random.random() < 0.3:
+            self.cache.room = self.random.randint(1, self.context.num_blocks)
+
+    def resume(self) -> None:
+        if not self.suspended:
+            return
+        try:
+            self.context.resume()
+        except EngineStateError:
+            self.cache.room = self.context.num_blocks
+            self.context.resume()
+        self.cache.room = self.context.num_blocks
+        self.suspended = False
+
+    def update(self) -> None:
+        self.updates += 1
+        # A number may stay as it is, whatever has become of the weights.
+        self.scheduler.advance_version(self.scheduler.version + self.random.choice([0, 1, 1]))
+
+    def switch(self) -> None:
+        """Autocast is on, or off again."""
+        self.autocast = not self.autocast
+        self.scheduler.switch(self.scheduler.variant, self.autocast)
+
+    @property
+    def way(self) -> int:
+        """By what a step computes KV now."""
+        return 2 * self.updates + self.autocast
+
+    def check(self) -> None:
+        self.scheduler.check()
+        alive = {sequence.key for sequence in self.scheduler}
+        assert alive == self.added - set(self.ended), "a request is lost or came from nowhere"
+        if self.suspended:
+            return
+        # Whatever a lookup can find is what a fresh engine would compute now.
+        allocator = self.context.allocator
+        for block in allocator._current.values():
+            content = self.cache.content[block]
+            assert (content[:, TOKEN] == allocator._tokens[block]).all()
+            assert (content[:, VERSION] == self.way).all()
+            assert content[:, PURE].all(), "a cached block was computed over KV of an older version"
+
+
+def live(seed: int, events: int = 30) -> World:
+    world = World(seed)
+    actions = [world.admit, world.step, world.step, world.step, world.step, world.remove, world.suspend, world.resume,
+               world.resume, world.update, world.switch]  # fmt: skip
+    weights = [6, 8, 8, 8, 8, 1, 1, 1, 1, 1, 1]
+    for _ in range(events):
+        world.random.choices(actions, weights)[0]()
+        world.check()
+    world.resume()
+    for _ in range(4000):
+        if not (world.added - set(world.ended)):
+            break
+        world.step()
+    world.check()
+    assert world.added == set(world.ended), "a request never ended"
+    assert world.context.allocator.num_used == 0, "a block leaked"
+    return world
+
+
+@pytest.mark.slow
+def test_thousands_of_random_schedules_keep_every_invariant() -> None:
+    chosen = os.environ.get("ROLLOUT_SIM_SEED")
+    seeds = range(SCHEDULES) if chosen is None else [int(chosen)]
+    preemptions = refused = 0
+    for seed in seeds:
+        try:
+            world = live(seed)
+        except Exception as exc:
+            raise AssertionError(f"replay with ROLLOUT_SIM_SEED={seed}: {exc!r}") from exc
+        preemptions += world.scheduler.preemptions
+        refused += world.context.allocator.refused_for_version
+    if chosen is None and SCHEDULES >= 1000:
+        assert preemptions > 100, "the schedules never ran out of blocks"
+        assert refused > 100, "the schedules never met a block of an older version"

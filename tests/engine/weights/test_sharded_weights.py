@@ -1,0 +1,127 @@
+"""A model whose weights are spread over two ranks samples what one process's model would, and trains on untouched."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.job.nursery import Nursery
+from tests.engine.weights import weights_jobs
+from tests.ranks import run_together
+
+ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "fsdp1_flat"])
+def test_ten_steps_of_training_sample_what_one_process_samples_and_leave_no_byte_behind(nursery, kind):
+    for answer in run_together(nursery, 2, weights_jobs.trains_ten_steps, kind=kind):
+        assert answer["after"] == {answer["before"]}
+        assert answer["version"] == 10
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_an_exception_inside_a_forward_leaves_every_rank_sharded_and_nobody_hanging(nursery, kind):
+    first, second = run_together(nursery, 2, weights_jobs.is_interrupted, kind=kind)
+    assert "no such number" in first["ArithmeticError"] + second["ArithmeticError"]
+    assert first["KeyboardInterrupt"] == "DeadlineError"
+    assert second["KeyboardInterrupt"] == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("coordinator", [True, False])
+def test_a_rank_that_raises_before_the_gathering_is_named_to_the_others(nursery, coordinator):
+    waited, raised = run_together(nursery, 2, weights_jobs.does_not_come, coordinator=coordinator)
+    assert "DeadlineError" in waited["first"]
+    assert "rank-1" in waited["first"].replace(" 1", "-1")
+    assert "every rank must" in waited["first"]
+    assert "prompts[0]" in raised["first"]
+    assert "spread over the ranks" in waited["step"]
+    assert "whole_weights()" in waited["step"]
+
+
+def test_ddp_is_taken_off_and_its_parameters_are_sampled_where_they_lie(nursery):
+    run_together(nursery, 2, weights_jobs.samples_out_of_ddp)
+
+
+def test_a_checkpoint_inside_a_phase_gives_the_shards_and_the_phase_goes_on(nursery):
+    run_together(nursery, 2, weights_jobs.saves_inside_a_phase)
+
+
+def test_training_inside_a_loop_over_groups_shards_the_weights_and_the_next_group_has_them_whole(nursery):
+    run_together(nursery, 2, weights_jobs.trains_inside_a_loop)
+
+
+def test_a_rollout_between_two_micro_batches_changes_no_gradient(nursery):
+    run_together(nursery, 2, weights_jobs.accumulates)
+
+
+def test_a_mixed_precision_policy_holds_for_rollouts_too(nursery):
+    for kv_dtype, difference in run_together(nursery, 2, weights_jobs.samples_in_the_policys_dtype):
+        assert kv_dtype == torch.bfloat16
+        assert difference < 0.03
+
+
+def test_a_copy_in_another_dtype_is_made_of_shards_after_each_update(nursery):
+    run_together(nursery, 2, weights_jobs.samples_with_a_copy)
+
+
+def test_a_shard_that_changed_behind_our_back_is_named_by_its_rank(nursery):
+    assert run_together(nursery, 2, weights_jobs.changes_one_shard) == [[], ["model.layers.1.mlp.up_proj.weight"]]
+
+
+def test_a_forward_that_the_trainer_put_into_an_fsdp1_unit_is_there_again_after_a_rollout(nursery):
+    run_together(nursery, 2, weights_jobs.keeps_a_forward_put_into_a_unit)
+
+
+@pytest.mark.parametrize("coordinator", [True, False])
+def test_weights_that_fsdp2_shards_after_the_rollout_was_built_are_gathered_from_then_on(nursery, coordinator):
+    for answer in run_together(nursery, 2, weights_jobs.is_sharded_later, coordinator=coordinator):
+        assert answer["version"] == 2
+        assert answer["generated"] > 0
+
+
+def test_what_is_sharded_into_another_dtype_later_has_its_cache_in_that(nursery):
+    assert set(run_together(nursery, 2, weights_jobs.is_sharded_later_into_another_dtype)) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("fingerprints", ["off", "sampled"])
+def test_weights_that_fsdp1_shards_after_the_rollout_was_built_are_refused_before_anybody_waits(nursery, fingerprints):
+    for said in run_together(nursery, 2, weights_jobs.is_sharded_too_late, fingerprints=fingerprints):
+        assert "was sharded after the rollout was built" in said
+        assert "accelerator.prepare" in said
+
+
+def test_an_llm_of_sharded_weights_is_refused_with_the_cure(nursery):
+    for said in run_together(nursery, 2, weights_jobs.is_refused):
+        assert "FSDPLlamaForCausalLM has its weights spread over the ranks" in said
+
+
+def test_the_example_with_accelerate_runs_on_two_ranks_and_each_keeps_half_of_the_weights(tmp_path):
+    environment = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(ROOT / "examples" / "accelerate_fsdp2_grpo.py"), "--quick", "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=500, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sharded over 2 ranks" in done.stdout
+    whole, kept = re.findall(r"parameters: (\S+) MB whole, (\S+) MB on this rank", done.stdout)[0]
+    assert float(kept) == pytest.approx(float(whole) / 2, rel=0.05)
+    assert list(tmp_path.glob("*.png")), "no picture"
+    assert list(tmp_path.rglob("*.wandb")), "wandb has written nothing"

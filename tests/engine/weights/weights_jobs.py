@@ -1,0 +1,390 @@
+"""What ranks do in `tests.engine.weights.test_sharded_weights`: each job runs on every rank at once, over gloo."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.errors import DeadlineError, EngineStateError, InvalidRequestError, WeightsChangedError
+from rollout.llm.llm import LLM
+from rollout.manager.manager import RolloutManager
+from rollout.sampling_params import SamplingParams
+from tests.models import greedy, make_model
+from trainer_hooks.optimizer import attach
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+NEW = 6
+
+
+def sharded(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def sharded_by(kind: str) -> nn.Module:
+    model = make_model("llama")
+    if kind == "fsdp2":
+        return sharded(model)
+    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=wrap, device_id=torch.device("cpu"), use_orig_params=kind == "fsdp1"
+    )
+
+
+@contextmanager
+def a_manager(model: nn.Module, *, coordinator: bool = True, **options: Any) -> Iterator[RolloutManager]:
+    config = InferenceConfig(
+        kv_cache_blocks=256, block_size_tokens=4, max_requests=16, max_tokens_per_step=64, **options
+    )
+    shared = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=10.0)
+    with RolloutManager(model, None, config, coordinator=shared if coordinator else False) as rollout:
+        yield rollout
+
+
+def prompts(rank: int, step: int) -> list[list[int]]:
+    """None at all on rank 1 in step 3."""
+    return [] if (rank, step) == (1, 3) else [[5 + index, 6, 7 + step] for index in range(1 + (rank + step) % 3)]
+
+
+def tokens(batch: Any) -> list[list[int]]:
+    return [request.generated_tokens for request in batch]
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Of this rank's storage behind the parameters, each once."""
+    storages = {}
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def loss_of(model: nn.Module, rank: int, seed: int = 0) -> torch.Tensor:
+    ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(10 * seed + rank))
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def trains_ten_steps(rank: int, kind: str) -> dict[str, Any]:
+    """Beside it one process's model, that learns from both ranks' data."""
+    size = dist.get_world_size()
+    alone = make_model("llama")
+    model = sharded_by(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer_alone = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    before = parameter_bytes(model)
+    with a_manager(model) as rollout:
+        attach(optimizer, rollout)
+        after = {parameter_bytes(model)}
+        for step in range(10):
+            mine = prompts(rank, step)
+            assert tokens(rollout.generate(mine, GREEDY, progress=False)) == [greedy(alone, each, NEW) for each in mine]
+            after.add(parameter_bytes(model))
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after.add(parameter_bytes(model))
+            torch.stack([loss_of(alone, each, step) for each in range(size)]).mean().backward()
+            optimizer_alone.step()
+            optimizer_alone.zero_grad()
+        version = rollout.policy_version
+    return {"before": before, "after": after, "version": version}
+
+
+def is_interrupted(rank: int, kind: str) -> dict[str, Any]:
+    """Rank 1's forward raises, once as an error and once as Ctrl-C; then all goes on."""
+    model = sharded_by(kind)
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = parameter_bytes(model)
+    said = {}
+    with a_manager(model, control_timeout_s=3.0) as rollout:
+        for error in (ArithmeticError("no such number"), KeyboardInterrupt()):
+
+            def fail(*_: Any, error: BaseException = error) -> None:
+                raise error
+
+            hook = layer.register_forward_pre_hook(fail) if rank == 1 else None
+            try:
+                errors = rollout.generate([[5, 6, 7 + index] for index in range(3)], GREEDY, on_error="mask").errors
+                said[type(error).__name__] = str(next(filter(None, errors), ""))
+            except (KeyboardInterrupt, DeadlineError) as exc:
+                said[type(error).__name__] = type(exc).__name__
+            assert parameter_bytes(model) == before
+            if hook is not None:
+                hook.remove()
+            dist.barrier()
+        loss_of(model, rank).backward()
+        optimizer.step()
+        alone = make_model("llama")
+        torch.stack([loss_of(alone, each) for each in range(2)]).mean().backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        rollout.weights_updated()
+        rollout.generate([], min_groups=rollout.groups_in_flight)
+        assert tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], NEW)]
+        assert parameter_bytes(model) == before
+    return said
+
+
+def does_not_come(rank: int, coordinator: bool) -> dict[str, str]:
+    """One rank raises before the gathering, and the other hears of it; the next generate is everybody's."""
+    said = {}
+    model = sharded(make_model("llama"))
+    with a_manager(model, control_timeout_s=2.0, coordinator=coordinator) as rollout:
+        try:
+            rollout.generate([[5, 6, 7 if rank == 0 else 1000]], GREEDY)
+        except (InvalidRequestError, DeadlineError) as exc:
+            said["first"] = f"{type(exc).__name__}: {exc}"
+        assert is_sharded(model)
+        dist.barrier()
+        again = rollout.generate([], min_groups=rollout.groups_in_flight)
+        assert len(again) == (rank == 0)
+        dist.barrier()
+        if rank == 0:
+            rollout.engine.add_request([5, 6], GREEDY)
+            with pytest.raises(EngineStateError) as scattered:
+                rollout.engine.step()
+            said["step"] = str(scattered.value)
+    return said
+
+
+def saves_inside_a_phase(rank: int) -> None:
+    """A checkpoint between two groups of a loop: the shards as ever, and the ranks go on at their own pace."""
+    model = sharded(make_model("llama"))
+    reference = make_model("llama")
+    before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    with a_manager(model) as rollout:
+        wanted = [[5 + index, 6, 7] for index in range(2 + 2 * rank)]
+        rollout.submit(wanted, GREEDY)
+        got = []
+        for batch in rollout.as_completed():
+            got += [(request.prompt_tokens, request.generated_tokens) for request in batch]
+            assert not is_sharded(model)
+            if len(got) == 1 + rank:
+                saved = model.state_dict()
+                assert all(isinstance(value, DTensor) for value in saved.values())
+                assert all(torch.equal(value.to_local(), before[name]) for name, value in saved.items())
+            with torch.no_grad():
+                model(input_ids=torch.arange(5)[None], use_cache=False)
+        assert sorted(got) == [(each, greedy(reference, each, NEW)) for each in wanted]
+        assert is_sharded(model)
+        assert all(torch.equal(value.to_local(), before[name]) for name, value in model.state_dict().items())
+
+
+def trains_inside_a_loop(rank: int) -> None:
+    """Two micro-batches and a step between the groups of one loop: what comes after it is of the new weights."""
+    model, alone = sharded(make_model("llama")), make_model("llama")
+    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
+    with a_manager(model, coordinator=False) as rollout:
+        attach(optimizer, rollout, mode="recompute")
+        rollout.submit([[5 + index, 6, 7] for index in range(3 + rank)], GREEDY)
+        for number, batch in enumerate(rollout.as_completed()):
+            if number == 0:
+                assert not is_sharded(model)
+                for seed in (1, 2):
+                    loss_of(model, rank, seed).backward()
+                    assert is_sharded(model)
+            elif number == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.stack([loss_of(alone, each, seed) for each in range(2) for seed in (1, 2)]).sum().div(
+                    2
+                ).backward()
+                optimizer_alone.step()
+                rollout.submit([[40, 41 + rank]], GREEDY)
+            last = batch
+        assert rollout.policy_version == 1
+        assert tokens(last) == [greedy(alone, [40, 41 + rank], NEW)]
+    assert is_sharded(model)
+
+
+def accumulates(rank: int) -> None:
+    """Gradients of two micro-batches with a rollout between them, interrupted or not, are those without one."""
+
+    def gradients(rolls: str) -> list[torch.Tensor]:
+        model = sharded(make_model("llama"))
+        with a_manager(model, coordinator=False, verify_model=False) as rollout:
+            model.set_requires_gradient_sync(False)
+            loss_of(model, rank, 1).backward()
+            if rolls:
+                if rolls == "raises" and rank == 0:
+                    model.model.layers[1].register_forward_pre_hook(_raise_once())
+                rollout.generate(prompts(rank, 1), GREEDY, on_error="mask")
+            model.set_requires_gradient_sync(True)
+            loss_of(model, rank, 2).backward()
+            return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+    expected = gradients("")
+    for rolls in ("generates", "raises"):
+        assert all(map(torch.equal, gradients(rolls), expected)), rolls
+
+
+def _raise_once() -> Any:
+    left = [ArithmeticError("once")]
+
+    def hook(*_: Any) -> None:
+        if left:
+            raise left.pop()
+
+    return hook
+
+
+def samples_in_the_policys_dtype(rank: int) -> tuple[Any, ...]:
+    """bfloat16 forwards of fp32 shards: the engine's KV and log-probs are the trainer's own forward."""
+    model = sharded(make_model("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with a_manager(model) as rollout:
+        (request,) = rollout.generate([[5, 6, 7]], SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
+        with rollout.engine.whole_weights():
+            fused = rollout.engine.controller.runner.fused
+            assert fused is None or fused.ready(-1), fused._why
+    ids = torch.tensor([request.prompt_tokens + request.generated_tokens])
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, use_cache=False).logits[0, 2:-1].float()
+    trained = logits.log_softmax(-1).gather(1, ids[0, 3:, None])[:, 0]
+    difference = float((trained - torch.tensor(request.generated_log_probs)).abs().max())
+    return rollout.engine.controller.layout.kv_dtype, difference
+
+
+def samples_with_a_copy(rank: int) -> None:
+    """In another dtype, made anew after each update, on both ranks; the trainer's shards are never gathered."""
+    model = sharded(make_model("llama"))
+    alone = make_model("llama")
+    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone))
+    with a_manager(model, inference_dtype="bfloat16") as rollout:
+        attach(optimizer, rollout)
+        for step in range(3):
+            copied = dict(rollout.engine.weights.sampled.named_parameters())
+            rollout.generate(prompts(rank, step), GREEDY)
+            assert is_sharded(model)
+            for name, parameter in alone.named_parameters():
+                torch.testing.assert_close(copied[name], parameter.bfloat16(), rtol=1e-2, atol=1e-3)
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
+            optimizer_alone.step()
+            optimizer_alone.zero_grad()
+
+
+def changes_one_shard(rank: int) -> list[str]:
+    """A rank whose own shard has changed says so; the other one does not wait for ever."""
+    model = sharded(make_model("llama"))
+    with a_manager(model, control_timeout_s=2.0) as rollout:
+        rollout.generate([], GREEDY)
+        if rank == 1:
+            model.model.layers[1].mlp.up_proj.weight.to_local().data.add_(1.0)
+        named: list[str] = []
+        with suppress(DeadlineError):
+            try:
+                rollout.generate([[5, 6, 7]], GREEDY)
+            except WeightsChangedError as exc:
+                named = list(exc.tensors)
+        return named
+
+
+def samples_out_of_ddp(rank: int) -> None:
+    """The manager is given the wrapper: the weights are the optimizer's own tensors, and no byte of them is copied."""
+    model, alone = make_model("llama"), make_model("llama")
+    wrapper = DistributedDataParallel(model)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
+    with a_manager(wrapper) as rollout:
+        attach(optimizer, rollout)
+        assert rollout.model is rollout.engine.weights.sampled is model
+        for step in range(2):
+            mine = prompts(rank, step)
+            assert tokens(rollout.generate(mine, GREEDY)) == [greedy(alone, each, NEW) for each in mine]
+            loss_of(wrapper, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
+            optimizer_alone.step()
+            optimizer_alone.zero_grad()
+        assert rollout.policy_version == 2
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+def keeps_a_forward_put_into_a_unit(rank: int) -> None:
+    wrapper = sharded_by("fsdp1")
+    unit = next(module for module in wrapper.module.modules() if isinstance(module, FullyShardedDataParallel))
+    calls: list[bool] = []
+    theirs = unit.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(True)
+        return theirs(*args, **kwargs)
+
+    unit.forward = forward
+    with a_manager(wrapper, coordinator=False) as rollout:
+        rollout.generate(prompts(rank, 0), SamplingParams(max_tokens=2))
+    assert not calls
+    assert vars(unit)["forward"] is forward
+
+
+def is_sharded_later(rank: int, coordinator: bool) -> dict[str, Any]:
+    """Built of whole weights, with groups in flight when FSDP2 comes; then trained, beside one process's model."""
+    model, alone = make_model("llama"), make_model("llama")
+    long = GREEDY.replace(max_tokens=20)
+    with a_manager(model, coordinator=coordinator) as rollout:
+        rollout.generate([[3, 4]], GREEDY)
+        rollout.weights_updated()
+        rollout.submit([[9, 8 + rank]], long)
+        made = tokens(rollout.generate([[5, 6]], GREEDY, min_groups=1, progress=False))
+        sharded(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach(optimizer, rollout)
+        mine = prompts(rank, 0)
+        assert tokens(rollout.generate(mine, GREEDY, progress=False)) == [greedy(alone, each, NEW) for each in mine]
+        made += tokens(rollout.generate([], min_groups=rollout.groups_in_flight, progress=False))
+        assert sorted(made) == sorted([greedy(alone, [5, 6], NEW), greedy(alone, [9, 8 + rank], 20)])
+        assert is_sharded(model)
+        metrics = rollout.metrics()
+        loss_of(model, rank).backward()
+        optimizer.step()
+        torch.stack([loss_of(alone, each) for each in range(2)]).mean().backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        assert tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], NEW)]
+    return {"version": rollout.policy_version, "generated": metrics["rollout/generated_tokens"]}
+
+
+def is_sharded_later_into_another_dtype(rank: int) -> torch.dtype:
+    model = make_model("llama")
+    with a_manager(model, coordinator=False) as rollout:
+        sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        rollout.generate(prompts(rank, 0), GREEDY)
+        return rollout.engine.cache.dtype
+
+
+def is_sharded_too_late(rank: int, fingerprints: str) -> str:
+    model = make_model("llama")
+    with a_manager(model, coordinator=False, weight_fingerprints=fingerprints) as rollout:
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        with pytest.raises(EngineStateError) as refused:
+            rollout.generate(prompts(rank, 0))
+    return str(refused.value)
+
+
+def is_refused(rank: int) -> str:
+    with pytest.raises(ValueError, match="RolloutManager") as refused:
+        LLM(sharded(make_model("llama")))
+    return str(refused.value)

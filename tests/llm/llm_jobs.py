@@ -1,0 +1,110 @@
+"""What ranks do in `tests.llm.test_llm_ranks`: each job runs on every rank at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.errors import ConnectionLostError, EngineStateError
+from rollout.llm.llm import LLM
+from rollout.state import EngineState
+from tests.engines import at_random, token_ids
+from tests.models import make_model
+from tests.ranks import assert_nothing_is_left
+
+PATIENCE_S = 60.0
+"""Guards against hanging, no more."""
+
+
+def an_llm(*, use_coordinator: bool = True, **options: Any) -> LLM:
+    config = InferenceConfig(
+        kv_cache_blocks=512, block_size_tokens=4, max_requests=8, max_tokens_per_step=64, verify_model=False
+    )
+    coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=10.0, progress_interval=4)
+    options = {"coordinator_config": coordinator} | options if use_coordinator else options
+    return LLM(make_model("qwen3", num_hidden_layers=2), None, config, use_coordinator=use_coordinator, **options)
+
+
+def asks_and_computes(rank: int) -> dict[str, Any]:
+    """Rank 0 asks, both compute; who may not ask is told so; the end of rank 0 is everybody's."""
+    with an_llm() as llm:
+        answer: dict[str, Any] = {"primary": llm.is_primary_rank, "refused": []}
+        if rank == 0:
+            prompts = [token_ids(5, seed=seed) for seed in range(24)]
+            results = llm.generate(prompts, [at_random(30, seed=seed) for seed in range(24)])
+            answer["tokens"] = [result.generated_tokens for result in results]
+        else:
+            for call in (lambda: llm.generate([5]), lambda: llm.stream([5]), lambda: llm.submit([5]), llm.serve):
+                try:
+                    call()
+                except RuntimeError as exc:
+                    answer["refused"].append(str(exc))
+            llm.wait_for_shutdown(PATIENCE_S)
+        answer["made"] = llm.stats()["generated_tokens"]
+    answer["state"] = llm.state.value
+    assert_nothing_is_left()
+    return answer
+
+
+def pauses_and_goes_on(rank: int) -> list[str]:
+    """Control calls end on every rank when this rank's engine has done it."""
+    states = []
+    with an_llm() as llm:
+        pending = [llm.submit(token_ids(5, seed=seed), at_random(100)) for seed in range(8)] if rank == 0 else []
+        for call, state in (
+            (llm.pause, EngineState.PAUSED),
+            (llm.suspend, EngineState.SUSPENDED),
+            (llm.resume, EngineState.PAUSED),
+            (llm.unpause, EngineState.RUNNING),
+        ):
+            call(timeout_s=PATIENCE_S)
+            # A rank that is not primary may see the next state already.
+            states.append(llm.state.value if rank == 0 else "")
+            assert rank != 0 or llm.state is state
+            dist.barrier()
+        llm.weights_updated()
+        dist.barrier()
+        if rank == 0:
+            assert [len(each.result(PATIENCE_S)[0].generated_tokens) for each in pending] == [100] * 8
+        else:
+            llm.wait_for_shutdown(PATIENCE_S)
+        states.append(f"version {llm.policy_version}")
+    assert_nothing_is_left()
+    return states
+
+
+def loses_a_rank(rank: int) -> list[list[int]] | None:
+    """What a killed rank was computing goes on elsewhere."""
+    with an_llm() as llm:
+        if rank == 1:
+            while llm.stats()["generated_tokens"] < 40:
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGKILL)
+        prompts = [token_ids(5, seed=seed) for seed in range(12)]
+        results = llm.generate(prompts, [at_random(60, seed=seed) for seed in range(12)])
+        return [result.generated_tokens for result in results]
+
+
+def each_for_itself(rank: int) -> tuple[bool, list[int]]:
+    """Direct mode: every rank is primary, whatever the process group."""
+    with an_llm(use_coordinator=False) as llm:
+        return llm.is_primary_rank, llm.generate(token_ids(5, seed=rank), at_random(20))[0].generated_tokens
+
+
+def is_left_alone(rank: int) -> str:
+    """The primary rank goes away without a word: the others do not wait for ever."""
+    llm = an_llm()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        llm.wait_for_shutdown(PATIENCE_S)
+    except (ConnectionLostError, EngineStateError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    finally:
+        llm.shutdown()
+    return "ended"

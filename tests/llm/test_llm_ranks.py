@@ -1,0 +1,77 @@
+"""`LLM` on several ranks, each a process with a real model: who may ask, who computes, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.job.nursery import Nursery
+from tests.engines import at_random, make_engine, token_ids
+from tests.llm import llm_jobs
+from tests.models import make_model
+from tests.ranks import run_together
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
+def alone(count: int, length: int) -> list[list[int]]:
+    """What one engine makes of the same prompts."""
+    engine = make_engine(make_model("qwen3", num_hidden_layers=2), kv_cache_blocks=512)
+    return [
+        engine.generate([token_ids(5, seed=seed)], at_random(length, seed=seed))[0].generated_tokens
+        for seed in range(count)
+    ]
+
+
+def test_the_primary_rank_asks_all_compute_and_its_shutdown_ends_all(nursery: Nursery) -> None:
+    first, second = run_together(nursery, 2, llm_jobs.asks_and_computes)
+    assert (first["primary"], second["primary"]) == (True, False)
+    assert first["tokens"] == alone(24, 30)
+    assert first["made"] + second["made"] == 24 * 30
+    assert min(first["made"], second["made"]) > 0
+    assert [text.partition(" on a rank")[0] for text in second["refused"]] == [
+        "generate()",
+        "stream()",
+        "generate()",
+        "serve()",
+    ]
+    assert (first["state"], second["state"]) == ("stopped", "stopped")
+
+
+def test_control_calls_of_the_primary_rank_reach_every_engine(nursery: Nursery) -> None:
+    first, second = run_together(nursery, 2, llm_jobs.pauses_and_goes_on)
+    assert first == ["paused", "suspended", "paused", "running", "version 1"]
+    assert second[-1] == "version 1"
+
+
+def test_a_killed_rank_costs_no_request(nursery: Nursery) -> None:
+    first, second = run_together(nursery, 2, llm_jobs.loses_a_rank)
+    assert first == alone(12, 60)
+    assert second is None
+
+
+def test_in_direct_mode_every_rank_runs_its_own_prompts(nursery: Nursery) -> None:
+    answers = run_together(nursery, 2, llm_jobs.each_for_itself)
+    assert [primary for primary, _ in answers] == [True, True]
+    assert [tokens for _, tokens in answers] == [
+        make_engine(make_model("qwen3", num_hidden_layers=2))
+        .generate([token_ids(5, seed=rank)], at_random(20))[0]
+        .generated_tokens
+        for rank in range(2)
+    ]
+
+
+def test_ranks_do_not_wait_for_a_primary_rank_that_has_died(nursery: Nursery) -> None:
+    first, second = run_together(nursery, 2, llm_jobs.is_left_alone)
+    assert first is None
+    assert "ConnectionLostError" in second

@@ -1,0 +1,292 @@
+"""The whole line, end to end: rollouts, a loss on them, a real optimizer step through the hook, and rollouts again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import accelerate
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.manager import RolloutManager
+from rollout.metrics import LOGGED
+from rollout.sampling_params import SamplingParams
+from rollout.state import EngineState
+from tests.models import greedy, make_model, make_tokenizer, trainer_logprobs
+from tests.rollouts import completions, logprob_error, make_rollout, trainer_logprobs_of
+from trainer_hooks.optimizer import attach
+
+PROMPTS = [[5, 6, 7], [11], list(range(20, 39))]
+SAMPLED = SamplingParams(n=4, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+WANTED = 42
+"""The token a trivial reward asks for."""
+
+
+def reward_of(batch: RolloutBatch) -> torch.Tensor:
+    """[N], the share of wanted tokens."""
+    hits = (batch.input_ids == WANTED) & batch.response_mask
+    return hits.sum(1) / batch.response_mask.sum(1)
+
+
+def reinforce_loss(model: PreTrainedModel, batch: RolloutBatch) -> torch.Tensor:
+    """REINFORCE with the group's mean as baseline."""
+    rewards = reward_of(batch)
+    baseline = torch.stack([rewards[batch.group_ids == group].mean() for group in batch.group_ids])
+    logprobs = trainer_logprobs_of(model, batch)
+    return -((rewards - baseline)[:, None] * logprobs)[batch.response_mask].sum() / len(batch)
+
+
+def fresh_greedy(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """What an engine built this moment gives."""
+    return completions(make_rollout(model).generate(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("mode", ["offload", "persist", "recompute"])
+def test_every_step_of_the_optimizer_is_a_version_and_the_next_rollout_is_of_the_new_weights(mode):
+    model = make_model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rollout = make_rollout(model, kv_cache_management_mode=mode)
+    attachment = attach(optimizer, rollout)
+    seen = []
+    for step in range(4):
+        batch = rollout.generate(PROMPTS, SAMPLED)
+        assert batch.policy_version == rollout.policy_version == attachment.steps == step
+        assert logprob_error(model, batch) <= 1e-5
+        assert batch.logprobs.dtype == torch.float32
+        assert batch.policy_staleness.max() == 0
+        optimizer.zero_grad()
+        reinforce_loss(model, batch).backward()
+        optimizer.step()
+        again = rollout.generate(PROMPTS, GREEDY)
+        seen.append(completions(again))
+        assert seen[-1] == fresh_greedy(model, PROMPTS) == [greedy(model, prompt, 8) for prompt in PROMPTS]
+        assert logprob_error(model, again) <= 1e-5
+    assert seen[0] != seen[-1]
+
+
+def test_steps_under_gradient_accumulation_are_counted_when_they_are_real():
+    model = make_model("qwen3", num_hidden_layers=2)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    rollout = make_rollout(prepared)
+    attach(optimizer, rollout)
+    versions = []
+    for _ in range(6):
+        batch = rollout.generate(PROMPTS, SAMPLED)
+        assert logprob_error(prepared, batch) <= 1e-5
+        with accelerator.accumulate(prepared):
+            accelerator.backward(reinforce_loss(prepared, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        versions.append(rollout.policy_version)
+    assert versions == [0, 1, 1, 2, 2, 3]
+    assert completions(rollout.generate(PROMPTS, GREEDY)) == fresh_greedy(prepared, PROMPTS)
+
+
+class Watch:
+    """KV bytes on the device at the moment the weights change."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rollout: RolloutManager) -> None:
+        self.bytes: list[float] = []
+        self._rollout = rollout
+        optimizer.register_step_pre_hook(self._note)
+        optimizer.register_step_post_hook(self._note)
+
+    def _note(self, *args: Any) -> None:
+        self.bytes.append(self._rollout.engine.stats()["kv_device_bytes"])
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_no_kv_is_on_the_device_from_the_step_to_the_next_generate(mode):
+    model = make_model("qwen3", num_hidden_layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rollout = make_rollout(model)
+    attach(optimizer, rollout, mode=mode)
+    watch = Watch(optimizer, rollout)
+    device_bytes = rollout.engine.stats()["kv_device_bytes"]
+    for _ in range(3):
+        batch = rollout.generate(PROMPTS, SamplingParams(n=2, max_tokens=20, ignore_eos=True), min_groups=1)
+        assert rollout.engine.stats()["kv_device_bytes"] == device_bytes > 0
+        reinforce_loss(model, batch).backward()
+        optimizer.step()
+        assert rollout.engine.state is EngineState.SUSPENDED
+        assert rollout.engine.stats()["kv_device_bytes"] == 0
+        rollout.submit([[8]], GREEDY)
+    assert watch.bytes == [0] * 6
+    assert rollout.generate([], min_groups=99).num_groups > 0
+
+
+def test_a_few_steps_of_reinforce_raise_a_trivial_reward():
+    model = make_model("qwen3", num_hidden_layers=1)
+    # Gentle logits: the model must be able to try the wanted token.
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    rollout = make_rollout(model, max_requests=64, max_tokens_per_step=256)
+    attach(optimizer, rollout)
+    rewards = []
+    for _ in range(12):
+        batch = rollout.generate(PROMPTS, SamplingParams(n=16, max_tokens=8, ignore_eos=True))
+        rewards.append(float(reward_of(batch).mean()))
+        with rollout.suspended():
+            optimizer.zero_grad()
+            reinforce_loss(model, batch).backward()
+            optimizer.step()
+    assert sum(rewards[:2]) / 2 < 0.05
+    assert sum(rewards[-2:]) / 2 > 0.5
+    assert rollout.policy_version == 12
+
+
+def test_the_trainers_forward_of_a_left_padded_batch_is_the_same_before_and_after_bit_for_bit():
+    model = make_model("qwen3", num_hidden_layers=2)
+    rollout = make_rollout(model)
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13]])
+    mask = (ids > 0).long()
+    before = model(ids, attention_mask=mask).logits
+    rollout.generate(PROMPTS, SAMPLED, min_groups=1)
+    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+    with rollout.suspended():
+        assert torch.equal(model(ids, attention_mask=mask).logits, before)
+    assert before.requires_grad
+
+
+def tables_of(rollout: RolloutManager) -> dict[str, Any]:
+    """Sizes of everything in the engine that could grow."""
+    engine = rollout.engine
+    scheduler, allocator, table = engine.context.scheduler, engine.context.allocator, engine.context.scheduler.table
+    return {
+        "capacity": table.capacity,
+        "columns": table.columns,
+        "stop_ids": table.stop_ids.shape,
+        "host_bytes": engine.cache.host_bytes,
+        "live": len(engine._live),
+        "ended": len(engine._ended),
+        "queues": len(scheduler.waiting) + len(scheduler.decoding) + len(scheduler.prefilling),
+        "blocks": allocator.num_used,
+        "cached": len(allocator._current) + len(allocator._outdated),
+        "groups": rollout.groups_in_flight,
+    }
+
+
+def test_two_hundred_steps_with_requests_in_flight_grow_nothing():
+    model = make_model("qwen3", num_hidden_layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    rollout = make_rollout(model, kv_cache_blocks=2048, max_staleness=4)
+    attach(optimizer, rollout)
+    short, tail = SamplingParams(n=2, max_tokens=3), SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    process = psutil.Process()
+    live, resident, tables = 0, [], []
+    for step in range(200):
+        batch = rollout.generate([[5 + step % 80, 6], [7]], [short, tail], min_groups=1)
+        live += rollout.groups_in_flight > 0
+        with rollout.suspended():
+            loss = trainer_logprobs_of(model, batch)[batch.response_mask].sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        rollout.metrics()
+        if step % 20 == 19:
+            gc.collect()
+            resident.append(process.memory_info().rss)
+            tables.append(tables_of(rollout))
+    assert rollout.policy_version == 200
+    assert live > 150
+    steady = tables[2]
+    assert steady["host_bytes"] < rollout.engine.cache.block_bytes * 200
+    for later in tables[3:]:
+        for name in ("capacity", "columns", "stop_ids", "host_bytes"):
+            assert later[name] == steady[name], name
+        for name in ("live", "queues", "groups", "blocks", "ended", "cached"):
+            assert later[name] <= 64, name
+    assert min(resident[-2:]) - resident[2] < 8 * 2**20
+
+
+POINT_8 = {
+    "requests running": "rollout/requests_running",
+    "requests waiting": "rollout/requests_waiting",
+    "requests finished": "rollout/requests_finished",
+    "requests preempted": "rollout/preemptions",
+    "prompt tokens": "rollout/prompt_tokens",
+    "generated tokens": "rollout/generated_tokens",
+    "tokens per second": "rollout/tokens_per_second",
+    "prefill tokens computed": "rollout/prefill_tokens_computed",
+    "prefill tokens saved by the prefix cache": "rollout/prefill_tokens_saved",
+    "hits refused for version": "rollout/prefix_hits_refused_version",
+    "KV blocks used": "rollout/kv_blocks_used",
+    "KV blocks cached": "rollout/kv_blocks_cached",
+    "KV blocks free": "rollout/kv_blocks_free",
+    "time to first token": "rollout/ttft_s_mean",
+    "time per token": "rollout/tpot_s_mean",
+    "completion length, mean": "rollout/completion_length_mean",
+    "completion length, p50": "rollout/completion_length_p50",
+    "completion length, p99": "rollout/completion_length_p99",
+    "completion length, max": "rollout/completion_length_max",
+    "tail factor": "rollout/tail_factor",
+    "policy staleness, mean": "rollout/policy_staleness_mean",
+    "policy staleness, max": "rollout/policy_staleness_max",
+    "KV staleness, mean": "rollout/kv_staleness_mean",
+    "KV staleness, max": "rollout/kv_staleness_max",
+    "seconds of suspend": "rollout/suspend_s",
+    "seconds of resume": "rollout/resume_s",
+    "bytes of suspend": "rollout/suspend_bytes",
+    "bytes of resume": "rollout/resume_bytes",
+    "tokens recomputed at resume": "rollout/tokens_recomputed",
+    "share of the step in generate": "rollout/time_share_generate",
+    "share of the step in suspend": "rollout/time_share_suspend",
+    "share of the step in train": "rollout/time_share_train",
+    "share of the step in resume": "rollout/time_share_resume",
+    "log-prob difference, mean": "rollout/logprob_diff_mean",
+    "log-prob difference, max": "rollout/logprob_diff_max",
+}
+"""What a person who trains wants to see, and the name it goes by."""
+
+
+def test_two_steps_fill_every_metric_that_was_promised():
+    model = make_model("qwen3", num_hidden_layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rollout = make_rollout(model, make_tokenizer())
+    attach(optimizer, rollout)
+    for _ in range(2):
+        batch = rollout.generate(["a", "some prompt", "b"], [SAMPLED, SAMPLED, GREEDY], min_groups=2)
+        rollout.observe_logprobs(batch, trainer_logprobs_of(model, batch))
+        with rollout.suspended():
+            reinforce_loss(model, batch).backward()
+            optimizer.step()
+    metrics = rollout.metrics()
+    missing = {what: name for what, name in POINT_8.items() if name not in metrics}
+    assert not missing
+    assert set(metrics) == set(LOGGED)
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert metrics["rollout/logprob_diff_max"] <= 1e-4
+    assert metrics["rollout/policy_version"] == 2
+    assert metrics["rollout/groups_in_flight"] == rollout.groups_in_flight
+
+
+def test_log_probs_across_an_update_are_those_of_the_weights_that_sampled_them():
+    """What importance weights divide by: each token's log-prob under the version it carries."""
+    model = make_model("qwen3", num_hidden_layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rollout = make_rollout(model, kv_cache_management_mode="recompute")
+    attach(optimizer, rollout)
+    rollout.submit([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    weights = []
+    for _ in range(3):
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+        rollout.generate([[8]], SamplingParams(max_tokens=5, ignore_eos=True))
+        trainer_logprobs_of(model, rollout.generate([[9]], SamplingParams(max_tokens=1))).sum().backward()
+        optimizer.step()
+    weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    batch = rollout.generate([], min_groups=1)
+    (request,) = batch
+    whole = request.prompt_tokens + request.generated_tokens
+    versions = batch.policy_versions[0, 3:]
+    assert len(versions.unique()) == 4
+    for version, state in enumerate(weights):
+        model.load_state_dict(state)
+        ours = batch.logprobs[0, 3:][versions == version]
+        assert torch.allclose(ours, trainer_logprobs(model, whole)[2:][versions == version], atol=1e-5)

@@ -1,0 +1,141 @@
+"""Block hashes: equal for equal prefixes, different after any difference, the same in one piece and link by link."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.errors import ConfigError
+from rollout.requests.block_hash import HASH_BASE, HASH_PRIME, chain_block_hashes, compute_block_hashes_batched
+
+TOKENS = st.integers(0, 200_000)
+PROMPTS = st.lists(TOKENS, max_size=60)
+BLOCK_SIZES = st.integers(1, 8)
+
+
+def by_the_formula(tokens: list[int], block_size: int) -> list[int]:
+    """The formula in the module's docstring, in Python's unbounded integers."""
+    word = 2**64 - 1
+
+    def mix(value: int) -> int:
+        value = (value + 0x9E3779B97F4A7C15) & word
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & word
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & word
+        return value ^ (value >> 31)
+
+    hashes, parent = [], 0
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        block = tokens[start : start + block_size]
+        token_hash = mix(sum(mix(t) * HASH_BASE**j for j, t in enumerate(block)) & word) % HASH_PRIME
+        parent = (parent * HASH_BASE + token_hash) % HASH_PRIME + 1
+        hashes.append(parent)
+    return hashes
+
+
+@given(PROMPTS, BLOCK_SIZES)
+def test_hashes_follow_the_formula_one_per_complete_block_in_range(tokens, block_size):
+    hashes = compute_block_hashes_batched(tokens, block_size)
+    assert hashes == by_the_formula(tokens, block_size)
+    assert len(hashes) == len(tokens) // block_size
+    assert all(type(value) is int and 1 <= value <= HASH_PRIME for value in hashes)
+
+
+@given(PROMPTS, PROMPTS, PROMPTS, BLOCK_SIZES)
+def test_equal_prefixes_give_equal_hashes(prefix, left, right, block_size):
+    shared = len(prefix) // block_size
+    hashes = [compute_block_hashes_batched(prefix + tail, block_size)[:shared] for tail in (left, right)]
+    assert hashes[0] == hashes[1]
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=60), st.data(), BLOCK_SIZES)
+def test_every_hash_after_a_difference_differs(tokens, data, block_size):
+    place = data.draw(st.integers(0, len(tokens) - 1))
+    other = tokens.copy()
+    other[place] = data.draw(TOKENS.filter(lambda token: token != tokens[place]))
+    left, right = (compute_block_hashes_batched(each, block_size) for each in (tokens, other))
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert (a == b) == (index < place // block_size)
+
+
+@given(st.lists(st.integers(1000, 2000), min_size=8, max_size=40), st.data())
+def test_a_plain_polynomials_collision_is_none_here(tokens, data):
+    place = data.draw(st.integers(0, 2))
+    k = data.draw(st.integers(1, 30))
+    other = tokens.copy()
+    other[place] += HASH_BASE * k
+    other[place + 1] -= k
+    left, right = (compute_block_hashes_batched(each, 4) for each in (tokens, other))
+    assert all(a != b for a, b in zip(left, right, strict=True))
+
+
+@given(st.lists(st.lists(TOKENS, min_size=12, max_size=12), max_size=5), st.sampled_from([1, 2, 3, 4, 6]))
+def test_many_chains_grown_link_by_link_equal_their_prompts_hashed_whole(prompts, block_size):
+    grid = np.array(prompts, np.int64).reshape(len(prompts), 12 // block_size, block_size)
+    parents = np.zeros(len(prompts), np.int64)
+    links = []
+    for index in range(12 // block_size):
+        parents = chain_block_hashes(parents, grid[:, index])
+        links.append(parents)
+    assert parents.dtype == np.int64
+    assert np.array(links).T.tolist() == [compute_block_hashes_batched(prompt, block_size) for prompt in prompts]
+
+
+@given(st.integers(1, HASH_PRIME), st.lists(TOKENS, min_size=4, max_size=4))
+def test_a_link_is_right_for_every_parent_up_to_the_prime(parent, block):
+    token_hash = by_the_formula(block, 4)[0] - 1
+    link = chain_block_hashes(np.array([parent]), np.array([block]))
+    assert link.tolist() == [(parent * HASH_BASE + token_hash) % HASH_PRIME + 1]
+
+
+def test_the_largest_parent_does_not_overflow():
+    token_hash = by_the_formula([1, 2], 2)[0] - 1
+    link = chain_block_hashes(np.array([HASH_PRIME]), np.array([[1, 2]]))
+    assert link.tolist() == [(HASH_PRIME * HASH_BASE + token_hash) % HASH_PRIME + 1]
+
+
+def test_empty_and_short_prompts_have_no_hash():
+    assert compute_block_hashes_batched([], 4) == []
+    assert compute_block_hashes_batched([1, 2, 3], 4) == []
+    assert chain_block_hashes(np.zeros(0, np.int64), np.zeros((0, 4), np.int64)).shape == (0,)
+
+
+def test_blocks_of_zeros_differ_by_their_place():
+    assert len(set(compute_block_hashes_batched([0] * 16, 4))) == 4
+
+
+def test_swapping_two_tokens_or_two_blocks_changes_the_hash():
+    assert compute_block_hashes_batched([1, 2, 3, 4], 4) != compute_block_hashes_batched([2, 1, 3, 4], 4)
+    assert compute_block_hashes_batched([1, 2, 3, 4], 2)[1] != compute_block_hashes_batched([3, 4, 1, 2], 2)[1]
+
+
+def test_a_hundred_thousand_blocks_have_a_hundred_thousand_hashes():
+    tokens = np.random.default_rng(0).integers(0, 50, (100_000, 4))
+    tokens = np.unique(tokens, axis=0)
+    assert len(np.unique(chain_block_hashes(np.zeros(len(tokens), np.int64), tokens))) == len(tokens)
+
+
+def test_a_list_an_array_and_a_tensor_hash_alike():
+    tokens = list(range(40))
+    expected = compute_block_hashes_batched(tokens, 16)
+    assert compute_block_hashes_batched(np.array(tokens, np.int32), 16) == expected
+    assert compute_block_hashes_batched(torch.tensor(tokens), 16) == expected
+    strided = np.arange(80, dtype=np.int64)[::2] // 2
+    assert compute_block_hashes_batched(strided, 16) == expected
+
+
+@pytest.mark.parametrize("tokens", [[1.5, 2.0], [[1, 2]], ["a"], [True, False], [None], [[1], [2, 3]]])
+def test_what_is_no_row_of_integers_is_refused_by_name(tokens):
+    with pytest.raises(ConfigError, match="prompt_tokens"):
+        compute_block_hashes_batched(tokens, 1)
+
+
+def test_bad_sizes_and_shapes_are_refused():
+    with pytest.raises(ConfigError, match="block_size=0"):
+        compute_block_hashes_batched([1], 0)
+    with pytest.raises(ConfigError, match="as many rows"):
+        chain_block_hashes(np.zeros(1, np.int64), np.zeros((2, 4), np.int64))
+    with pytest.raises(ConfigError, match="blocks"):
+        chain_block_hashes(np.zeros(4, np.int64), np.zeros(4, np.int64))

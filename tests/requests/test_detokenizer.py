@@ -1,0 +1,376 @@
+"""Text while it arrives: what was given out is what the tokenizer decodes, and stop strings are found anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.requests.detokenizer import WINDOW, CompletionText, IncrementalDetokenizer
+
+CORPUS = [
+    "the cat sat on the mat",
+    "naïve café, 東京 and 🙂🙃",
+    " spaces  here",
+    "line\nbreak\n\nend.",
+    "don't stop. Why?",
+] * 4
+SPECIAL = ["<pad>", "<eos>"]
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return wrap(tokenizer)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return wrap(tokenizer)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """The decoder of Llama 2 and Gemma."""
+    words = ["▁", "▁the", "▁cat", "a", "t", "▁▁", ".", "\ufffd"]
+    names = [*SPECIAL, "<unk>", *words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return wrap(tokenizer)
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    names = [*SPECIAL, "<unk>", "the", "cat", "##s", "##ing", ".", "'"]
+    tokenizer = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.decoder = decoders.WordPiece()
+    return wrap(tokenizer)
+
+
+MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "byte_level": byte_level,
+    "unigram": unigram,
+    "byte_fallback": byte_fallback,
+    "word_piece": word_piece,
+}
+
+
+@cache
+def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
+    return MAKERS[name]()
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
+        self.decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: int) -> Any:
+        return self.tokenizer.convert_ids_to_tokens(ids)
+
+
+class Letters:
+    """Token i is the i-th of some strings."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(self.names[token] for token in token_ids)
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return self.names[ids]
+
+
+def ids_of_bytes(name: str, data: bytes) -> list[int]:
+    """One token per byte."""
+    tokenizer = tokenizer_named(name)
+    if name == "byte_fallback":
+        return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in data]
+    # The letters that stand for bytes, in the order of GPT-2.
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in plain}
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)}
+    return [tokenizer.convert_tokens_to_ids(letters[byte]) for byte in data]
+
+
+def stream(name: str, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer_named(name), skip_special_tokens=skip_special_tokens)
+    pieces = [detokenizer.push([token]) for token in ids]
+    assert detokenizer.text == "".join(pieces)
+    pieces.append(detokenizer.finish())
+    assert detokenizer.text == "".join(pieces)
+    assert detokenizer.pending == ""
+    return pieces
+
+
+def run(completion: CompletionText, ids: Sequence[int], min_tokens: int = 0) -> tuple[str | None, int]:
+    """The stop string found and after how many tokens."""
+    for count, token in enumerate(ids, 1):
+        stop = completion.push(token, may_stop=count > min_tokens)
+        if stop is not None:
+            return stop, count
+    return None, len(ids)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("name", sorted(MAKERS))
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_pieces_of_any_tokens_join_to_what_the_tokenizer_decodes(
+    name: str, skip_special_tokens: bool, data: st.DataObject
+) -> None:
+    tokenizer = tokenizer_named(name)
+    # Beyond the last id: a model's vocabulary is often padded.
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 1), max_size=60))
+    pieces = stream(name, ids, skip_special_tokens)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "unigram"])
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(st.sampled_from("the cat東京é🙂\n '"), max_size=40), cut=st.integers(0, 40))
+def test_a_written_text_comes_back_in_pieces_however_they_are_pushed(name: str, text: str, cut: int) -> None:
+    tokenizer = tokenizer_named(name)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pushed = detokenizer.push(ids[:cut]) + detokenizer.push([]) + detokenizer.push(ids[cut:]) + detokenizer.finish()
+    assert pushed == tokenizer.decode(ids, skip_special_tokens=True)
+    assert detokenizer.text == pushed
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.lists(
+        st.sampled_from([0x41, 0x80, 0xBD, 0xA0, 0xE4, 0xF0, 0x9F, 0x99, 0x82, 0xFF, 0xC3, 0xA9]), max_size=50
+    )
+)
+def test_any_bytes_come_out_as_the_tokenizer_decodes_them(name: str, data: list[int]) -> None:
+    ids = ids_of_bytes(name, bytes(data))
+    assert "".join(stream(name, ids)) == tokenizer_named(name).decode(ids, skip_special_tokens=True)
+
+
+def test_a_character_is_given_out_whole_with_the_token_that_completes_it() -> None:
+    assert stream("byte_level", ids_of_bytes("byte_level", "a🙂b".encode())) == ["a", "", "", "", "🙂", "b", ""]
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_the_window_may_move_on_inside_a_character(offset: int) -> None:
+    text = "a" * offset + "🙂" * WINDOW
+    assert "".join(stream("byte_level", ids_of_bytes("byte_level", text.encode()))) == text
+
+
+def test_unfinished_bytes_appear_at_the_end_as_the_tokenizer_shows_them() -> None:
+    assert stream("byte_level", ids_of_bytes("byte_level", b"a\xf0\x9f")) == ["a", "", "", "\ufffd"]
+
+
+def test_bad_bytes_are_held_back_no_longer_than_they_can_change() -> None:
+    pieces = stream("byte_level", ids_of_bytes("byte_level", b"\xff\xff\xff"))
+    assert pieces == ["", "\ufffd", "\ufffd", "\ufffd"]
+
+
+def test_one_bad_byte_spoils_a_run_of_byte_tokens_so_the_run_is_held_back() -> None:
+    good, bad = "東".encode(), b"\xff"
+    assert stream("byte_fallback", ids_of_bytes("byte_fallback", good)) == ["", "", "", "東"]
+    assert stream("byte_fallback", ids_of_bytes("byte_fallback", good + bad)) == ["", "", "", "", "\ufffd" * 4]
+
+
+def test_a_special_token_inside_a_character_is_left_out() -> None:
+    ids = ids_of_bytes("byte_level", "é".encode())
+    assert stream("byte_level", [ids[0], 1, 1, ids[1]]) == ["", "", "", "é", ""]
+
+
+def test_a_space_after_special_tokens_at_the_start_is_dropped_and_later_ones_kept() -> None:
+    tokenizer = tokenizer_named("byte_fallback")
+    the, cat = tokenizer.convert_tokens_to_ids(["▁the", "▁cat"])
+    assert stream("byte_fallback", [1, the, 1, 1, 1, 1, 1, cat]) == ["", "the", "", "", "", "", "", " cat", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "cycle"),
+    [
+        ("byte_level", b"hello "),
+        ("byte_level", b"\x80"),
+        ("byte_level", b"\xf0\x9f"),
+        ("byte_level", b"\x98\x80\xf0\x9f"),
+        ("byte_level", None),
+        ("byte_fallback", None),
+    ],
+)
+def test_work_per_token_does_not_grow_with_the_completion(name: str, cycle: bytes | None) -> None:
+    """A greedy random model repeats itself thousands of times: an invalid byte, an ignored end of sequence (None)."""
+    ids = ([1] if cycle is None else ids_of_bytes(name, cycle)) * 500
+    counting = Counting(tokenizer_named(name))
+    detokenizer = IncrementalDetokenizer(counting)
+    text = detokenizer.push(ids) + detokenizer.finish()
+    assert text == tokenizer_named(name).decode(ids, skip_special_tokens=True)
+    assert counting.decoded <= 1.5 * WINDOW * len(ids)
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_inside_one_token_ends_the_text_before_it() -> None:
+    completion = CompletionText(Letters("ab", "c STOP d"), ["STOP"], False)
+    assert run(completion, [0, 1]) == ("STOP", 2)
+    assert completion.text() == completion.stable_text() == "abc "
+
+
+def test_a_stop_string_that_straddles_tokens_is_found_with_the_token_that_completes_it() -> None:
+    completion = CompletionText(Letters("xS", "T", "O", "Py"), ["STOP"], False)
+    assert run(completion, [0, 1, 2, 3, 0]) == ("STOP", 4)
+    assert completion.text() == "x"
+
+
+def test_a_stop_string_is_kept_when_asked_for_and_nothing_behind_it() -> None:
+    completion = CompletionText(Letters("xS", "T", "O", "Py"), ["STOP"], True)
+    assert run(completion, [0, 1, 2, 3]) == ("STOP", 4)
+    assert completion.text() == completion.stable_text() == "xSTOP"
+
+
+@pytest.mark.parametrize(
+    ("stops", "token", "found", "text"),
+    [
+        (["b", "abc"], "xabcd", "abc", "x"),
+        (["\n", "\n\n"], "a\n\nb", "\n\n", "a"),
+        (["late", "early"], "so early and late", "early", "so "),
+        (["aa"], "baaa", "aa", "b"),
+    ],
+)
+def test_the_stop_string_that_begins_first_counts_and_of_those_the_longest(
+    stops: list[str], token: str, found: str, text: str
+) -> None:
+    completion = CompletionText(Letters(token), stops, False)
+    assert completion.push(0) == found
+    assert completion.text() == text
+
+
+def test_tokens_after_a_stop_change_nothing() -> None:
+    completion = CompletionText(Letters("a", "!"), ["!"], False)
+    assert run(completion, [0, 1]) == ("!", 2)
+    assert completion.push(0) == "!"
+    assert completion.text() == "a"
+
+
+def test_a_stop_string_completed_before_min_tokens_does_not_count_later() -> None:
+    completion = CompletionText(Letters("a", "!", "b"), ["!"], False)
+    assert run(completion, [0, 1, 2, 2, 1], min_tokens=2) == ("!", 5)
+    assert completion.text() == "a!bb"
+
+
+def test_a_stop_string_begun_before_min_tokens_and_completed_after_counts() -> None:
+    completion = CompletionText(Letters("a", "S", "T"), ["ST"], False)
+    assert run(completion, [0, 1, 2], min_tokens=2) == ("ST", 3)
+    assert completion.text() == "a"
+
+
+def test_a_stop_string_of_multibyte_characters_is_found_with_its_last_byte() -> None:
+    ids = ids_of_bytes("byte_level", "a🙂b".encode())
+    completion = CompletionText(tokenizer_named("byte_level"), ["🙂"], False)
+    assert run(completion, ids) == ("🙂", 5)
+    assert completion.text() == "a"
+
+
+def test_a_newline_written_as_a_byte_token_stops_at_once() -> None:
+    """Llama 2 has no other newline; the run of byte tokens it begins is not settled yet."""
+    ids = ids_of_bytes("byte_fallback", b"\n")
+    completion = CompletionText(tokenizer_named("byte_fallback"), ["\n"], False)
+    the = tokenizer_named("byte_fallback").convert_tokens_to_ids("▁the")
+    assert run(completion, [the, *ids, the]) == ("\n", 2)
+    assert completion.text() == "the"
+
+
+def test_bytes_that_may_become_a_character_are_no_stop_string() -> None:
+    ids = ids_of_bytes("byte_level", "é!".encode())
+    completion = CompletionText(tokenizer_named("byte_level"), ["\ufffd", "!"], False)
+    assert run(completion, ids) == ("!", 3)
+
+
+def test_text_shows_unfinished_bytes_and_stable_text_does_not() -> None:
+    completion = CompletionText(tokenizer_named("byte_level"), [], False)
+    assert run(completion, ids_of_bytes("byte_level", b"a\xf0\x9f")) == (None, 3)
+    assert completion.text() == "a\ufffd"
+    assert completion.stable_text() == "a"
+
+
+def test_stable_text_holds_back_what_may_become_a_stop_string() -> None:
+    completion = CompletionText(Letters("xS", "T", "q"), ["STOP", "TQ"], False)
+    shown = []
+    for token in (0, 1, 2):
+        completion.push(token)
+        shown.append(completion.stable_text())
+    assert shown == ["x", "x", "xSTq"]
+
+
+def test_stable_text_holds_nothing_back_when_the_stop_string_is_kept() -> None:
+    completion = CompletionText(Letters("xS"), ["STOP"], True)
+    completion.push(0)
+    assert completion.stable_text() == "xS"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab", min_size=1, max_size=4), max_size=20),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 4),
+)
+def test_stop_strings_are_found_as_a_search_of_the_whole_text_finds_them(
+    pieces: list[str], stops: list[str], include: bool, min_tokens: int
+) -> None:
+    completion = CompletionText(Letters(*pieces), stops, include)
+    expected: tuple[str | None, str] = None, "".join(pieces)
+    count = len(pieces)
+    for number in range(min_tokens + 1, len(pieces) + 1):
+        before, text = len("".join(pieces[: number - 1])), "".join(pieces[:number])
+        found = [
+            (i, -len(s), s) for s in stops for i in range(len(text)) if text.startswith(s, i) and i + len(s) > before
+        ]
+        if found:
+            start, _, stop = min(found)
+            expected, count = (stop, text[: start + len(stop) * include]), number
+            break
+    stops_found, shown = [], ""
+    for number in range(1, count + 1):
+        stops_found.append(completion.push(number - 1, may_stop=number > min_tokens))
+        assert completion.stable_text().startswith(shown)
+        shown = completion.stable_text()
+        assert completion.text().startswith(shown)
+    assert not any(stops_found[:-1])
+    assert (stops_found[-1] if stops_found else None, completion.text()) == expected

@@ -1,0 +1,119 @@
+"""Spans against a list with one version per position."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.errors import SerializationError
+from rollout.requests.spans import VersionSpans
+
+VERSIONS = st.integers(0, 4)
+RUNS = st.lists(st.tuples(VERSIONS, st.integers(0, 5)), max_size=8)
+
+
+def ledger(runs: list[tuple[int, int]]) -> list[int]:
+    return [version for version, count in runs for _ in range(count)]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("extend"), st.integers(0, 4), VERSIONS),
+            st.tuples(st.just("extend_to"), st.integers(0, 20), VERSIONS),
+            st.tuples(st.just("truncate"), st.integers(0, 20)),
+            st.tuples(st.just("clear")),
+        ),
+        max_size=30,
+    )
+)
+def test_spans_equal_a_list_with_one_version_per_position(operations):
+    spans, dense = VersionSpans(), []
+    for name, *arguments in operations:
+        getattr(spans, name)(*arguments)
+        if name == "extend":
+            count, version = arguments
+            dense += [version] * count
+        elif name == "extend_to":
+            length, version = arguments
+            dense += [version] * (length - len(dense))
+        elif name == "truncate":
+            del dense[arguments[0] :]
+        else:
+            dense.clear()
+        assert spans.dense().tolist() == dense
+        assert len(spans) == len(dense)
+        assert [spans.version_at(position) for position in range(len(dense))] == dense
+        assert spans.newest() == max(dense, default=None)
+        for start in range(len(dense) + 2):
+            assert spans.oldest(start) == min(dense[start:], default=None)
+        assert ledger(spans.runs) == dense
+        assert all(count > 0 for _, count in spans.runs)
+        assert all(a[0] != b[0] for a, b in zip(spans.runs, spans.runs[1:], strict=False))
+
+
+@given(RUNS)
+def test_deserialize_is_the_inverse_of_serialize(runs):
+    spans = VersionSpans(runs)
+    assert VersionSpans.deserialize(spans.serialize()) == spans
+
+
+@given(RUNS, RUNS)
+def test_spans_are_equal_when_every_position_has_the_same_version(left, right):
+    assert (VersionSpans(left) == VersionSpans(right)) == (ledger(left) == ledger(right))
+
+
+def test_a_copy_does_not_follow_its_original():
+    spans = VersionSpans([(0, 3)])
+    twin = spans.copy()
+    spans.extend(2, 0)
+    spans.extend(1, 5)
+    assert twin.runs == ((0, 3),)
+
+
+def test_an_update_costs_one_run_however_long_the_request_is():
+    spans = VersionSpans()
+    for version in range(5):
+        for _ in range(1000):
+            spans.extend(1, version)
+    assert spans.runs == tuple((version, 1000) for version in range(5))
+
+
+def test_a_dense_reading_is_int64_even_when_empty():
+    assert VersionSpans().dense().dtype == VersionSpans([(3, 2)]).dense().dtype == np.int64
+
+
+def test_numpy_integers_become_plain_ones_on_the_way_in():
+    spans = VersionSpans([(np.int64(3), np.int32(2))])
+    spans.extend_to(np.int64(4), np.int64(5))
+    spans.truncate(np.int64(3))
+    assert all(type(number) is int for number in spans.serialize())
+
+
+def test_equal_to_something_else_is_false_and_the_text_can_be_read_back():
+    spans = VersionSpans([(1, 2), (3, 4)])
+    assert spans != [(1, 2), (3, 4)]
+    assert eval(repr(spans)) == spans
+    with pytest.raises(TypeError):
+        hash(spans)
+
+
+@pytest.mark.parametrize("position", [-1, 3, 100])
+def test_a_position_outside_is_an_index_error_that_names_it(position):
+    with pytest.raises(IndexError, match=rf"position={position}"):
+        VersionSpans([(0, 3)]).version_at(position)
+
+
+def test_negative_lengths_are_refused():
+    with pytest.raises(ValueError, match="count=-1"):
+        VersionSpans().extend(-1, 0)
+    with pytest.raises(ValueError, match="length=-2"):
+        VersionSpans().truncate(-2)
+
+
+@pytest.mark.parametrize("flat", [None, "01", [0], [0, 0], [0, -1], [0, 1.0], [True, 1], [0, 1, 2], {0: 1}])
+def test_a_malformed_list_is_a_serialization_error(flat):
+    with pytest.raises(SerializationError, match="VersionSpans"):
+        VersionSpans.deserialize(flat)

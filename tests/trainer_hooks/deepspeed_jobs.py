@@ -1,0 +1,100 @@
+"""What ranks do in `tests.trainer_hooks.test_optimizer_hook`: DeepSpeed's engines step, and the policy version counts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from rollout.manager.manager import RolloutManager
+from rollout.sampling_params import SamplingParams
+from tests.engine.weights.weights_jobs import a_manager, loss_of, tokens
+from tests.models import greedy, make_model
+from trainer_hooks.optimizer import attach
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def _as_launched(rank: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_SIZE="2", DS_ACCELERATOR="cpu",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29599",
+    )  # fmt: skip
+
+
+def _engine(stage: int, **options: Any) -> Any:
+    import deepspeed
+
+    model = make_model("llama")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    } | options  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
+    )
+    return engine
+
+
+def _round(engine: Any, rank: int, rollout: RolloutManager, scale: float = 1.0) -> list[int]:
+    """Two micro-batches; the version after each."""
+    seen = []
+    for micro in range(2):
+        engine.backward(loss_of(engine, rank, micro) * scale)
+        engine.step()
+        seen.append(rollout.policy_version)
+    return seen
+
+
+def is_prepared(rank: int) -> dict[str, Any]:
+    """The same by accelerate, whose backward steps."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from trainer_hooks.accelerate import attach as attach_to_accelerator
+
+    _as_launched(rank)
+    config = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+              "zero_force_ds_cpu_optimizer": False, "train_micro_batch_size_per_gpu": 2,
+              "gradient_accumulation_steps": 2}  # fmt: skip
+    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    # accelerate has DeepSpeed for GPUs only; told that it is on, it goes by it.
+    for shared in (PartialState, AcceleratorState):
+        shared._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    AcceleratorState._shared_state["deepspeed_plugins"] = {"default": plugin}
+    plugin.select(_from_accelerator_state=True)
+    model = make_model("llama")
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    versions = []
+    with a_manager(model) as rollout, attach_to_accelerator(accelerator, rollout, checkpoint=False):
+        for micro in range(4):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(loss_of(prepared, rank, micro))
+                optimizer.step()
+                optimizer.zero_grad()
+            versions.append(rollout.policy_version)
+        rollout.generate([[5, 6, 7]], GREEDY)
+    return {"versions": versions, "optimizer": type(optimizer).__name__}
+
+
+def is_stepped(rank: int, stage: int) -> dict[str, Any]:
+    """A round, one whose gradients overflow, and another; what is sampled afterwards, beside one process's model."""
+    _as_launched(rank)
+    engine = _engine(stage)
+    with a_manager(engine if stage == 3 else engine.module) as rollout:
+        attachment = attach(engine, rollout)
+        versions = _round(engine, rank, rollout)
+        alone = make_model("llama")
+        torch.stack([loss_of(alone, each, micro) for each in range(2) for micro in range(2)]).mean().backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        right = tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], 6)]
+        versions += _round(engine, rank, rollout, scale=float("inf"))
+        skipped = bool(engine.skipped_steps)
+        steps = attachment.steps
+        attachment.detach()
+        versions += _round(engine, rank, rollout)
+    return {"versions": versions, "right": right, "skipped": skipped, "steps": steps}

@@ -1,0 +1,308 @@
+"""In a loop of accelerate the version counts optimizer steps, and a checkpoint of accelerate carries the rollout."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
+from torch import nn
+
+from tests.distributed.job.nursery import Nursery
+from tests.distributed.job.rank_jobs import Sample
+from tests.ranks import run_together
+from tests.trainer_hooks.accelerate_jobs import FakeRollout, a_model, is_sharded, is_trained, saves_only, sgd
+from trainer_hooks import optimizer as optimizer_hook
+from trainer_hooks.accelerate import attach
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def accelerator_of() -> Iterator[Callable[..., Accelerator]]:
+    """An Accelerator on the CPU; what it leaves in its classes is taken away."""
+    yield lambda **options: Accelerator(cpu=True, **options)
+    forget()
+
+
+def forget() -> None:
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+
+
+def micro_step(accelerator: Accelerator, prepared: nn.Module, *optimizers: Any, scale: float = 1.0) -> None:
+    with accelerator.accumulate(prepared):
+        accelerator.backward((prepared(torch.ones(2, 4)) * scale).sum())
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- the version ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_version_counts_steps_and_not_micro_batches(accelerator_of, accumulation):
+    accelerator = accelerator_of(gradient_accumulation_steps=accumulation)
+    model = a_model()
+    rollout = FakeRollout(model)
+    prepared, optimizer = accelerator.prepare(model, sgd(model))
+    attachment = attach(accelerator, rollout, mode="recompute")
+    for done in range(1, 9):
+        before = rollout.weights()
+        micro_step(accelerator, prepared, optimizer)
+        assert rollout.policy_version == attachment.steps == done // accumulation
+        assert (rollout.weights() != before) == (done % accumulation == 0)
+    assert rollout.told == ["recompute"] * (8 // accumulation)
+
+
+def test_a_step_that_the_scaler_skips_does_not_count(accelerator_of):
+    """accelerate refuses fp16 without a GPU; a scaler put in before `prepare` is used like its own."""
+    accelerator = accelerator_of()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = a_model()
+    rollout = FakeRollout(model)
+    prepared, optimizer = accelerator.prepare(model, sgd(model))
+    attach(accelerator, rollout)
+    versions = []
+    for scale in (1.0, float("inf"), 1.0):
+        micro_step(accelerator, prepared, optimizer, scale=scale)
+        versions.append(rollout.policy_version)
+        assert optimizer.step_was_skipped == (scale != 1.0)
+    assert versions == [1, 1, 2]
+
+
+def test_two_optimizers_of_the_policy_count_and_a_critics_does_not(accelerator_of):
+    accelerator = accelerator_of()
+    model, critic = a_model(), a_model()
+    rollout = FakeRollout(model)
+    prepared, _, *optimizers = accelerator.prepare(
+        model, critic, torch.optim.SGD([model.weight], lr=0.1), sgd(critic), torch.optim.Adam([model.bias])
+    )
+    attachment = attach(accelerator, rollout)
+    assert [type(each.optimizer) for each in attachment.optimizers] == [torch.optim.SGD, torch.optim.Adam]
+    for _ in range(3):
+        micro_step(accelerator, prepared, *optimizers)
+    assert rollout.policy_version == attachment.steps == 6
+
+
+# --- saving and loading -----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_carries_the_rollout_and_it_is_loaded_after_the_weights(accelerator_of, tmp_path):
+    def run(steps: int) -> tuple[Accelerator, FakeRollout, Any]:
+        accelerator = accelerator_of()
+        model = a_model()
+        rollout = FakeRollout(model)
+        prepared, optimizer = accelerator.prepare(model, sgd(model))
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer)
+        accelerator.register_for_checkpointing(schedule)
+        attachment = attach(accelerator, rollout)
+        for _ in range(steps):
+            micro_step(accelerator, prepared, optimizer)
+        return accelerator, rollout, attachment
+
+    accelerator, rollout, _ = run(3)
+    rollout.in_flight = "two groups"
+    accelerator.save_state(tmp_path)
+    assert (tmp_path / "custom_checkpoint_1_rank_0_of_1.msgpack").exists()
+    forget()
+    again, fresh, attachment = run(0)
+    again.load_state(tmp_path)
+    assert (fresh.policy_version, fresh.in_flight) == (3, "two groups")
+    assert fresh.loaded_at == rollout.weights()
+    assert attachment.steps == 0
+
+
+def test_two_rollouts_of_one_accelerator_keep_apart(accelerator_of, tmp_path):
+    accelerator = accelerator_of()
+    model = a_model()
+    rollouts = [FakeRollout(model), FakeRollout(model)]
+    accelerator.prepare(model, sgd(model))
+    for name, rollout in zip("ab", rollouts, strict=True):
+        rollout.in_flight = name
+        attach(accelerator, rollout)
+    accelerator.save_state(tmp_path)
+    for rollout in rollouts:
+        rollout.in_flight = "nothing"
+    accelerator.load_state(tmp_path)
+    assert [rollout.in_flight for rollout in rollouts] == ["a", "b"]
+
+
+def test_without_checkpoint_a_saved_state_knows_nothing_of_the_rollout(accelerator_of, tmp_path):
+    accelerator = accelerator_of()
+    model = a_model()
+    accelerator.prepare(model, sgd(model))
+    attach(accelerator, FakeRollout(model), checkpoint=False)
+    accelerator.save_state(tmp_path)
+    accelerator.load_state(tmp_path)
+    assert not list(tmp_path.glob("custom_checkpoint*"))
+
+
+def test_after_detach_nothing_of_it_is_left(accelerator_of, tmp_path):
+    accelerator = accelerator_of()
+    model = a_model()
+    rollout = FakeRollout(model)
+    prepared, optimizer = accelerator.prepare(model, sgd(model))
+    with pytest.raises(KeyError), attach(accelerator, rollout) as attachment:
+        raise KeyError
+    attachment.detach()
+    micro_step(accelerator, prepared, optimizer)
+    accelerator.save_state(tmp_path)
+    accelerator.load_state(tmp_path)
+    assert rollout.told == []
+    assert not list(tmp_path.glob("custom_checkpoint*"))
+    attach(accelerator, rollout)
+
+
+# --- logging ----------------------------------------------------------------------------------------------------------
+
+
+class Listening(GeneralTracker):
+    """A tracker that remembers."""
+
+    name = "listening"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int | None, dict[str, Any]]] = []
+        super().__init__()
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.points
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.points.append((step, values))
+
+
+def test_metrics_go_to_the_trackers_at_the_trainers_step_under_their_own_names(accelerator_of):
+    tracker_of = Listening()
+    accelerator = accelerator_of(log_with=tracker_of)
+    accelerator.init_trackers("project")
+    model = a_model()
+    prepared, optimizer = accelerator.prepare(model, sgd(model))
+    attachment = attach(accelerator, FakeRollout(model))
+    micro_step(accelerator, prepared, optimizer)
+    attachment.log(17, {"train/loss": torch.tensor(0.5)}, {"train/reward": 1})
+    assert tracker_of.points == [(17, {"rollout/policy_version": 1.0, "train/loss": 0.5, "train/reward": 1})]
+    with pytest.raises(ValueError, match=r"rollout/policy_version comes twice in step 18.*rename"):
+        attachment.log(18, {"rollout/policy_version": 2})
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_prepared_optimizer_the_order_is_named(accelerator_of):
+    with pytest.raises(ValueError, match=r"prepared no optimizer yet: call accelerator\.prepare"):
+        attach(accelerator_of(), FakeRollout(a_model()))
+
+
+def test_a_copy_of_the_model_is_refused_with_the_cure(accelerator_of):
+    accelerator = accelerator_of()
+    model = a_model()
+    accelerator.prepare(model, sgd(model))
+    with pytest.raises(ValueError, match=r"none of the 1 optimizers.*Linear that samples.*not of a copy"):
+        attach(accelerator, FakeRollout(copy.deepcopy(model)))
+
+
+def test_attaching_twice_is_refused_and_nothing_of_the_second_remains(accelerator_of, tmp_path):
+    accelerator = accelerator_of()
+    model = a_model()
+    rollout = FakeRollout(model)
+    first, second = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
+    accelerator.prepare(model, first, second)
+    by_hand = optimizer_hook.attach(second, rollout)
+    with pytest.raises(ValueError, match=r"attached to this rollout already"):
+        attach(accelerator, rollout)
+    assert not first._optimizer_step_post_hooks
+    accelerator.save_state(tmp_path)
+    assert not list(tmp_path.glob("custom_checkpoint*"))
+    by_hand.detach()
+    attach(accelerator, rollout)
+    with pytest.raises(ValueError, match=r"attached to this rollout already"):
+        attach(accelerator, rollout)
+
+
+def test_what_is_no_accelerator_is_refused():
+    with pytest.raises(TypeError, match=r"must be an accelerate\.Accelerator"):
+        attach(sgd(a_model()), FakeRollout(a_model()))
+
+
+def test_the_door_imports_no_other_framework():
+    program = (
+        "import sys, trainer_hooks.accelerate\n"
+        "print([name for name in ('transformers', 'trl', 'peft', 'wandb', 'rollout.manager.manager') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_save_and_new_processes_go_on_as_if_nothing_had_happened(nursery, tmp_path):
+    folder = str(tmp_path / "saved")
+    uninterrupted = run_together(nursery, 2, is_trained, folder=folder, resumes=False)
+    resumed = run_together(nursery, 2, is_trained, folder=folder, resumes=True)
+    for rank, (one, other) in enumerate(zip(uninterrupted, resumed, strict=True)):
+        assert one["version"] == other["version"] == 2
+        assert one["in_flight"] == other["in_flight"] == 2 + rank
+        assert (one["steps"], other["steps"]) == (3, 1)
+        assert one["after"] == other["after"] == 3
+        for mine, theirs in zip(other["samples"], one["samples"], strict=True):
+            assert_same(mine, theirs)
+    rest = [sample for each in resumed for sample in each["samples"][1]]
+    assert any(set(sample.versions) == {0, 1, 2, 3} for sample in rest)
+    assert any(set(sample.versions) == {3} for sample in rest)
+
+
+def assert_same(mine: list[Sample], theirs: list[Sample]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.prompt, one.tokens, one.versions) == (other.prompt, other.tokens, other.versions)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_fsdp2_steps_count_once_and_every_rank_keeps_its_own(nursery, tmp_path):
+    answers = run_together(nursery, 2, is_sharded, folder=str(tmp_path / "saved"))
+    assert answers == [
+        {"saved": 3, "loaded": 3, "in_flight": f"of rank {rank}", "steps": 3} for rank in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_is_refused_by_one(nursery, tmp_path, accelerator_of):
+    run_together(nursery, 2, saves_only, folder=str(tmp_path))
+    accelerator = accelerator_of()
+    model = a_model()
+    accelerator.prepare(model, sgd(model))
+    attach(accelerator, FakeRollout(model))
+    with pytest.raises(FileNotFoundError, match=r"\[2\] ranks.*this job has 1.*custom_checkpoint_0\.pkl out of"):
+        accelerator.load_state(tmp_path)

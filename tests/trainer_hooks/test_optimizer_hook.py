@@ -1,0 +1,407 @@
+"""The policy version counts the steps that changed the weights: each once, and no other."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from rollout.errors import ConfigError
+from rollout.state import KVCacheManagementMode
+from tests.distributed.job.nursery import Nursery
+from tests.ranks import run_together
+from tests.trainer_hooks import deepspeed_jobs
+from trainer_hooks.optimizer import attach
+
+
+class FakeRollout:
+    """Remembers what it was told, in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.policy_version = 0
+        self.told: list[object] = []
+
+    def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> None:
+        self.told.append(("before", mode, self.weights()))
+
+    def weights_updated(self) -> None:
+        self.policy_version += 1
+        self.told.append(("after", self.weights()))
+
+    def weights(self) -> list[float]:
+        return [float(parameter.detach().sum()) for parameter in self.model.parameters()]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+@pytest.fixture
+def rollout(model: nn.Module) -> FakeRollout:
+    return FakeRollout(model)
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> torch.Tensor:
+    loss = (model(torch.ones(2, 4)) * scale).sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+    ],
+)
+def test_every_step_counts_once_between_the_two_calls(model, rollout, make):
+    optimizer = make(model.parameters())
+    attachment = attach(optimizer, rollout)
+    start = rollout.weights()
+    backward(model)
+    optimizer.step()
+    assert rollout.told == [("before", None, start), ("after", rollout.weights())]
+    assert rollout.weights() != start
+    for _ in range(3):
+        optimizer.step()
+    assert (rollout.policy_version, attachment.steps) == (4, 4)
+
+
+@pytest.mark.parametrize("mode", ["recompute", KVCacheManagementMode.RECOMPUTE])
+def test_the_mode_reaches_the_rollout_as_a_member(model, rollout, mode):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(optimizer, rollout, mode=mode):
+        optimizer.step()
+    assert rollout.told[0][1] is KVCacheManagementMode.RECOMPUTE
+
+
+def test_a_closure_evaluated_many_times_is_one_step(model, rollout):
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    evaluations = []
+
+    def closure() -> torch.Tensor:
+        evaluations.append(1)
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    attach(optimizer, rollout)
+    optimizer.step(closure)
+    assert len(evaluations) > 1
+    assert rollout.policy_version == 1
+
+
+def test_a_scheduler_that_wraps_step_changes_nothing(model, rollout):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(optimizer, rollout)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert rollout.policy_version == 2
+
+
+def test_accumulated_micro_batches_are_one_step(model, rollout):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    attachment = attach(optimizer, rollout)
+    assert type(attachment.optimizer) is torch.optim.SGD
+    for _ in range(12):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert rollout.policy_version == 3
+    assert len(rollout.told) == 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+        lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    ],
+)
+def test_a_step_skipped_for_an_infinite_gradient_does_not_count(model, rollout, make):
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    attach(optimizer, rollout)
+    versions = []
+    for scale in (1.0, float("inf"), 1.0):
+        before = rollout.weights()
+        optimizer.zero_grad()
+        scaler.scale((model(torch.ones(2, 4)) * scale).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        versions.append(rollout.policy_version)
+        assert (rollout.weights() != before) == (scale == 1.0)
+    assert versions == [1, 1, 2]
+
+
+def test_after_an_overflow_an_unscaled_step_counts_again(model, rollout):
+    """GradScaler removes `found_inf` after its call; a step without a scaler must not read a stale one."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    attach(optimizer, rollout)
+    scaler.scale((model(torch.ones(2, 4)) * float("inf")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    assert rollout.policy_version == 1
+
+
+def test_a_step_that_raises_does_not_count_and_the_next_one_does(model, rollout):
+    class Flaky(torch.optim.SGD):
+        broken = True
+
+        def step(self, closure=None):
+            if self.broken:
+                raise RuntimeError("device lost")
+            return super().step(closure)
+
+    optimizer = Flaky(model.parameters(), lr=0.1)
+    attachment = attach(optimizer, rollout)
+    with pytest.raises(RuntimeError, match="device lost"):
+        optimizer.step()
+    assert (rollout.policy_version, attachment.steps) == (0, 0)
+    optimizer.broken = False
+    optimizer.step()
+    assert (rollout.policy_version, attachment.steps) == (1, 1)
+
+
+def test_a_subclass_that_calls_the_step_of_its_parent_counts_once_and_at_its_end(model, rollout):
+    """torch hooks `step` of every class that was ever built, so that both levels of a subclass call the hooks: counted
+    naively, the version moved twice, and the first time before the subclass had done its own change."""
+
+    class Decaying(torch.optim.SGD):
+        def step(self, closure=None):
+            loss = super().step(closure)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    torch._foreach_mul_(group["params"], 0.5)
+            return loss
+
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Decaying(model.parameters(), lr=0.1)
+    attach(optimizer, rollout)
+    start = rollout.weights()
+    backward(model)
+    optimizer.step()
+    assert rollout.told == [("before", None, start), ("after", rollout.weights())]
+
+
+def test_the_empty_step_that_fills_a_fresh_optimizers_state_does_not_count(model, rollout):
+    """torch.distributed.checkpoint steps with a learning rate of 0 to have a state to save or to load into: with FSDP2,
+    accelerate's first save_state moved the version."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    attach(optimizer, rollout)
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state
+    optimizer.state.clear()
+    set_optimizer_state_dict(model, optimizer, saved)
+    assert rollout.told == []
+    backward(model)
+    optimizer.step()
+    assert rollout.policy_version == 1
+
+
+def test_a_compiled_step_counts(model, rollout):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(optimizer, rollout)
+    step = torch.compile(optimizer.step, backend="eager")
+    for expected in (1, 2):
+        backward(model)
+        step()
+        assert rollout.policy_version == expected
+
+
+def test_a_rollout_that_cannot_stop_keeps_the_weights_from_moving(model, rollout):
+    def refuse(mode: object) -> None:
+        raise RuntimeError("a forward is running")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rollout.before_optimizer_step = refuse
+    attach(optimizer, rollout)
+    start = rollout.weights()
+    backward(model)
+    with pytest.raises(RuntimeError, match="a forward is running"):
+        optimizer.step()
+    assert rollout.weights() == start
+    assert rollout.policy_version == 0
+
+
+def test_after_detach_the_optimizer_is_as_before(model, rollout):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = attach(optimizer, rollout)
+    attachment.detach()
+    attachment.detach()
+    optimizer.step()
+    assert rollout.told == []
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_with_block_detaches_also_after_an_exception(model, rollout):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(KeyError), attach(optimizer, rollout):
+        raise KeyError
+    optimizer.step()
+    assert rollout.policy_version == 0
+
+
+def test_the_same_pair_is_attached_once_and_again_after_detach(model, rollout):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = attach(optimizer, rollout)
+    with pytest.raises(ValueError, match=r"attached to this rollout already.*detach\(\)"):
+        attach(optimizer, rollout)
+    first.detach()
+    attach(optimizer, rollout)
+    optimizer.step()
+    assert rollout.policy_version == 1
+
+
+def test_one_optimizer_may_tell_two_rollouts(model, rollout):
+    other = FakeRollout(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(optimizer, rollout)
+    attach(optimizer, other)
+    optimizer.step()
+    assert (rollout.policy_version, other.policy_version) == (1, 1)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_with_the_cure(rollout):
+    critic = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"steps 2 parameters.*Linear.*pass the policy's optimizer"):
+        attach(critic, rollout)
+
+
+def test_an_optimizer_that_steps_a_part_of_the_model_is_accepted(model, rollout):
+    optimizer = torch.optim.SGD([model.bias, nn.Parameter(torch.zeros(1))], lr=0.1)
+    attach(optimizer, rollout)
+    optimizer.step()
+    assert rollout.policy_version == 1
+
+
+@pytest.mark.parametrize("nothing", [None, object(), nn.Linear(2, 2)])
+def test_what_is_no_optimizer_is_refused_with_the_cure(rollout, nothing):
+    with pytest.raises(TypeError, match="pass the torch optimizer"):
+        attach(nothing, rollout)
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones(model, rollout):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"mode='sleep'.*'persist', 'offload', 'recompute'"):
+        attach(optimizer, rollout, mode="sleep")
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_detached_rollout_is_not_kept_alive(model):
+    rollout = FakeRollout(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(optimizer, rollout).detach()
+    gone = weakref.ref(rollout)
+    del rollout
+    gc.collect()
+    assert gone() is None
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+class FakeZero:
+    """Shaped as DeepSpeed's optimizers: steps a flat copy by the torch optimizer inside, and skips by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.bit16_groups = [list(model.parameters())]
+        self.flat = nn.Parameter(torch.cat([each.detach().flatten() for each in model.parameters()]))
+        self.optimizer = torch.optim.SGD([self.flat], lr=0.1)
+        self.param_groups = self.optimizer.param_groups
+        self.overflow = False
+
+    def step(self, closure: object = None) -> None:
+        grad = torch.cat([each.grad.flatten() for each in self.bit16_groups[0] if each.grad is not None])
+        self.overflow = not bool(grad.isfinite().all())
+        if self.overflow:
+            return
+        self.flat.grad = grad
+        self.optimizer.step()
+        with torch.no_grad():
+            start = 0
+            for each in self.bit16_groups[0]:
+                each.copy_(self.flat[start : start + each.numel()].view(each.shape))
+                start += each.numel()
+
+
+FakeZero.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+
+def test_deepspeeds_own_step_counts_and_not_those_of_the_optimizer_in_it_nor_a_skipped_one(model, rollout):
+    zero = FakeZero(model)
+    attachment = attach(SimpleNamespace(optimizer=zero), rollout)
+    start = rollout.weights()
+    backward(model)
+    zero.step()
+    assert rollout.told == [("before", None, start), ("after", rollout.weights())]
+    assert rollout.weights() != start
+    backward(model, scale=float("inf"))
+    zero.step()
+    assert (attachment.steps, rollout.policy_version, len(rollout.told)) == (1, 1, 3)
+
+
+def test_a_deepspeed_optimizer_is_given_back_and_tells_several_rollouts_each_once(model, rollout):
+    zero, other = FakeZero(model), FakeRollout(model)
+    backward(model)
+    with attach(zero, rollout):
+        with pytest.raises(ValueError, match="attached to this rollout already"):
+            attach(zero, rollout)
+        with attach(zero, other):
+            zero.step()
+        zero.step()
+    zero.step()
+    assert (rollout.policy_version, other.policy_version) == (2, 1)
+    assert "step" not in vars(zero)
+
+
+def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_the_cure(model, rollout):
+    critic, unknown = FakeZero(nn.Linear(4, 1)), FakeZero(model)
+    with pytest.raises(ValueError, match=r"FakeZero steps 2 parameters.*of DeepSpeed, pass the engine"):
+        attach(critic, rollout)
+    del unknown.bit16_groups
+    with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*rollout.weights_updated\(\) after every engine.step"):
+        attach(unknown, rollout)
+
+
+def test_the_optimizer_inside_of_deepspeeds_is_refused_for_what_it_steps(model, rollout):
+    with pytest.raises(ValueError, match=r"none of them belongs.*of DeepSpeed, pass the engine.*weights_updated\(\)"):
+        attach(FakeZero(model).optimizer, rollout)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_deepspeed_engines_of_every_stage_count_the_steps_they_made():
+    """What `FakeZero` stands for; also through accelerate."""
+    pytest.importorskip("deepspeed")
+    nursery = Nursery()
+    try:
+        for stage in (1, 2, 3):
+            for answer in run_together(nursery, 2, deepspeed_jobs.is_stepped, stage=stage):
+                assert answer == {"versions": [0, 1, 1, 1, 1, 1], "right": True, "skipped": True, "steps": 1}
+        for answer in run_together(nursery, 2, deepspeed_jobs.is_prepared):
+            assert answer == {"versions": [0, 1, 1, 2], "optimizer": "DeepSpeedOptimizerWrapper"}
+    finally:
+        nursery.close()

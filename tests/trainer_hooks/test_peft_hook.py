@@ -1,0 +1,536 @@
+"""Adapters of PEFT stay live: what samples is what trains, and nothing of one adapter ever serves another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
+from torch import nn
+
+from rollout.config import InferenceConfig
+from rollout.distributed.worker.engine_adapter import SeamOfEngine
+from rollout.engine.scheduling.adapters import NO_ADAPTER, AdapterSwitches, described
+from rollout.engine.scheduling.block_allocator import NO_BLOCK, BlockAllocator, CacheChanges
+from rollout.errors import EngineStateError, UnsupportedModelError
+from rollout.llm.llm import LLM
+from rollout.manager.manager import RolloutManager
+from tests.engines import at_random, finish, greedily, make_engine, steps, token_ids
+from tests.models import make_model
+from tests.rollouts import assert_nothing_leaked, completions, logprob_error, make_rollout
+from trainer_hooks.optimizer import attach
+from trainer_hooks.peft import adapter
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(**options: Any) -> LoraConfig:
+    """Adapters that change a lot from the start, and drop half of their input while training."""
+    defaults: dict[str, Any] = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.5, "target_modules": TARGETS}
+    return LoraConfig(**(defaults | {"init_lora_weights": False} | options))
+
+
+def peft_model(**options: Any) -> Any:
+    """A Qwen3 with the adapters `default`, which trains, and `other`."""
+    model = get_peft_model(make_model("qwen3"), lora(**options))
+    model.add_adapter("other", lora(**options))
+    return model.train()
+
+
+def injected_model() -> nn.Module:
+    """Adapters without a wrapper."""
+    return inject_adapter_in_model(lora(), make_model("qwen3")).train()
+
+
+MODELS = {
+    "PeftModel": peft_model,
+    "PeftModelForCausalLM": lambda: peft_model(task_type="CAUSAL_LM"),
+    "injected": injected_model,
+    "modules_to_save": lambda: peft_model(task_type="CAUSAL_LM", modules_to_save=["lm_head"]),
+    "dora": lambda: peft_model(use_dora=True, lora_dropout=0.0),
+}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off for the trainer's forward."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def error_of(model: Any, batch: Any) -> float:
+    with evaluating(model):
+        return logprob_error(model, batch)
+
+
+def flags_of(model: nn.Module) -> list[object]:
+    """Everything a switch could leave behind."""
+    names = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled", "training")
+    return [
+        *((name, parameter.requires_grad) for name, parameter in model.named_parameters()),
+        *(
+            (name, key, str(vars(module)[key]))
+            for name, module in model.named_modules()
+            for key in names
+            if key in vars(module)
+        ),
+    ]
+
+
+def fail_unless(asserted: bool) -> None:
+    """An exception inside a block, once something in it was seen to hold."""
+    assert asserted
+    raise KeyError("inside")
+
+
+def bytes_of(model: nn.Module) -> dict[str, bytes]:
+    return {name: parameter.detach().numpy().tobytes() for name, parameter in model.named_parameters()}
+
+
+# --- live adapters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_rollout_samples_with_live_adapters_and_leaves_the_model_as_it_was(kind):
+    model = MODELS[kind]()
+    model.get_submodule(next(name for name, _ in model.named_modules() if name.endswith("v_proj"))).eval()
+    flags, weights = flags_of(model), bytes_of(model)
+    rollout = make_rollout(model, verify_model=True)
+    batch = rollout.generate([token_ids(9), token_ids(6, seed=1)], at_random(8, n=2))
+    assert flags_of(model) == flags
+    assert bytes_of(model) == weights
+    assert error_of(model, batch) <= 1e-5
+    assert list(rollout.engine.controller.eos_token_ids) == [2]
+    assert rollout.engine.max_sequence_length == 512
+
+
+def test_a_step_changes_adapter_bytes_only_and_the_next_generate_uses_them():
+    model = peft_model()
+    rollout = make_rollout(model)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
+    attach(optimizer, rollout)
+    for step in range(3):
+        batch = rollout.generate([token_ids(9)], at_random(6, n=2))
+        assert error_of(model, batch) <= 1e-5
+        assert set(batch.policy_versions[batch.response_mask].tolist()) == {step}
+        with adapter(rollout, None), torch.no_grad():
+            model(batch.input_ids)
+        before = bytes_of(model)
+        model(batch.input_ids, labels=batch.input_ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        changed = {name for name, value in bytes_of(model).items() if value != before[name]}
+        assert changed == {name for name in before if ".default." in name}
+    assert rollout.policy_version == 3
+
+
+def test_adapters_that_come_after_the_engine_are_used_from_the_next_prompt_on():
+    model = make_model("qwen3")
+    rollout = make_rollout(model)
+    plain = rollout.generate([token_ids(9)], greedily(8))
+    inject_adapter_in_model(lora(), model)
+    rollout.weights_updated()
+    adapted = rollout.generate([token_ids(9)], greedily(8))
+    assert completions(adapted) != completions(plain)
+    assert adapted[0].num_cached_tokens == 0
+    assert error_of(model, adapted) <= 1e-5
+
+
+# --- the switch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_without_adapter_both_the_trainers_forward_and_the_rollout_are_the_base_model(kind):
+    model, base = MODELS[kind](), make_rollout(make_model("qwen3"))
+    rollout = make_rollout(model)
+    prompts, params = [token_ids(9), token_ids(7, seed=3)], greedily(8)
+    adapted = rollout.generate(prompts, params)
+    flags = flags_of(model)
+    with adapter(rollout, None):
+        batch = rollout.generate(prompts, params)
+        assert error_of(model, batch) <= 1e-5
+        assert error_of(base.model, batch) <= 1e-5
+    assert completions(batch) == completions(base.generate(prompts, params)) != completions(adapted)
+    assert flags_of(model) == flags
+    again = rollout.generate(prompts, params)
+    assert completions(again) == completions(adapted)
+
+
+def test_another_adapter_acts_inside_the_block():
+    model = peft_model(task_type="CAUSAL_LM")
+    rollout = make_rollout(model)
+    first = rollout.generate([token_ids(9)], greedily(8))
+    with adapter(rollout, "other"):
+        assert model.active_adapters == ["other"]
+        other = rollout.generate([token_ids(9)], greedily(8))
+        assert error_of(model, other) <= 1e-5
+        with adapter(rollout, None):
+            assert rollout.generate([token_ids(9)], greedily(8))[0].num_cached_tokens == 0
+        assert model.active_adapters == ["other"]
+    assert error_of(model, other) > 0.01
+    assert completions(first) != completions(other)
+    assert error_of(model, rollout.generate([token_ids(9)], greedily(8))) <= 1e-5
+
+
+def test_an_exception_puts_everything_back_and_no_gradient_flag_moves_meanwhile():
+    model = peft_model(task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj").enable_adapters(False)
+    rollout = make_rollout(model)
+    flags = flags_of(model)
+    asked = [parameter.requires_grad for parameter in model.parameters()]
+    for name in ("other", None):
+        with pytest.raises(KeyError, match="inside"), adapter(rollout, "other"), adapter(rollout, name):
+            fail_unless([parameter.requires_grad for parameter in model.parameters()] == asked)
+        assert flags_of(model) == flags
+
+
+def test_gradients_of_a_graph_built_before_the_block_arrive_after_it():
+    model = peft_model(lora_dropout=0.0)
+    rollout = make_rollout(model)
+    ids = torch.tensor([token_ids(9)])
+
+    def gradients(between: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        between()
+        loss.backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    def look_at_the_reference() -> None:
+        with adapter(rollout, None), torch.no_grad():
+            model(ids)
+
+    for expected, found in zip(gradients(lambda: None), gradients(look_at_the_reference), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_disabled_lora_runs_as_fast_as_the_bare_model_and_live_lora_runs_its_own_forward():
+    model = peft_model(task_type="CAUSAL_LM")
+    rollout = make_rollout(model)
+    fused = rollout.engine.controller.runner.fused
+    if fused is None:
+        pytest.skip("the C++ forward is not built here")
+    ran: list[str] = []
+    run = fused.run
+    fused.run = lambda *arguments: ran.append("fused") or run(*arguments)
+    rollout.generate([token_ids(9)], greedily(2))
+    assert not ran
+    with adapter(rollout, None):
+        rollout.generate([token_ids(9)], greedily(2))
+        assert ran
+        layer = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+        hook = layer.register_forward_hook(lambda module, inputs, output: None)
+        ran.clear()
+        rollout.generate([token_ids(9)], greedily(2))
+        assert not ran
+        hook.remove()
+    ran.clear()
+    rollout.generate([token_ids(9)], greedily(2))
+    assert not ran
+
+
+# --- the prefix cache -------------------------------------------------------------------------------------------------
+
+
+def test_a_cached_prompt_serves_its_own_adapter_only_and_is_found_again_when_that_comes_back():
+    model = peft_model(task_type="CAUSAL_LM")
+    rollout = make_rollout(model)
+    prompt = token_ids(16)
+
+    def cached() -> int:
+        batch = rollout.generate([prompt], at_random(3))
+        assert error_of(model, batch) <= 1e-5
+        return batch[0].num_cached_tokens
+
+    assert [cached(), cached()] == [0, 15]
+    with adapter(rollout, None):
+        assert [cached(), cached()] == [0, 15]
+    with adapter(rollout, "other"):
+        assert [cached(), cached()] == [0, 15]
+    assert cached() == 15
+    # PEFT's own switches count as well.
+    with model.disable_adapter():
+        assert cached() == 15
+    model.set_adapter("other")
+    assert cached() == 15
+    rollout.weights_updated()
+    assert cached() == 0
+    model.set_adapter("default")
+    assert cached() == 0
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 0.5)
+    assert cached() == 0
+
+
+def test_a_coordinator_is_told_of_the_present_adapters_blocks_only():
+    model = peft_model()
+    engine = make_engine(model)
+    seam = SeamOfEngine(engine)
+    findable = set(seam.begin())
+
+    def follow() -> set[int]:
+        nonlocal findable
+        added, removed, flushed = seam.take_changes()
+        findable = (set() if flushed else findable) - set(removed) | set(added)
+        assert findable == set(engine.context.allocator.findable_hashes())
+        return findable
+
+    engine.generate([token_ids(16)], greedily(3))
+    mine = set(follow())
+    assert mine
+    with adapter(engine, None):
+        engine.generate([token_ids(12, seed=5)], greedily(3))
+        assert follow().isdisjoint(mine)
+    engine.generate([token_ids(16)], greedily(1))
+    assert follow() >= mine
+
+
+def test_shelves_of_several_variants_survive_eviction_and_a_resize():
+    allocator = BlockAllocator(6, 4)
+    allocator.changes = CacheChanges()
+    tokens = np.arange(4, dtype=np.int32)
+    held = {}
+    for variant in ("a", "b"):
+        allocator.switch(variant)
+        (block,) = allocator.allocate(1)
+        held[variant] = allocator.register(block, 77, NO_BLOCK, tokens)
+    assert held["a"] != held["b"]
+    allocator.release(np.array(list(held.values()), np.int32))
+    mapping = allocator.resize(4)
+    assert mapping is not None
+    for variant in ("a", "b"):
+        allocator.switch(variant)
+        assert allocator.match([77], tokens[None]) == [mapping[held[variant]]]
+    allocator.check([[int(mapping[each])] for each in held.values()])
+    allocator.release(np.array([mapping[held["a"]]], np.int32))
+    allocator.allocate(3)
+    allocator.switch("a")
+    assert allocator.findable_hashes() == []
+    allocator.switch("b")
+    assert allocator.findable_hashes() == [77]
+
+
+# --- requests in flight -----------------------------------------------------------------------------------------------
+
+
+def watch(rollout: RolloutManager) -> dict[tuple[int, int], set[str]]:
+    """Which adapters acted in the steps that each sample took part in."""
+    seen: dict[tuple[int, int], set[str]] = defaultdict(set)
+    engine = rollout.engine
+    execute, switches = engine.controller.execute, AdapterSwitches(engine.model)
+
+    def noting(step: Any) -> Any:
+        for sample in engine.context.scheduler.sequences_of(step):
+            seen[sample.key].add(described(switches.look(len(seen))))
+        return execute(step)
+
+    engine.controller.execute = noting  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_requests_in_flight_wait_while_another_adapter_acts_and_go_on_in_order(mode):
+    model = peft_model(task_type="CAUSAL_LM")
+    prompts = [token_ids(5 + index, seed=index) for index in range(6)]
+    undisturbed = make_rollout(model, max_requests=4).generate(prompts, at_random(12, n=2, seed=3))
+    rollout = make_rollout(model, max_requests=4, kv_cache_management_mode=mode)
+    seen = watch(rollout)
+    batches = [rollout.generate(prompts, at_random(12, n=2, seed=3), min_groups=1)]
+    in_flight = rollout.groups_in_flight
+    assert in_flight
+    assert rollout.engine.context.scheduler.waiting
+    with adapter(rollout, None):
+        reference = rollout.generate([token_ids(9, seed=20), token_ids(9, seed=21)], at_random(6, n=2))
+        rollout.engine.context.scheduler.check()
+        assert rollout.groups_in_flight == in_flight
+        assert error_of(model, reference) <= 1e-5
+    with rollout.suspended():
+        pass
+    with adapter(rollout, "other"):
+        rollout.generate([token_ids(9, seed=22)], at_random(6))
+    while rollout.groups_in_flight:
+        batches.append(rollout.generate([], min_groups=1))
+        rollout.engine.context.scheduler.check()
+    assert_nothing_leaked(rollout)
+    assert {key: names for key, names in seen.items() if len(names) != 1} == {}
+    rows = {int(group): [] for batch in batches for group in batch.group_ids}
+    for batch in batches:
+        assert error_of(model, batch) <= 1e-5
+        for request in batch:
+            rows[request.request_id].append(request.generated_tokens)
+            assert seen[request.request_id, request.sample_index] == {"'default'"}
+    assert [tokens for group in sorted(rows) for tokens in rows[group]] == completions(undisturbed)
+    ends = [int(group) for batch in batches for group in batch.group_ids]
+    assert ends == sorted(ends), "the order of arrival is lost"
+
+
+def test_a_look_at_the_reference_costs_requests_in_flight_nothing():
+    model = peft_model()
+    engine = make_engine(model)
+    engine.add_request(token_ids(9), at_random(8))
+    steps(engine, 3)
+    with adapter(engine, None), torch.no_grad():
+        model(torch.tensor([token_ids(9)]))
+    finish(engine)
+    assert engine.stats()["preemptions"] == 0
+
+
+def test_what_would_wait_for_ever_inside_the_block_is_an_error_and_nothing_is_lost():
+    model = peft_model()
+    rollout = make_rollout(model, max_requests=4)
+    rollout.submit([token_ids(9)], at_random(4))
+    with adapter(rollout, "other"):
+        with pytest.raises(EngineStateError, match=r"1 samples in flight.*'default'.*'other'.*leave the"):
+            rollout.generate([], min_groups=1)
+        with pytest.raises(EngineStateError, match=r"snapshot\(\) with 1 samples.*outside of `with adapter"):
+            rollout.state_dict()
+        rollout.submit([token_ids(7)], at_random(4))
+    with pytest.raises(EngineStateError, match="samples in flight"):
+        rollout.generate([], min_groups=2)
+    with adapter(rollout, "other"):
+        assert len(rollout.generate([], min_groups=2)) == 2
+    assert_nothing_leaked(rollout)
+
+
+def test_a_parked_request_is_aborted_grows_old_and_is_requeued_as_any_other():
+    model = peft_model()
+    rollout = make_rollout(model, max_requests=4, max_staleness=0, staleness_policy="requeue")
+    seen = watch(rollout)
+    first, second = rollout.submit([token_ids(9), token_ids(6)], at_random(6))
+    for _ in range(3):
+        rollout.engine.step()
+    with adapter(rollout, None):
+        rollout.generate([token_ids(5)], at_random(3))
+        rollout.weights_updated()
+        rollout.abort([first])
+        rollout.engine.context.scheduler.check()
+    (batch,) = rollout.as_completed([second])
+    assert batch.policy_versions[batch.response_mask].tolist() == [1] * 6
+    assert seen[second, 0] == {"'default'"}
+    assert rollout.metrics()["rollout/requests_requeued"] == 2
+    assert_nothing_leaked(rollout)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_switches_steps_and_updates_leaves_every_sample_with_its_adapter(seed):
+    random = np.random.default_rng(seed)
+    model = peft_model(lora_dropout=0.0)
+    engine = make_engine(model, kv_cache_blocks=24, max_requests=4, max_tokens_per_step=16)
+    names: list[str | None] = ["default", "other", None]
+    asked: dict[int, str | None] = {}
+    ended = []
+    for _ in range(60):
+        name = names[random.integers(3)]
+        with adapter(engine, name):
+            for _ in range(random.integers(3)):
+                prompt = token_ids(int(random.integers(4, 14)), seed=int(random.integers(3)))
+                asked[
+                    engine.add_request(prompt, at_random(int(random.integers(1, 9)), n=int(random.integers(1, 3))))
+                ] = name
+            ended += steps(engine, int(random.integers(8)))
+            if random.random() < 0.05:
+                engine.weights_updated()
+            if random.random() < 0.05:
+                engine.abort_request(int(random.choice(list(asked))))
+    for name in names:
+        with adapter(engine, name):
+            ended += steps(engine, 500)
+    done = {(record.request_id, record.sample_index): record.merge() for record in ended}
+    assert len(done) == len(ended)
+    assert {request_id for request_id, _ in done} == set(asked)
+    assert engine.context.allocator.num_used == 0
+    for (request_id, _), request in done.items():
+        if request.error is None:
+            with adapter(engine, asked[request_id]), evaluating(model), torch.no_grad():
+                tokens = request.prompt_tokens + request.generated_tokens
+                scores = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+            expected = scores.gather(1, torch.tensor(tokens[1:])[:, None])[len(request.prompt_tokens) - 1 :, 0]
+            assert np.abs(expected.numpy() - request.generated_log_probs).max() <= 1e-5
+
+
+def test_an_llm_on_its_own_thread_follows_the_switch():
+    model = peft_model()
+    base = make_rollout(make_model("qwen3")).generate([token_ids(9)], greedily(6))
+    with LLM(model, None, InferenceConfig(kv_cache_blocks=64, block_size_tokens=4, max_requests=8)) as llm:
+        (live,) = llm.generate([token_ids(9)], greedily(6))
+        with adapter(llm.engine, None):
+            (reference,) = llm.generate([token_ids(9)], greedily(6))
+        (again,) = llm.generate([token_ids(9)], greedily(6))
+    assert [reference.generated_tokens] == completions(base)
+    assert live.generated_tokens == again.generated_tokens != reference.generated_tokens
+
+
+def test_ranks_enter_and_leave_the_block_together_but_for_one_that_fails(monkeypatch):
+    model = peft_model()
+    rollout = make_rollout(model)
+    met: list[tuple[str, bool]] = []
+    disabled = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    monkeypatch.setattr(rollout._backend, "moved_together", lambda what: met.append((what, disabled.disable_adapters)))
+    with adapter(rollout, None):
+        pass
+    with pytest.raises(KeyError), adapter(rollout, None):
+        raise KeyError
+    entering = ("entering no adapter: adapter", True)
+    assert met == [entering, ("leaving no adapter: adapter", False), entering]
+    assert not disabled.disable_adapters
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_switched_is_refused_with_the_cure():
+    model = peft_model()
+    rollout = make_rollout(model)
+    flags = flags_of(model)
+    with pytest.raises(ValueError, match=r"adapter 'best': PeftModel has 'default', 'other'"), adapter(rollout, "best"):
+        pass
+    plain = make_rollout(make_model("qwen3"))
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no layer.*get_peft_model"), adapter(plain, None):
+        pass
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"merged.*unmerge_adapter\(\)"), adapter(rollout, None):
+        pass
+    model.unmerge_adapter()
+    assert flags_of(model) == flags
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_adapters_that_put_positions_before_the_prompt_are_refused(kind):
+    model = get_peft_model(make_model("qwen3"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(UnsupportedModelError, match=r"sees 7 positions for 4 tokens.*LoRA"):
+        make_engine(model)
+
+
+def test_a_variant_tells_layers_apart_and_says_its_names():
+    model = peft_model()
+    switches = AdapterSwitches(model)
+    assert described(switches.look(0)) == "'default'"
+    with model.disable_adapter():
+        assert switches.variant == NO_ADAPTER
+        assert described(NO_ADAPTER) == "none"
+    layers = [each for each in model.modules() if hasattr(each, "lora_A")]
+    variants = set()
+    for layer in layers:
+        layer.set_adapter("other")
+        variants.add(switches.variant)
+    assert len(variants) == len(layers)
+    assert described(switches.variant) == "'other'"
+    layers[0].enable_adapters(False)
+    assert described(switches.variant) == "'other'"
+    assert described(AdapterSwitches(make_model("qwen3")).look(0)) == "none"

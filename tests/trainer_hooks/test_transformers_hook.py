@@ -1,0 +1,310 @@
+"""Under a Trainer the version counts optimizer steps, its logs have the metrics, its checkpoints carry the rollout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from rollout.manager.manager import RolloutManager
+from rollout.metrics import LOGGED
+from rollout.sampling_params import SamplingParams
+from tests.distributed.job.nursery import Nursery
+from tests.distributed.job.rank_jobs import samples
+from tests.models import make_tokenizer
+from tests.ranks import run_together
+from tests.rollouts import make_rollout
+from tests.trainer_hooks.transformers_jobs import Watching, a_trainer, is_trained, small, tiny
+from trainer_hooks.transformers import RolloutCallback
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture
+def rollout(model: PreTrainedModel) -> Iterator[RolloutManager]:
+    with make_rollout(model, make_tokenizer()) as rollout:
+        yield rollout
+
+
+def hooks(trainer: Trainer) -> int:
+    return len(trainer.optimizer.optimizer._optimizer_step_post_hooks)
+
+
+# --- the version ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_version_counts_steps_and_the_hooks_go_with_the_training(model, rollout, tmp_path, accumulation):
+    callback, watching = RolloutCallback(rollout), Watching(rollout)
+    options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.1}
+    trainer = a_trainer(model, tmp_path, callback, watching, **options)
+    trainer.train()
+    assert watching.versions == [1, 2, 3, 4]
+    assert callback.attachment is None
+    assert hooks(trainer) == 0
+    trainer.train()
+    assert watching.versions[4:] == [5, 6, 7, 8]
+
+
+def test_a_step_that_the_scaler_skips_does_not_count(model, rollout, tmp_path):
+    """accelerate refuses fp16 without a GPU; a scaler given to the Trainer's Accelerator is used like its own."""
+    watching = Watching(rollout)
+    trainer = a_trainer(model, tmp_path, RolloutCallback(rollout), watching, Overflow(3))
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert watching.versions == [1, 2, 2, 3]
+
+
+class Overflow(TrainerCallback):
+    """Makes the gradients of one step infinite."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step + 1 == self.step:
+            next(model.parameters()).grad.fill_(float("inf"))
+
+
+class Breaks(TrainerCallback):
+    """Raises after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_after_an_exception_the_next_training_takes_over_and_a_with_block_detaches(model, rollout, tmp_path):
+    callback, breaks = RolloutCallback(rollout), Breaks()
+    trainer = a_trainer(model, tmp_path, callback, breaks)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert hooks(trainer) == 1
+    trainer.remove_callback(breaks)
+    trainer.train()
+    assert rollout.policy_version == 5
+    assert hooks(trainer) == 0
+    trainer.add_callback(breaks)
+    with pytest.raises(KeyboardInterrupt), callback:
+        trainer.train()
+    assert hooks(trainer) == 0
+
+
+def test_weights_that_the_trainer_brings_back_at_the_end_are_a_version_more(model, rollout, tmp_path):
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    a_trainer(model, tmp_path, RolloutCallback(rollout), **options, **CHECKPOINTS).train()
+    assert rollout.policy_version == 5
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+class Hearing(TrainerCallback):
+    """A reporter that comes after the rollout's callback."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_metrics_join_the_logs_once_per_step_and_an_evaluation_takes_none_away(model, rollout, tmp_path):
+    hearing = Hearing()
+    callbacks = [Watching(rollout, samples=True), RolloutCallback(rollout), hearing]
+    trainer = a_trainer(model, tmp_path, *callbacks, logging_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    ours = [{name: value for name, value in log.items() if name in LOGGED} for log in hearing.logs]
+    assert [("loss" in log, bool(metrics)) for log, metrics in zip(hearing.logs, ours, strict=True)] == [
+        (False, False), (True, True), (False, False), (False, False), (True, True), (False, False), (False, False),
+    ]  # fmt: skip
+    assert [metrics["rollout/requests_finished"] for metrics in ours if metrics] == [2, 2]
+    assert [metrics["rollout/policy_version"] for metrics in ours if metrics] == [2, 4]
+    kept = [entry for entry in trainer.state.log_history if "rollout/policy_version" in entry]
+    assert [entry["step"] for entry in kept] == [2, 4]
+    assert all("loss" in entry for entry in kept)
+
+
+def test_without_log_the_logs_are_the_trainers_own(model, rollout, tmp_path):
+    hearing = Hearing()
+    a_trainer(model, tmp_path, RolloutCallback(rollout, log=False), hearing).train()
+    assert not any(name in LOGGED for log in hearing.logs for name in log)
+    assert rollout.metrics()["rollout/policy_version"] == 4
+
+
+def test_wandb_gets_them_under_their_own_names_on_the_trainers_axis(model, rollout, tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    points: list[dict[str, Any]] = []
+    with wandb.init(project="test", dir=str(tmp_path)) as run:
+        log = run.log
+        monkeypatch.setattr(wandb, "log", lambda point: (points.append(dict(point)), log(point)))
+        callbacks = [Watching(rollout, samples=True), RolloutCallback(rollout)]
+        trainer = a_trainer(model, tmp_path, *callbacks, logging_steps=2, report_to=["wandb"])
+        trainer.train()
+        assert run.summary["rollout/policy_version"] == 4
+    ours = [point for point in points if "rollout/policy_version" in point]
+    assert [(point["train/global_step"], point["rollout/policy_version"]) for point in ours] == [(2, 2), (4, 4)]
+    assert set().union(*ours) - set(LOGGED) == {"train/global_step"}
+    assert not any(name.startswith("train/rollout") for point in points for name in point)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, resume: str | bool | None = None, stop_at: int = 4, **callback: Any) -> dict[str, Any]:
+    """A Trainer with groups in flight from one step to the next; all of it made anew."""
+    model = small()
+    with make_rollout(model, make_tokenizer()) as rollout:
+        if resume is None:
+            rollout.submit(["long"] * 2, SamplingParams(n=2, max_tokens=60, ignore_eos=True))
+        watching = Watching(rollout, samples=True)
+        ours = RolloutCallback(rollout, mode="recompute", **callback)
+        trainer = a_trainer(model, folder, watching, ours, Stop(stop_at), **CHECKPOINTS)
+        trainer.train(resume_from_checkpoint=resume)
+        rest = rollout.generate([], min_groups=rollout.groups_in_flight)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"versions": watching.versions, "short": watching.made, "long": samples(rest), "weights": weights}
+
+
+class Stop(TrainerCallback):
+    """Ends the training early."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_training_stop = state.global_step == self.step
+        return control
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of four steps, with checkpoints after two and four."""
+    folder = tmp_path_factory.mktemp("trainer")
+    return folder, run(folder)
+
+
+def copy_of(folder: Path, there: Path, *checkpoints: str) -> Path:
+    for name in checkpoints:
+        shutil.copytree(folder / name, there / name)
+    return there
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(uninterrupted, tmp_path):
+    folder, expected = uninterrupted
+    resumed = run(copy_of(folder, tmp_path, "checkpoint-2"), resume=True)
+    assert expected["versions"] == [1, 2, 3, 4]
+    assert resumed["versions"] == [3, 4]
+    assert resumed["short"] == expected["short"][2:]
+    assert resumed["long"] == expected["long"]
+    assert {version for sample in resumed["long"] for version in sample.versions} == {0, 1, 2, 3, 4}
+    for name, value in expected["weights"].items():
+        assert torch.equal(resumed["weights"][name], value), name
+
+
+def test_a_folder_elsewhere_is_asked_for_and_taken_when_it_is_the_one(uninterrupted, tmp_path):
+    folder, expected = uninterrupted
+    elsewhere = copy_of(folder, tmp_path / "elsewhere", "checkpoint-2", "checkpoint-4")
+    resume, other = str(elsewhere / "checkpoint-2"), elsewhere / "checkpoint-4"
+    with pytest.raises(ValueError, match=r"resumes at step 2, and none of .*resume_from_checkpoint=FOLDER"):
+        run(tmp_path / "here", resume=resume, resume_from_checkpoint=other)
+    assert run(tmp_path / "here", resume=resume, resume_from_checkpoint=resume)["long"] == expected["long"]
+
+
+def test_a_checkpoint_of_another_run_with_the_same_name_is_not_taken(uninterrupted, tmp_path):
+    folder, _ = uninterrupted
+    elsewhere = copy_of(folder, tmp_path / "elsewhere", "checkpoint-2")
+    here = copy_of(folder, tmp_path / "here", "checkpoint-2")
+    path = here / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"][0]["loss"] += 1
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="resumes at step 2"):
+        run(here, resume=str(elsewhere / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_a_rollout_is_refused_unless_none_is_wanted(uninterrupted, tmp_path):
+    folder, _ = uninterrupted
+    copy_of(folder, tmp_path, "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "rollout_rank_0_of_1.msgpack").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no state of a rollout.*checkpoint=False"):
+        run(tmp_path, resume=True)
+    assert run(tmp_path, resume=True, stop_at=3, checkpoint=False)["versions"] == [1]
+    assert not list(tmp_path.glob("*/rollout_rank*"))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_model_than_the_trainers_is_refused_with_the_cure(model, tmp_path):
+    with make_rollout(tiny()) as rollout:
+        trainer = a_trainer(model, tmp_path, RolloutCallback(rollout))
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM that this Trainer trains.*not of a copy"):
+            trainer.train()
+        assert hooks(trainer) == 0
+
+
+def test_two_callbacks_of_one_rollout_are_refused(model, rollout, tmp_path):
+    trainer = a_trainer(model, tmp_path, RolloutCallback(rollout), RolloutCallback(rollout))
+    with pytest.raises(ValueError, match="attached to this rollout already"):
+        trainer.train()
+
+
+def test_a_trainer_without_an_optimizer_is_refused(model, rollout, tmp_path):
+    trainer = a_trainer(model, tmp_path)
+    callback = RolloutCallback(rollout)
+    with pytest.raises(TypeError, match="pass the torch optimizer"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model, optimizer=None)
+
+
+def test_the_door_imports_neither_the_trainer_nor_the_engine():
+    program = (
+        "import sys, trainer_hooks.transformers\n"
+        "print([name for name in ('transformers.trainer', 'trl', 'wandb', 'rollout.manager.manager') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_rank_saves_its_own_and_goes_on_with_it(nursery, tmp_path):
+    first = run_together(nursery, 2, is_trained, folder=str(tmp_path), resumes=False)
+    files = sorted(path.name for path in (tmp_path / "checkpoint-2").glob("rollout*"))
+    assert files == ["rollout_rank_0_of_2.msgpack", "rollout_rank_1_of_2.msgpack"]
+    resumed = run_together(nursery, 2, is_trained, folder=str(tmp_path), resumes=True)
+    assert [answer["versions"] for answer in first + resumed] == [[1, 2, 3, 4]] * 2 + [[3, 4]] * 2
+    for rank, (one, other) in enumerate(zip(first, resumed, strict=True)):
+        assert one["left"] == other["left"] == 2 + rank
+        for mine, theirs in zip(other["rest"], one["rest"], strict=True):
+            assert (mine.prompt, mine.tokens, mine.versions) == (theirs.prompt, theirs.tokens, theirs.versions)

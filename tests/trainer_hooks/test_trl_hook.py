@@ -1,0 +1,613 @@
+"""TRL's GRPOTrainer trains on our completions as on its own, and knows the log-probs they were sampled with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TrainerCallback
+
+from rollout.errors import ConfigError, RolloutFailedError
+from rollout.manager.manager import RolloutManager
+from rollout.state import EngineState
+from tests.distributed.job.nursery import Nursery
+from tests.models import make_model, make_tokenizer
+from tests.ranks import run_together
+from tests.rollouts import assert_nothing_leaked, make_rollout
+from trainer_hooks.optimizer import attach as attach_optimizer
+from trainer_hooks.trl import attach, rollout_func
+from trainer_hooks.trl_config import sampling_params
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+from tests.trainer_hooks import trl_jobs  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+PROMPTS = ["abc", "hello there", "xy", "12345"]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+GROUP = 4
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+@dataclass
+class Marker:
+    """A reward function that differs between equal completions, and remembers what it was shown."""
+
+    __name__ = "marker"
+    steps: list[int] = field(default_factory=list)
+    prompts: list[list[Any]] = field(default_factory=list)
+    ids: list[list[list[int]]] = field(default_factory=list)
+    completions: list[list[Any]] = field(default_factory=list)
+
+    def __call__(self, prompts, completions, completion_ids, trainer_state, **columns: Any) -> list[float]:
+        self.steps.append(trainer_state.global_step)
+        self.prompts.append(list(prompts))
+        self.ids.append([list(each) for each in completion_ids])
+        self.completions.append(list(completions))
+        return [float(row % 3) + 0.1 * (ids[0] % 5) for row, ids in enumerate(completion_ids)]
+
+
+class Spy(TrainerCallback):
+    """What the rollout looks like in the middle of training: (global step, version, engine state) per micro-step."""
+
+    def __init__(self, rollout: RolloutManager) -> None:
+        self.watched = rollout
+        self.seen: list[tuple[int, int, EngineState]] = []
+
+    def _note(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append((state.global_step, self.watched.policy_version, self.watched.engine.state))
+
+    on_substep_end = on_pre_optimizer_step = on_step_end = _note
+
+
+@dataclass
+class Run:
+    """A GRPOTrainer with a small model, and what generates for it."""
+
+    model: PreTrainedModel
+    trainer: Any
+    rollout: RolloutManager
+    marker: Marker
+
+    def metric(self, name: str) -> list[float]:
+        """Its values in the trainer's log."""
+        return [entry[name] for entry in self.trainer.state.log_history if name in entry]
+
+
+Maker = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Maker]:
+    """`make_run("default" | "rollout_func" | "attach", on_error=..., engine={...}, **options of GRPOConfig)`."""
+    made: list[RolloutManager] = []
+
+    def make(kind: str, *, on_error: Any = "raise", prompts: Any = PROMPTS, engine: Any = None, **options: Any) -> Run:
+        model, tokenizer, marker = make_model("qwen3", num_hidden_layers=1), make_tokenizer(), Marker()
+        # As long as there are layers: else it cannot be saved.
+        model.config.layer_types = model.config.layer_types[:1]
+        tokenizer.chat_template = CHAT_TEMPLATE
+        config = trl.GRPOConfig(
+            **{
+                "output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no",
+                "disable_tqdm": True, "logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2 * GROUP,
+                "num_generations": GROUP, "max_completion_length": 10, "learning_rate": 0.02, "optim": "sgd",
+                "lr_scheduler_type": "constant", "max_grad_norm": 100.0,
+            } | options
+        )  # fmt: skip
+        data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+        rollout = make_rollout(model, tokenizer, **(engine or {}))
+        made.append(rollout)
+        trainer = trl.GRPOTrainer(
+            model, marker, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer,
+            rollout_func=rollout_func(rollout, on_error=on_error) if kind == "rollout_func" else None,
+        )  # fmt: skip
+        if kind == "attach":
+            attach(trainer, rollout, on_error=on_error)
+        return Run(model, trainer, rollout, marker)
+
+    yield make
+    for rollout in made:
+        rollout.close()
+
+
+class Replay(LogitsProcessor):
+    """Makes transformers' generate sample given completions."""
+
+    def __init__(self, completions: list[list[int]]) -> None:
+        self._completions = completions
+        self._position = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -math.inf)
+        for row, completion in enumerate(self._completions):
+            forced[row, completion[min(self._position, len(completion) - 1)]] = 0.0
+        self._position += 1
+        return forced
+
+
+def replay(model: PreTrainedModel, recorded: list[list[list[int]]]) -> None:
+    left, generate = iter(recorded), model.generate
+    model.generate = lambda **inputs: generate(logits_processor=LogitsProcessorList([Replay(next(left))]), **inputs)
+
+
+def end_more_often(model: PreTrainedModel) -> None:
+    """So that some samples end by themselves, and others are cut off."""
+    with torch.no_grad():
+        model.lm_head.weight[2] += 1.5 * model.lm_head.weight.std()
+
+
+class BrokenForward:
+    """The chosen forwards of the engine, counted from 0, fail; those of the trainer do not."""
+
+    def __init__(self, rollout: RolloutManager, broken: set[int]) -> None:
+        self.seen = -1
+        self._broken = broken
+        self._forward = rollout.engine.controller.runner._forward
+        rollout.engine.controller.runner._forward = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        self.seen += 1
+        if self.seen in self._broken:
+            raise ValueError("broken layer")
+        return self._forward(*args)
+
+
+# --- the same as TRL's own generation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+def test_greedy_completions_loss_and_gradient_norm_are_the_default_paths(make_run, kind):
+    options = {"generation_kwargs": {"do_sample": False}, "entropy_coef": 0.1, "learning_rate": 0.3}
+    default, ours = make_run("default", **options), make_run(kind, **options)
+    for run in (default, ours):
+        run.trainer.train()
+    assert ours.marker.prompts == default.marker.prompts
+    assert ours.marker.ids == default.marker.ids
+    assert ours.marker.ids[0] != ours.marker.ids[1]
+    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-4)
+    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-4)
+    assert min(default.metric("grad_norm")) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_same_samples_give_the_default_paths_loss_and_gradient_norm(make_run, kind, masked):
+    options = {"mask_truncated_completions": masked, "temperature": 0.8, "max_completion_length": 6}
+    ours, default = make_run(kind, **options), make_run("default", **options)
+    for run in (ours, default):
+        end_more_often(run.model)
+    ours.trainer.train()
+    replay(default.model, ours.marker.ids)
+    default.trainer.train()
+    lengths = {len(row) for rows in ours.marker.ids for row in rows}
+    assert len(lengths) > 1, "some samples end by themselves"
+    assert ours.marker.ids == default.marker.ids
+    assert ours.metric("completions/clipped_ratio") == default.metric("completions/clipped_ratio")
+    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-3, abs=1e-6)
+    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-3)
+    assert max(default.metric("grad_norm")) > 1e-3
+
+
+def test_the_prompt_of_a_group_is_computed_once(make_run):
+    run = make_run("attach")
+    run.trainer.train()
+    once = [sum(len(prompt) for prompt in rows[::GROUP]) for rows in run.marker.prompts]
+    assert run.metric("rollout/prefill_tokens_computed") == once
+
+
+# --- the correction by log-probs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_trls_importance_weights_come_from_our_log_probs_and_are_one(make_run, mode):
+    run = make_run("attach", temperature=0.7, vllm_importance_sampling_mode=mode)
+    run.trainer.train()
+    for statistic in ("min", "mean", "max"):
+        assert run.metric(f"sampling/importance_sampling_ratio/{statistic}") == pytest.approx([1, 1], abs=1e-4)
+    assert max(run.metric("sampling/sampling_logp_difference/max")) < 1e-4
+    theirs = run.metric("sampling/sampling_logp_difference/mean")
+    assert run.metric("rollout/logprob_diff_mean") == pytest.approx(theirs, abs=1e-7)
+
+
+SHAPED = [{"top_k": 5}, {"top_p": 0.6}, {"repetition_penalty": 1.5}, {"generation_kwargs": {"min_tokens": 4}}]
+
+
+@pytest.mark.filterwarnings("ignore:.*are drawn from another distribution:UserWarning")
+@pytest.mark.parametrize("shape", SHAPED, ids=str)
+def test_what_is_drawn_from_a_part_of_the_distribution_is_trained_on_as_by_default(make_run, shape):
+    """Against log-probs of the part that was drawn from, weights of whole completions were 1e-40: nothing was learnt."""
+    options = {"temperature": 0.8, "max_steps": 1} | shape
+    ours, default = make_run("attach", **options), make_run("default", **options)
+    ours.trainer.train()
+    replay(default.model, ours.marker.ids)
+    default.trainer.train()
+    assert ours.metric("sampling/importance_sampling_ratio/min") == pytest.approx([1], abs=1e-4)
+    assert max(ours.metric("rollout/logprob_diff_max")) < 1e-4
+    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-3, abs=1e-6)
+    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-3)
+    assert max(default.metric("grad_norm")) > 1e-3
+
+
+def test_a_cut_distribution_is_named_with_the_cure_and_a_whole_one_is_not(make_run, recwarn):
+    cut, whole = make_run("default", top_k=5, top_p=0.9), make_run("default", temperature=0.5)
+    with pytest.warns(
+        UserWarning, match=r"^top_k=5, top_p=0.9: completions are drawn from another .*\(top_k=0, "
+    ) as told:
+        attach(cut.trainer, cut.rollout)
+    assert told[0].filename == __file__
+    attach(whole.trainer, whole.rollout)
+    assert not [each for each in recwarn if "are drawn from" in str(each.message)]
+
+
+def test_greedy_log_probs_are_at_the_trainers_temperature(make_run):
+    run = make_run("attach", temperature=0.5, generation_kwargs={"do_sample": False}, max_steps=1)
+    run.trainer.train()
+    assert run.metric("sampling/importance_sampling_ratio/min") == pytest.approx([1], abs=1e-4)
+
+
+def test_the_correction_can_be_switched_off(make_run):
+    run = make_run("attach", vllm_importance_sampling_correction=False)
+    run.trainer.train()
+    assert not run.metric("sampling/importance_sampling_ratio/mean")
+    assert run.rollout.policy_version == 2
+
+
+def test_under_bfloat16_autocast_we_sample_under_it_too(make_run):
+    run = make_run("attach", bf16=True, vllm_importance_sampling_mode="token_truncate")
+    run.trainer.train()
+    assert run.metric("sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=0.05)
+    assert min(run.metric("rollout/logprob_diff_mean")) > 1e-4, "nothing was rounded"
+
+
+# --- versions, memory, logs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": GROUP, "max_steps": 3},
+        {"num_iterations": 2, "max_steps": 4},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 4},
+    ],
+    ids=["accumulation", "iterations", "steps_per_generation"],
+)
+def test_the_version_is_the_number_of_optimizer_steps_and_the_cache_is_away_while_training(make_run, kind, options):
+    run = make_run(kind, **options)
+    spy, sampled = Spy(run.rollout), []
+    run.trainer.add_callback(spy)
+    generate = run.rollout.generate
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        batch = generate(*args, **kwargs)
+        sampled.append(set(batch.policy_versions[batch.response_mask].tolist()))
+        return batch
+
+    run.rollout.generate = noting
+    run.trainer.train()
+    assert run.rollout.policy_version == run.trainer.state.global_step == options["max_steps"]
+    assert sampled == [{step} for step in run.marker.steps]
+    assert len(sampled) < options["max_steps"] or "gradient_accumulation_steps" in options
+    assert all(version == step for step, version, _ in spy.seen)
+    assert {state for *_, state in spy.seen} == {EngineState.SUSPENDED}
+    assert run.metric("rollout/policy_version") == list(range(1, options["max_steps"] + 1))
+    assert_nothing_leaked(run.rollout)
+
+
+def test_the_mode_reaches_every_suspension(make_run):
+    run, modes = make_run("default", max_steps=1), []
+    make_way = run.rollout.before_optimizer_step
+    run.rollout.before_optimizer_step = lambda mode: (modes.append(mode), make_way(mode))[1]
+    attach(run.trainer, run.rollout, mode="recompute")
+    run.trainer.train()
+    assert modes == ["recompute", "recompute"]
+
+
+def test_training_twice_counts_every_step_once(make_run):
+    run = make_run("attach", max_steps=1)
+    run.trainer.train()
+    run.trainer.train()
+    assert run.rollout.policy_version == 2
+
+
+def test_evaluation_generates_here_too_before_and_while_training(make_run):
+    run = make_run("attach", num_generations_eval=2, per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=1)
+    before = run.trainer.evaluate()
+    run.trainer.train()
+    assert run.rollout.policy_version == 2
+    assert before["eval_sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+    evaluated = [rows for rows in run.marker.prompts if len(rows) == 4]
+    assert len(evaluated) == 3 * 2
+    assert all(rows[0::2] == rows[1::2] for rows in evaluated)
+    assert len(run.metric("rollout/policy_version")) == 2
+
+
+def test_conversations_are_templated_as_trl_does(make_run):
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    options = {"prompts": chats, "generation_kwargs": {"do_sample": False}, "max_steps": 1}
+    for kind in ("rollout_func", "attach"):
+        default, ours = make_run("default", **options), make_run(kind, **options)
+        for run in (default, ours):
+            run.trainer.train()
+        assert ours.marker.ids == default.marker.ids
+        assert ours.marker.completions == default.marker.completions
+        assert ours.marker.completions[0][0][0]["role"] == "assistant"
+
+
+def test_a_later_turn_of_trls_tool_loop_comes_here_too(make_run):
+    run = make_run("attach")
+    prompts = [[5, 6], [7], [5, 6], [5, 6]]
+    completions, logprobs = run.trainer._generate_single_turn(prompts, None, {}, 1)
+    assert len(completions) == 4
+    assert [len(row) for row in logprobs] == [len(row) for row in completions]
+    assert completions[2] != completions[3]
+
+
+def test_detaching_gives_the_trainer_back(make_run):
+    run = make_run("default")
+    before = dict(vars(run.trainer))
+    callbacks = list(run.trainer.callback_handler.callbacks)
+    with attach(run.trainer, run.rollout, on_error="mask"):
+        assert run.trainer.use_vllm
+    assert vars(run.trainer) == before
+    assert run.trainer.callback_handler.callbacks == callbacks
+    run.trainer.train()
+    assert run.rollout.policy_version == 0
+
+
+def test_a_trainer_whose_optimizer_is_attached_already_is_left_as_it_was(make_run):
+    run = make_run("default")
+    run.trainer.create_optimizer()
+    before, callbacks = dict(vars(run.trainer)), list(run.trainer.callback_handler.callbacks)
+    with (
+        attach_optimizer(run.trainer.optimizer, run.rollout),
+        pytest.raises(ValueError, match="attached to this rollout already"),
+    ):
+        attach(run.trainer, run.rollout)
+    assert vars(run.trainer) == before
+    assert run.trainer.callback_handler.callbacks == callbacks
+
+
+def test_a_callback_of_ones_own_that_follows_the_optimizer_is_left_to_it(make_run):
+    run = make_run("default")
+
+    class Own(TrainerCallback):
+        rollout = run.rollout
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.rollout.weights_updated()
+
+    run.trainer.add_callback(Own())
+    attach(run.trainer, run.rollout)
+    run.trainer.train()
+    assert run.rollout.policy_version == 2
+
+
+class Attaches(TrainerCallback):
+    """Calls `attach` as soon as training begins; how often it was told so."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.began = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.began += 1
+        attach(self.run.trainer, self.run.rollout)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_attached_when_training_begins_it_follows_from_the_first_step_on(make_run, others):
+    """The door put its callback into the list that the trainer was going through: the one before was called again."""
+    run = make_run("default")
+    callbacks = [Attaches(run), *(TrainerCallback() for _ in range(others))]
+    for callback in callbacks:
+        run.trainer.add_callback(callback)
+    run.trainer.train()
+    assert callbacks[0].began == 1
+    assert run.rollout.policy_version == 2
+    assert run.metric("rollout/policy_version") == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+def test_a_resumed_training_goes_on_with_version_and_random_streams(make_run, tmp_path, kind):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    through = make_run(kind, **options)
+    through.trainer.train()
+    resumed = make_run(kind, **options)
+    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.marker.ids == through.marker.ids[1:]
+    assert resumed.rollout.policy_version == 2
+    assert resumed.metric("rollout/policy_version") == [1, 2]
+
+
+def test_resumed_from_a_checkpoint_without_us_the_version_is_the_trainers_step_and_a_warning_says_so(
+    make_run, tmp_path
+):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_run("default", **options).trainer.train()
+    run = make_run("attach", **options)
+    with pytest.warns(UserWarning, match=r"stands at step 1, .*checkpoint-1: .* goes on from 1, .* begin anew"):
+        run.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert run.rollout.policy_version == 2
+    assert run.metric("rollout/policy_version") == [2]
+
+
+def test_only_the_metrics_that_are_asked_for_join_the_logs(make_run):
+    none, some, refused = (make_run("default", max_steps=1) for _ in range(3))
+    attach(none.trainer, none.rollout, log=False)
+    attach(some.trainer, some.rollout, log=["rollout/policy_version"])
+    for run, names in ((none, set()), (some, {"rollout/policy_version"})):
+        run.trainer.train()
+        assert {name for entry in run.trainer.state.log_history for name in entry if "rollout/" in name} == names
+    with pytest.raises(KeyError, match="did you mean rollout/policy_version"):
+        attach(refused.trainer, refused.rollout, log=["rollout/policy_versoin"])
+
+
+def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
+    run = make_run("attach", max_steps=1)
+    seen = []
+    generate = run.rollout.generate
+    run.rollout.generate = lambda *args, **kwargs: (
+        seen.append("forward" in vars(run.model)),
+        generate(*args, **kwargs),
+    )[1]
+    run.trainer.train()
+    assert seen == [False]
+    assert "forward" in vars(run.model)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(tmp_path):
+    nursery = Nursery()
+    try:
+        answers = run_together(nursery, 2, trl_jobs.trains_sharded, folder=str(tmp_path))
+    finally:
+        nursery.close()
+    for answer in answers:
+        assert (answer["version"], answer["sharded"]) == (2, True)
+        assert max(answer["rollout/logprob_diff_max"]) < 1e-5
+        assert min(answer["grad_norm"]) > 1e-3
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+def test_a_failed_completion_stops_the_training_by_default(make_run, kind):
+    run = make_run(kind)
+    BrokenForward(run.rollout, {3})
+    with pytest.raises(RolloutFailedError, match="broken layer"):
+        run.trainer.train()
+    assert not run.marker.ids
+    assert run.rollout.policy_version == 0
+
+
+@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
+def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make_run, kind):
+    run = make_run(kind, on_error="mask", max_steps=1, num_generations=8, per_device_train_batch_size=16)
+    end_more_often(run.model)
+    BrokenForward(run.rollout, {9})
+    kept: dict[str, Any] = {}
+    score = run.trainer._generate_and_score_completions
+    run.trainer._generate_and_score_completions = lambda inputs: kept.update(score(inputs)) or dict(kept)
+    run.trainer.train()
+    failed = kept["tool_mask"][:, 0] == 0
+    assert {tuple(ids) for ids, lost in zip(run.marker.ids[0], failed, strict=True) if lost} == {(2,)}
+    advantages, survived = kept["advantages"].view(-1, 8), ~failed.view(-1, 8)
+    assert any(2 <= count < 8 for count in survived.sum(1).tolist()), "some of a group have failed"
+    assert (advantages[~survived] == 0).all()
+    assert advantages.sum(1).tolist() == pytest.approx([0, 0], abs=1e-5)
+    assert advantages[survived].abs().max() > 0.1
+    assert 0 < run.metric("grad_norm")[0] < math.inf
+    assert run.rollout.policy_version == 1
+
+
+# --- what is refused, and how it is said ------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_attached_is_refused_by_name(make_run):
+    run, other = make_run("default"), make_run("rollout_func")
+    with pytest.raises(TypeError, match="Run has no rollout_func, use_vllm"):
+        attach(run, run.rollout)
+    with pytest.raises(ValueError, match=r"trains another Qwen3ForCausalLM .*RolloutManager\(trainer.model"):
+        attach(run.trainer, other.rollout)
+    with pytest.raises(ValueError, match="has a rollout_func already"):
+        attach(other.trainer, other.rollout)
+    with pytest.raises(ConfigError, match="mode='fast': must be None or one of 'persist'"):
+        attach(run.trainer, run.rollout, mode="fast")
+    with pytest.raises(ConfigError, match="on_error='skip'"):
+        attach(run.trainer, run.rollout, on_error="skip")
+    attachment = attach(run.trainer, run.rollout)
+    with pytest.raises(ValueError, match="attached to a rollout already"):
+        attach(run.trainer, run.rollout)
+    with pytest.raises(ValueError, match="images"):
+        attachment.generate([[1]], [["image"]], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("use_vllm", True, "set GRPOConfig.use_vllm=False"),
+        ("use_transformers_continuous_batching", True, "use_transformers_continuous_batching=False"),
+    ],
+)
+def test_two_generators_are_one_too_many(make_run, name, value, message):
+    run = make_run("default")
+    setattr(run.trainer, name, value)
+    with pytest.raises(ValueError, match=message):
+        attach(run.trainer, run.rollout)
+    with pytest.raises(ValueError, match=message):
+        rollout_func(run.rollout)(PROMPTS, run.trainer)
+
+
+def test_tools_are_refused_where_their_turns_would_not_come_here(make_run):
+    run = make_run("default")
+    run.trainer.tools = [print]
+    with pytest.raises(ValueError, match="has 1 tools"):
+        attach(run.trainer, run.rollout, on_error="mask")
+    with pytest.raises(ValueError, match="has 1 tools"):
+        rollout_func(run.rollout)(PROMPTS, run.trainer)
+
+
+def test_vespo_is_corrected_by_token_whatever_grpo_config_says(make_run):
+    run = make_run("default", loss_type="vespo")
+    with pytest.warns(UserWarning, match="'sequence_mask': loss_type='vespo' is corrected token by token"):
+        attachment = attach(run.trainer, run.rollout)
+    run.trainer.train()
+    assert run.metric("sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=1e-4)
+    assert min(run.metric("grad_norm")) > 1e-3
+    attachment.detach()
+    assert run.trainer.vllm_importance_sampling_mode == "sequence_mask"
+
+
+def test_sampling_is_what_grpo_config_says(make_run):
+    run = make_run("default", temperature=0.9, top_p=0.8, top_k=7, min_p=0.1, repetition_penalty=1.2)
+    params = sampling_params(run.trainer)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.9, 0.8, 7, 0.1)
+    assert (params.repetition_penalty, params.max_tokens) == (1.2, 10)
+    assert (params.stop_token_ids, params.ignore_eos, params.logprobs) == ((2,), True, 0)
+    run.trainer.args.generation_kwargs = {"min_new_tokens": 3, "presence_penalty": 0.5, "stop_token_ids": [40]}
+    params = sampling_params(run.trainer)
+    assert (params.min_tokens, params.presence_penalty, params.stop_token_ids) == (3, 0.5, (2, 40))
+    run.trainer.args.generation_kwargs = {"do_sample": False}
+    params = sampling_params(run.trainer)
+    assert (params.top_k, params.top_p, params.min_p, params.temperature) == (1, 1.0, 0.0, 0.9)
+
+
+@pytest.mark.parametrize("name", ["num_beams", "n", "seed", "eos_token_id"])
+def test_what_we_cannot_do_of_generation_kwargs_is_named(make_run, name):
+    run = make_run("default")
+    run.trainer.args.generation_kwargs = {name: 4}
+    with pytest.raises(ConfigError, match=rf"generation_kwargs\['{name}'\]=4: this rollout cannot do it"):
+        attach(run.trainer, run.rollout)
+
+
+# --- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_puts_a_step_beside_trls_own(tmp_path, capsys):
+    from tests.benchmarks.trl_step import main
+
+    small = "--size tiny --prompts 1 --group 2 --prompt-tokens 4 --new-tokens 4 --steps 1 --rounds 1 --cases even"
+    assert main([*small.split(), "--peers", "ours", "generate", "--json", str(tmp_path / "step.json")]) == 0
+    (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert set(row["peers"]) == {"ours", "generate"}
+    assert row["ratios"]["generate"] > 0
+    assert "ours / peer" in capsys.readouterr().out

@@ -1,0 +1,296 @@
+"""What a run logs is what the table of metrics names; and a logger never asks anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.manager.batch import RolloutBatch
+from rollout.metrics import LOGGED, METRICS, Kind, MetricsRecorder
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import VersionSpans
+from rollout.state import FinishReason, Status
+from tests.models import make_tokenizer
+from tests.trainer_hooks.wandb_runs import point, read_run
+from trainer_hooks.wandb import AGES, SAMPLE_COLUMNS, WandbLogger
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def quiet(monkeypatch, tmp_path):
+    """wandb as for a user who has never logged in, with what costs time switched off."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    for name in ("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE", "WANDB_X_DISABLE_STATS"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    return tmp_path
+
+
+def recorded_everything() -> dict[str, float]:
+    clock = iter(range(1000))
+    recorder = MetricsRecorder(lambda: float(next(clock)))
+    for name, metric in METRICS.items():
+        if metric.kind is Kind.COUNTER:
+            recorder.add(name, 2)
+        elif metric.kind is Kind.GAUGE:
+            recorder.set(name, 3)
+        elif metric.kind is Kind.SUMMARY:
+            recorder.observe(name, [1.0, 2.0])
+    for phase in ("generate", "suspend", "train", "resume"):
+        recorder.enter_phase(phase)
+    return recorder.snapshot()
+
+
+def test_what_an_offline_run_holds_is_exactly_the_table(quiet):
+    with WandbLogger("laws", config={"lr": 1e-3}, directory=quiet, name="offline") as logger:
+        logger.log(7, recorded_everything(), {"train/reward": torch.tensor(0.5), "train/lr": np.float32(0.25)})
+    run = read_run(quiet)
+    (logged,) = (point(history) for history in run["history"])
+    assert set(logged) == {*LOGGED, "train/step", "train/reward", "train/lr"}
+    assert (logged["train/step"], logged["train/reward"], logged["train/lr"]) == (7, 0.5, 0.25)
+    axes = {metric.name or metric.glob_name: metric.step_metric for metric in run["metric"]}
+    assert axes == {
+        "train/step": "",
+        "train/*": "train/step",
+        "rollout/*": "train/step",
+        "samples/*": "train/step",
+    }
+
+
+def sample_batch() -> RolloutBatch:
+    """Three prompts, two samples each: completions of 1 … 6 tokens, all sampled one update ago."""
+    return RolloutBatch.from_requests(
+        [
+            DynamicInferenceRequest(
+                request_id=index // 2,
+                sample_index=index % 2,
+                prompt_tokens=[1, 2],
+                generated_tokens=list(range(10, 11 + index)),
+                generated_log_probs=[-1.0] * (1 + index),
+                generated_text=None if index == 0 else f"text {index}",
+                status=Status.COMPLETED,
+                finish_reason=FinishReason.STOP,
+                policy_version=1,
+            )
+            for index in range(6)
+        ],
+        policy_version=2,
+        pad_token_id=0,
+    )
+
+
+def test_samples_reach_the_run_as_a_table_and_a_histogram(quiet):
+    with WandbLogger("laws", directory=quiet) as logger:
+        logger.samples(3, sample_batch(), torch.arange(6.0), rows=2)
+    (logged,) = (point(history) for history in read_run(quiet)["history"])
+    assert set(logged) == {"train/step", "samples/table", "samples/completion_length"}
+    table, _ = logged_table(quiet)
+    assert tuple(table["columns"]) == SAMPLE_COLUMNS
+    assert [row[:-1] for row in table["data"]] == [[3, "10", 0.0, 1, "stop", 1.0], [3, "text 5", 5.0, 6, "stop", 1.0]]
+    assert sum(logged["samples/completion_length"]["values"]) == 6
+
+
+def logged_table(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """The one table of an offline run, and the HTML in its last column."""
+    (artifact,) = read_run(directory)["artifact"]
+    files = {entry.path: Path(entry.local_path).read_text() for entry in artifact.manifest.contents}
+    table = json.loads(files["samples/table.table.json"])
+    return table, [files[row[-1]["path"]] for row in table["data"]]
+
+
+def test_the_tokens_of_each_version_stand_on_the_ground_of_their_age(quiet):
+    tokenizer = make_tokenizer()
+    sample = DynamicInferenceRequest(
+        request_id=0,
+        sample_index=0,
+        prompt_tokens=[5],
+        generated_tokens=tokenizer.encode("a<b>&", add_special_tokens=False),
+        generated_log_probs=[-1.0] * 5,
+        policy_spans=VersionSpans([(2, 3), (8, 2), (9, 1)]),
+        status=Status.COMPLETED,
+        finish_reason=FinishReason.STOP,
+        policy_version=9,
+    )
+    batch = RolloutBatch.from_requests([sample], policy_version=9, pad_token_id=0)
+    with WandbLogger("laws", directory=quiet) as logger:
+        logger.samples(3, batch, [0.5], tokenizer=tokenizer)
+    table, (shown,) = logged_table(quiet)
+    spans = re.findall(r'<span style="background:(#\w{6})" title="(.*?)">(.*?)</span>', shown)
+    assert spans == [
+        (AGES[-1], "version 2, 7 updates ago, 2 tokens", "a&lt;"),
+        (AGES[1], "version 8, 1 update ago, 2 tokens", "b&gt;"),
+        (AGES[0], "version 9, 0 updates ago, 1 token", "&amp;"),
+    ]
+    (row,) = table["data"]
+    assert row[SAMPLE_COLUMNS.index("mean_staleness")] == (2 * 7 + 2 * 1) / 5
+
+
+def test_the_table_shows_samples_from_the_worst_to_the_best(fake):
+    logger = WandbLogger("p")
+    logger.samples(1, sample_batch(), [5, 4, 3, 2, 1, 0], rows=3)
+    table = logger.run.points[0]["samples/table"]
+    assert [row["reward"] for row in table] == [0, 2, 5]
+    assert [row["length"] for row in table] == [6, 4, 1]
+    assert logger.run.points[0]["samples/completion_length"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_more_rows_than_samples_show_every_sample_once(fake):
+    logger = WandbLogger("p")
+    logger.samples(1, sample_batch(), np.zeros(6), rows=50)
+    assert [row["length"] for row in logger.run.points[0]["samples/table"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_empty_batch_has_no_samples_to_show(fake):
+    logger = WandbLogger("p")
+    logger.samples(1, RolloutBatch.from_requests([], policy_version=0, pad_token_id=0), [])
+    assert logger.run.points == []
+
+
+def test_rewards_that_are_not_one_per_sample_are_refused(fake):
+    with pytest.raises(ValueError, match=r"shape \(5,\) for 6 samples"):
+        WandbLogger("p").samples(1, sample_batch(), [0.0] * 5)
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.points: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
+        self.exit_codes: list[int] = []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        pass
+
+    def log(self, data: dict[str, Any]) -> None:
+        self.points.append(data)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+class FakeWandb(SimpleNamespace):
+    """The part of wandb the logger meets, without a service behind it."""
+
+    def __init__(self, run: FakeRun | None = None, api_key: str | None = None) -> None:
+        super().__init__(run=run, asked=None, Histogram=list, Html=lambda text, inject: text)
+        self.api_key = api_key
+
+    def setup(self) -> SimpleNamespace:
+        return SimpleNamespace(settings=SimpleNamespace(api_key=self.api_key, base_url="https://api.wandb.ai"))
+
+    def init(self, **asked: Any) -> FakeRun:
+        self.asked = asked
+        return FakeRun()
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+
+@pytest.fixture
+def fake(quiet, monkeypatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_without_a_login_a_run_is_offline(fake):
+    WandbLogger("p")
+    assert fake.asked["mode"] == "offline"
+
+
+def test_an_api_key_in_the_environment_makes_it_online(fake, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    WandbLogger("p")
+    assert fake.asked["mode"] == "online"
+
+
+def test_a_key_in_the_settings_makes_it_online(fake):
+    fake.api_key = "x" * 40
+    WandbLogger("p")
+    assert fake.asked["mode"] == "online"
+
+
+def test_a_netrc_entry_for_the_server_makes_it_online(fake, quiet):
+    (quiet / "netrc").write_text("machine api.wandb.ai\n  login user\n  password " + "x" * 40 + "\n")
+    WandbLogger("p")
+    assert fake.asked["mode"] == "online"
+
+
+@pytest.mark.parametrize("content", ["machine elsewhere.org login a password b\n", "nonsense here\n"])
+def test_a_netrc_about_something_else_leaves_it_offline(fake, quiet, content):
+    (quiet / "netrc").write_text(content)
+    WandbLogger("p")
+    assert fake.asked["mode"] == "offline"
+
+
+def test_the_environment_variable_of_wandb_is_honoured(fake, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    WandbLogger("p")
+    assert fake.asked["mode"] == "disabled"
+
+
+def test_an_empty_environment_variable_is_none(fake, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_MODE", "")
+    WandbLogger("p")
+    assert fake.asked["mode"] == "online"
+
+
+def test_online_without_a_login_is_refused_instead_of_asking(fake):
+    with pytest.raises(ValueError, match=r"wandb login.*mode='offline'"):
+        WandbLogger("p", mode="online")
+    assert fake.asked is None
+
+
+def test_an_unknown_mode_is_refused(fake):
+    with pytest.raises(ValueError, match=r"mode='on'.*'online', 'offline', 'disabled'"):
+        WandbLogger("p", mode="on")
+
+
+def test_a_run_of_somebody_else_is_joined_and_left_open(fake):
+    fake.run = FakeRun()
+    fake.run.config["seed"] = 1
+    fake.run.config = SimpleNamespace(update=lambda values, allow_val_change: fake.run.points.append(values))
+    with WandbLogger("p", config={"lr": 0.1}) as logger:
+        logger.log(1, {"train/loss": 2.0})
+    assert fake.asked is None
+    assert fake.run.points == [{"lr": 0.1}, {"train/step": 1, "train/loss": 2.0}]
+    assert fake.run.exit_codes == []
+
+
+def test_a_block_that_raises_ends_the_run_as_failed(fake):
+    with pytest.raises(RuntimeError), WandbLogger("p") as logger:
+        raise RuntimeError
+    assert logger.run.exit_codes == [1]
+
+
+def test_a_name_that_is_not_in_the_table_is_refused_with_the_nearest(fake):
+    logger = WandbLogger("p")
+    with pytest.raises(KeyError, match="rollout/preemptions"):
+        logger.log(1, {"rollout/preemption": 1})
+    assert logger.run.points == []
+
+
+@pytest.mark.parametrize("again", [{"train/loss": 2.0}, {"train/step": 3}])
+def test_a_name_that_comes_twice_is_refused(fake, again):
+    logger = WandbLogger("p")
+    with pytest.raises(ValueError, match="comes twice"):
+        logger.log(1, {"train/loss": 1.0}, again)
+
+
+def test_wandb_is_imported_when_a_logger_is_built_and_not_before():
+    program = "import sys, trainer_hooks.wandb; sys.exit('wandb' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,97 @@
+"""What ranks do in `tests.trainer_hooks.test_transformers_hook`, and small Trainers: a model of a few thousand weights, on the CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from rollout.manager.manager import RolloutManager
+from rollout.sampling_params import SamplingParams
+from tests.distributed.job.rank_jobs import Sample, a_manager, samples
+from tests.models import make_model
+from trainer_hooks.transformers import RolloutCallback
+
+TEXTS = [
+    {"input_ids": row, "labels": row}
+    for row in torch.randint(3, 97, (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
+]
+
+
+def tiny() -> PreTrainedModel:
+    """Smaller still, for tests that do not look at what is sampled."""
+    return make_model("llama", num_hidden_layers=1, hidden_size=16, intermediate_size=16)
+
+
+def small() -> PreTrainedModel:
+    """One whose samples are looked at; its configuration can be saved, as that of `the_model` cannot."""
+    return make_model("llama", num_hidden_layers=2)
+
+
+class Watching(TrainerCallback):
+    """Writes down the version and the weights after every step of a Trainer; has the rollout sample before it."""
+
+    def __init__(self, rollout: Any, samples: bool = False) -> None:
+        self.rollout = rollout
+        self.samples = samples
+        self.versions: list[int] = []
+        self.made: list[Sample] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.samples:
+            params = SamplingParams(max_tokens=6)
+            self.made += samples(self.rollout.generate(["short"], params, min_groups=1, progress=False))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.versions.append(self.rollout.policy_version)
+
+
+def a_trainer(model: PreTrainedModel, folder: str | Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+    """Says nothing, saves nothing, reports to nobody, unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    args = TrainingArguments(output_dir=str(folder), **(defaults | options))
+    return Trainer(model, args, train_dataset=TEXTS, eval_dataset=TEXTS[:2], callbacks=list(callbacks))
+
+
+def is_trained(rank: int, folder: str, resumes: bool) -> dict[str, Any]:
+    """DDP: four steps with a checkpoint after the second, or from there on; then what is left in flight."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    model = small()
+    with a_manager(model) as rollout:
+        watching = Watching(rollout)
+        trainer = a_trainer(
+            model, folder, RolloutCallback(rollout, mode="recompute"), watching, Saves(rollout, 2 + rank),
+            save_strategy="steps", save_steps=2, ddp_backend="gloo",
+        )  # fmt: skip
+        assert trainer.args.world_size == 2
+        trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")) if resumes else None)
+        left = rollout.groups_in_flight
+        rest = samples(rollout.generate([], min_groups=left, progress=False))
+    return {"versions": watching.versions, "left": left, "rest": rest}
+
+
+class Saves(TrainerCallback):
+    """Submits prompts just before the first checkpoint: they are in flight in it, and begun by nobody."""
+
+    def __init__(self, rollout: RolloutManager, count: int) -> None:
+        self.rollout = rollout
+        self.count = count
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            params = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
+            self.rollout.submit([f"prompt {number}" for number in range(self.count)], params)
