@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
-from rollout.distributed.protocol.outcome import Growth
 from rollout.engine.admission import Admission, refuse_what_is_not_served
 from rollout.engine.context import DynamicInferenceContext, MemoryMove, pool_size
 from rollout.engine.controller import Prompt, TextGenerationController
@@ -45,6 +44,7 @@ from rollout.errors import (
     RequestError,
     WeightsChangedError,
 )
+from rollout.requests.growth import Growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import MAX_VERSION

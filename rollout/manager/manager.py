@@ -112,7 +112,7 @@ class RolloutManager:
         self._lengths = LengthBook()
         self._backend = self._choose_backend(coordinator)
         world = World.of_torch() if self.engine.weights.collective else None
-        self._gathering = Gathering(self.engine, self._backend, world)
+        self._gathering = Gathering(self.engine, self._backend.moved_together, world)
         self._suspension = Suspension(self.engine, self._metrics, lambda: self._backend.held_by_coordinator)
         self._closed = False
         self._pacer = StalenessPacer(self.config.max_staleness)
@@ -631,7 +631,7 @@ class RolloutManager:
             return
         self._ensure_running()
         if not self._gathering.collective:
-            self._gathering = Gathering(self.engine, self._backend, World.of_torch())
+            self._gathering = Gathering(self.engine, self._backend.moved_together, World.of_torch())
         with self._gathering.held():
             self._gathering.ensure()
             self.engine.rebuild()

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.distributed.protocol.outcome import Growth, growth
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling.block_allocator import NO_BLOCK, BlockAllocator, CacheChanges
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.requests.events import unpack_events
+from rollout.requests.growth import Growth, growth
 from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
 from tests.engine.scheduling.test_simulation import World

@@ -1,4 +1,4 @@
-"""What ranks do in `tests.trainer_hooks.test_accelerate_hook`: each job runs on every rank at once, as `accelerate launch` has it."""
+"""Jobs of `test_accelerate_hook`, each run on every rank at once, as `accelerate launch` has it."""
 
 from __future__ import annotations
 

@@ -245,7 +245,8 @@ def test_what_is_no_accelerator_is_refused():
 def test_the_door_imports_no_other_framework():
     program = (
         "import sys, trainer_hooks.accelerate\n"
-        "print([name for name in ('transformers', 'trl', 'peft', 'wandb', 'rollout.manager.manager') if name in sys.modules])"
+        "watched = ('transformers', 'trl', 'peft', 'wandb', 'rollout.manager.manager')\n"
+        "print([name for name in watched if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

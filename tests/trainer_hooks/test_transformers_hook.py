@@ -278,7 +278,8 @@ def test_a_trainer_without_an_optimizer_is_refused(model, rollout, tmp_path):
 def test_the_door_imports_neither_the_trainer_nor_the_engine():
     program = (
         "import sys, trainer_hooks.transformers\n"
-        "print([name for name in ('transformers.trainer', 'trl', 'wandb', 'rollout.manager.manager') if name in sys.modules])"
+        "watched = ('transformers.trainer', 'trl', 'wandb', 'rollout.manager.manager')\n"
+        "print([name for name in watched if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

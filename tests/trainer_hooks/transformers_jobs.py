@@ -1,4 +1,4 @@
-"""What ranks do in `tests.trainer_hooks.test_transformers_hook`, and small Trainers: a model of a few thousand weights, on the CPU."""
+"""Jobs of `test_transformers_hook`, and small Trainers: a model of a few thousand weights, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in `tests.trainer_hooks.test_trl_hook`: a GRPOTrainer that shards its model by FSDP2 when training begins."""
+"""Job of `test_trl_hook`: a GRPOTrainer that shards its model by FSDP2 when training begins."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ import numpy as np
 from rollout.distributed.protocol.fields import TOKEN_BYTES
 from rollout.distributed.protocol.frames import LostFramesError
 from rollout.distributed.protocol.messages import Stretch
-from rollout.distributed.protocol.outcome import Outcome, TopN, pack_top_n, unpack, unpack_top_n
+from rollout.distributed.protocol.outcome import Outcome, pack_top_n, unpack, unpack_top_n
 from rollout.errors import InvalidRequestError, RolloutError, SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.events import unpack_events
+from rollout.requests.growth import TopN
 from rollout.requests.record import DynamicInferenceRequestRecord, split
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans

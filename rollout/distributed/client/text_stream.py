@@ -18,8 +18,9 @@ from typing import TypeVar
 
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.protocol.messages import Stretch
-from rollout.distributed.protocol.outcome import TopN, unpack, unpack_top_n
+from rollout.distributed.protocol.outcome import unpack, unpack_top_n
 from rollout.requests.detokenizer import StableText, Tokenizer
+from rollout.requests.growth import TopN
 from rollout.sampling_params import SamplingParams
 
 _Row = tuple[int, int, int, bytes, bytes, int]

@@ -10,13 +10,12 @@ for all; after it is off, every rank that waited has raised a `DeadlineError`, a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import DeadlineError
-from rollout.manager.backend import Backend
 from rollout.threads.interrupts import interrupt_deferred, interrupt_pending
 
 _GO = b"go"
@@ -28,13 +27,13 @@ class Gathering:
     """Of one manager's engine.
 
     Args:
-        backend: whose barrier is used.
+        meet: a barrier of all ranks where there is one; takes what the wait is for.
         world: the ranks; None: this one is alone, or its weights need nobody else.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, backend: Backend, world: World | None) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, meet: Callable[[str], object], world: World | None) -> None:
         self._engine = engine
-        self._backend = backend
+        self._meet_at_barrier = meet
         self._world = world
         self._holders = 0
         self._meetings = 0
@@ -65,7 +64,7 @@ class Gathering:
         if self._engine.weights.ready:
             return
         if self._world is not None:
-            self._backend.moved_together("generate(): gather_weights")
+            self._meet_at_barrier("generate(): gather_weights")
         with interrupt_deferred():
             if self._world is None or self._meet(self._world, self._engine.config.control_timeout_s):
                 self._engine.gather_weights()

@@ -1,6 +1,6 @@
 """A message as bytes and back, and the numbers that make a connection exact: encode and decode side by side.
 
-A decoder trusts nothing: what is not a frame of `rollout.distributed.protocol.messages` is a `SerializationError` that names the field.
+A decoder trusts nothing: what is not a frame of `messages` is a `SerializationError` that names the field.
 """
 
 from __future__ import annotations

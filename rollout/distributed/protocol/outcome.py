@@ -1,4 +1,4 @@
-"""What of a sample travels to whoever waits for it: the tokens it has gained, and how it ended.
+"""Final result of a sample (`Outcome`), and its wire form.
 
 Always true: everything is read from the record as it stands, without merging it; what `pack` writes `unpack` reads.
 Knows records and no engine.
@@ -15,133 +15,10 @@ import msgpack
 
 from rollout.errors import SerializationError
 from rollout.requests.codec import FLOATS, TOP_N, Codec, optional, refuse, unpack_msgpack
-from rollout.requests.events import pack_events
+from rollout.requests.growth import TopN, first_token_after
 from rollout.requests.record import DynamicInferenceRequestRecord, segment_rows
-from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.state import FinishReason
-
-MAX_EVENTS_SENT = 1 << 18
-"""Of one sample; what happens to it after so many is not told."""
-
-TopN = list[list[tuple[int, float]]]
-"""Per token, (token id, log-prob), best first."""
-
-
-# --- how it grows -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Growth:
-    """New completion tokens of one sample."""
-
-    request_id: int
-    sample_index: int
-    start: int
-    """Where in the completion, all segments together, the first one stands. 0 for a sample known further: it has
-    started afresh."""
-    count: int
-    token_ids: bytes
-    """int32 [count]."""
-    log_probs: bytes
-    """float32 [count]."""
-    versions: list[int]
-    """The policy version of the prompt, then version, count, version, count, … of the tokens."""
-    ttft: float | None = None
-    """Seconds from arrival to the first token, where that is among them."""
-    top_n: TopN | None = None
-    """Of each token, where asked for."""
-    events: bytes | None = None
-    """Packed, since those that are known; None: there are none."""
-    num_events: int = 0
-    """Of the sample, those in `events` included."""
-
-
-def growth(record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0) -> Growth:
-    """What a record that nobody computes on (it waits, or has ended) has beyond what is known.
-
-    Args:
-        known: completion tokens that are known.
-        prompt_version: the prompt's policy version that they came with.
-        events_known: events that are known.
-    """
-    live = record[-1]
-    made = completion_length(live)
-    start = first_unknown(live, made, known, prompt_version)
-    tokens = (*live.prompt_tokens[live.original_prompt_length + start :], *live.generated_tokens)
-    tokens = tokens[len(tokens) - (made - start) :]
-    log_probs = joined(record, "generated_log_probs", start)
-    return Growth(
-        record.request_id,
-        record.sample_index,
-        start,
-        made - start,
-        struct.pack(f"<{made - start}i", *tokens),
-        struct.pack(f"<{made - start}f", *log_probs),
-        versions(live, start, made),
-        None if start else first_token_after(record),
-        joined(record, "generated_top_n_logprobs", start) if live.sampling_params.logprobs else None,
-        *new_events(record, events_known),
-    )
-
-
-def completion_length(live: DynamicInferenceRequest) -> int:
-    """Completion tokens of all segments up to this one."""
-    return live.total_length - live.original_prompt_length
-
-
-def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
-    """Where what is not known begins: behind what is, or at 0 if the sample has started afresh since.
-
-    A sample starts afresh under a later policy version than all it had, so its prompt's version tells the two lives
-    apart even when the second one has grown longer than the first.
-    """
-    same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
-    return known if same_life else 0
-
-
-def version_of_prompt(live: DynamicInferenceRequest) -> int:
-    """The policy version under which the prompt was admitted, or would be now."""
-    return live.policy_spans.version_at(0) if live.policy_spans else live.policy_version
-
-
-def versions(live: DynamicInferenceRequest, start: int, stop: int) -> list[int]:
-    """`Growth.versions` of completion tokens `start` … `stop` - 1."""
-    spans, first, last = live.policy_spans, live.original_prompt_length + start, live.original_prompt_length + stop
-    row = [version_of_prompt(live)]
-    for run in spans.window(first, last):
-        row += run
-    open_end = last - max(first, len(spans))
-    if open_end > 0:
-        if len(row) > 1 and row[-2] == live.policy_version:
-            row[-1] += open_end
-        else:
-            row += (live.policy_version, open_end)
-    return row
-
-
-def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list[Any]:
-    """A per-token field of all segments, from completion token `start` on."""
-    live = record[-1]
-    if start >= live.rng_offset:
-        rows: list[Any] = getattr(live, name)[start - live.rng_offset :]
-        return rows
-    return [row for segment in record for row in getattr(segment, name)][start:]
-
-
-def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:
-    """(packed events behind the first `known` ones, how many there are of the sample)."""
-    events = record[-1].events if len(record) == 1 else [event for segment in record for event in segment.events]
-    count = min(len(events), MAX_EVENTS_SENT)
-    return (pack_events(events[known:count]) if count > known else None), count
-
-
-def first_token_after(record: DynamicInferenceRequestRecord) -> float | None:
-    """Seconds from arrival to the first token."""
-    return next((segment.ttft for segment in record if segment.ttft is not None), None)
-
-
-# --- how it ends ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

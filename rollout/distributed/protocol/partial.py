@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.distributed.protocol.messages import Stretch
-from rollout.distributed.protocol.outcome import TopN, growth, pack_top_n, unpack_top_n
+from rollout.distributed.protocol.outcome import pack_top_n, unpack_top_n
 from rollout.requests.codec import refuse
 from rollout.requests.events import unpack_events
+from rollout.requests.growth import TopN, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans

@@ -10,11 +10,11 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from typing import cast
 
 from rollout.distributed.protocol.fields import SET_VERSION
-from rollout.distributed.protocol.outcome import Growth
 from rollout.distributed.worker.session import Key, Known
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling.block_allocator import CacheChanges
 from rollout.errors import EngineStateError
+from rollout.requests.growth import Growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import ControlSignal, EngineState, KVCacheManagementMode

@@ -33,10 +33,11 @@ from rollout.distributed.protocol.messages import (
     RegisterAck,
     Stretch,
 )
-from rollout.distributed.protocol.outcome import Growth, growth, outcome, pack, pack_top_n
+from rollout.distributed.protocol.outcome import outcome, pack, pack_top_n
 from rollout.distributed.protocol.partial import pieces
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.requests.codec import unpack_msgpack
+from rollout.requests.growth import Growth, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, EngineState

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from rollout.config import InferenceConfig
-from rollout.distributed.protocol.outcome import Growth, growth
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
 from rollout.engine.scheduling.block_allocator import BlockAllocator
 from rollout.engine.scheduling.block_tables import BlockTables
@@ -29,6 +28,7 @@ from rollout.engine.scheduling.sequences import NO_SLOT, IntArray, Sequence, Seq
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.growth import Growth, growth
 from rollout.state import FinishReason, Status
 
 

@@ -3,7 +3,7 @@
 Promises:
 - what a template or a tokenizer cannot do with a conversation is an `InvalidRequestError` that says why;
 - a conversation that comes back with the ids of a reply goes on from those ids, as far as what the template writes
-  before the reply, and what the reply says, are what the ids were made of (`rollout.server.chat_template.earlier_ids`): they are a
+  before the reply, and what the reply says, are what the ids were made of (`earlier_ids`): they are a
   prefix of the prompt, and only the text behind them is tokenised. From the first difference on the text counts;
 - what cannot be told for certain is refused, not guessed.
 

@@ -1,6 +1,6 @@
 """What a chat request may hold: the conversation, its tools, and what goes with them.
 
-Always true: see `rollout.server.openai.schema`. An assistant's message is taken as a reply brought it and as clients send it back:
+Always true: see `schema`. An assistant's message is taken as a reply brought it and as clients send it back:
 fields of theirs that are not known here (`annotations`, `provider_specific_fields`) are left out. Labels
 that no reply depends on are accepted: `metadata`, `safety_identifier`, `prompt_cache_*`.
 """

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.distributed.protocol.outcome import TopN
+from rollout.requests.growth import TopN
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON has not: a token that a filter removed."""

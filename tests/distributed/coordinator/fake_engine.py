@@ -7,10 +7,10 @@ from collections.abc import Container, Mapping, Sequence
 from functools import cache
 
 from rollout.distributed.protocol.fields import SET_VERSION
-from rollout.distributed.protocol.outcome import Growth, growth
 from rollout.distributed.worker.session import Key, Known
 from rollout.errors import RequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.growth import Growth, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams

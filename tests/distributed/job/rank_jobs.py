@@ -1,4 +1,4 @@
-"""What ranks do in `tests.distributed.job.test_data_parallel`, and what is expected of it: each job runs on every rank at once."""
+"""Jobs of `test_data_parallel`, each run on every rank at once, and what is expected of them."""
 
 from __future__ import annotations
 

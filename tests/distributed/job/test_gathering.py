@@ -38,7 +38,7 @@ def ranks_of(size: int, **options: Any) -> list[tuple[FakeEngine, Gathering]]:
     backend: Any = SimpleNamespace(moved_together=lambda what: None)
     engines = [FakeEngine(**options) for _ in range(size)]
     return [
-        (engine, Gathering(engine, backend, World(rank, size, store, "job", one_host=True)))  # type: ignore[arg-type]
+        (engine, Gathering(engine, backend.moved_together, World(rank, size, store, "job", one_host=True)))  # type: ignore[arg-type]
         for rank, engine in enumerate(engines)
     ]
 

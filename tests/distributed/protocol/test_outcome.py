@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.distributed.protocol.outcome import Outcome, growth, outcome, pack, pack_top_n, unpack, unpack_top_n
+from rollout.distributed.protocol.outcome import Outcome, outcome, pack, pack_top_n, unpack, unpack_top_n
 from rollout.distributed.protocol.partial import pieces, stretch_of
 from rollout.errors import SerializationError
 from rollout.requests.events import pack_events
+from rollout.requests.growth import growth
 from rollout.requests.record import DynamicInferenceRequestRecord, segment_rows
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
