@@ -1,4 +1,4 @@
-"""What a user may configure, checked when it is built. A default is written once, here."""
+"""Validated options of engine, coordinator and HTTP server. A default is written once, here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric by name, and the recorder that fills them in.
+"""Metric names with kind, unit and meaning, and the recorder that fills them in.
 
 `METRICS` is the one table: what is recorded, of which kind, in which unit, and one line of help. `LOGGED` lists the
 flat names a snapshot may hold; nothing else ever comes out of a recorder. Counters, timers and summaries cover the

@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling, checked when it is built. A default is written once, here."""
+"""`SamplingParams`: validated sampling options. A default is written once, here."""
 
 from __future__ import annotations
 

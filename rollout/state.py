@@ -1,4 +1,4 @@
-"""Every status, state and transition of the package, on one page. Knows nothing else.
+"""Statuses, states and transition tables of the package.
 
 Coordinator:  RUNNING ⇄ PAUSED ⇄ SUSPENDED, and STOPPING from the last two.
 

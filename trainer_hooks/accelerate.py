@@ -1,4 +1,4 @@
-"""The door for a training loop of one's own that uses Hugging Face accelerate.
+"""Integration with Hugging Face accelerate.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     attach(accelerator, rollout)        the policy version counts the steps of every optimizer that steps the policy

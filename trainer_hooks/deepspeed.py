@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers (ZeRO-1, -2 and -3, bf16, fp16), as something whose steps can be hooked like a torch optimizer's.
+"""Integration with DeepSpeed ZeRO-1, -2 and -3: hooks on steps that were really taken.
 
 They step flat copies of the parameters by several steps of the torch optimizer inside, gather the parameters afterwards,
 and skip by themselves when gradients overflow. So what counts is their own `step()`, which DeepSpeed's engine calls once

@@ -1,4 +1,4 @@
-"""The hook that counts: the policy version moves because the optimizer stepped.
+"""Optimizer hooks that suspend the rollout before `step()` and raise the policy version after it.
 
     optimizer.step()
      ├ before    rollout.before_optimizer_step(mode)    no forward of ours is running, the KV is out of the way

@@ -1,4 +1,4 @@
-"""The door for adapters of PEFT (LoRA and its kin): the rollout samples with them live, nothing is ever merged.
+"""Integration with PEFT adapters: the rollout samples with them active, nothing is merged.
 
     model = get_peft_model(model, LoraConfig(...))
     rollout = RolloutManager(model, tokenizer, config)      the PeftModel itself, or a model with injected adapters

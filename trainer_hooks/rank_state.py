@@ -1,4 +1,4 @@
-"""What a rollout has in flight, in a trainer's checkpoint folder: one file per rank, beside what the trainer saves.
+"""Rollout state in a trainer's checkpoint folder, one file per rank.
 
 A file is there whole or not at all, and nothing in it is ever unpickled. Its name says which rank of how many wrote it,
 so that ranks need not speak to each other, and a job of another size cannot take it for its own.

@@ -1,4 +1,4 @@
-"""The door for the Hugging Face Trainer, and for trainers made of it.
+"""Integration with the Hugging Face Trainer.
 
     trainer begins    on_train_begin     the optimizer is there: its steps count from here; a resumed run is continued
     a step            (torch's hooks)    the policy version moves, if the optimizer really stepped

@@ -1,4 +1,4 @@
-"""The door for TRL's GRPOTrainer: completions come from a rollout, with their log-probs.
+"""Integration with TRL's GRPOTrainer: completions and log-probs come from a rollout.
 
     attach(trainer, rollout)                                in the place of TRL's vLLM: log-probs enter the loss
     GRPOTrainer(..., rollout_func=rollout_func(rollout))    TRL's own seam: log-probs are handed over, TRL corrects nothing

@@ -1,4 +1,4 @@
-"""What a GRPOTrainer asks of whoever generates for it, and what it must be like; for `trainer_hooks.trl`.
+"""Checks of a GRPOTrainer's configuration, and its sampling parameters.
 
 Reads attributes of the trainer and its GRPOConfig, changes nothing. Whatever is not done is refused by its name.
 """

@@ -1,4 +1,4 @@
-"""Metrics of a training run to Weights & Biases, on one axis: the trainer's step.
+"""Logs metrics of a training run to Weights & Biases on one axis, the trainer's step.
 
 wandb is imported when a logger is built, not before. A logger never asks anything: a user who is not logged in gets an
 offline run, which `wandb sync` uploads later.

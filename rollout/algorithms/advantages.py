@@ -1,4 +1,4 @@
-"""How much better a sample did than the others of its prompt."""
+"""Group advantages: mean/std, leave-one-out, without std."""
 
 from __future__ import annotations
 

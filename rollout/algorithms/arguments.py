@@ -1,4 +1,4 @@
-"""What the algorithms ask of their tensors, and the one difference that most of them start from.
+"""Argument checks of the algorithms, and the masked log-prob difference most of them start from.
 
 Always true: a message names the tensor, the rule and the cure; a shape or a type is looked at without waiting for a device.
 """

@@ -1,4 +1,4 @@
-"""Trainer against sampler: importance weights, what to leave out, and how far apart the two are.
+"""Importance weights between trainer and sampler, masks by ratio and staleness, effective sample size, KL.
 
 Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; what is masked out is 0 or False; a NaN
 under the mask stays a NaN, and no mask drops it, so that a missing log-prob is seen.

@@ -1,4 +1,4 @@
-"""From what somebody asks to what the scheduler queues: prompts and records become samples, or are refused by name."""
+"""Admission: turns prompts and records into sequences, or refuses them by name."""
 
 from __future__ import annotations
 

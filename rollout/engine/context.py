@@ -1,4 +1,4 @@
-"""The KV blocks and what is active in them: one pool of memory, its allocator, and the scheduler that spends it.
+"""The KV pool, its block allocator, and the scheduler that spends it.
 
 Owns the agreement between the three: whatever a suspend or a resume does, block tables and memory fit each other again.
 """

@@ -1,4 +1,4 @@
-"""Tokenise, forward, sample, detokenise: everything between text and text that is not a decision about who runs when."""
+"""Tokenisation, forward, sampling and detokenisation behind one face."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's state machine: what a control signal does in which state, and who waits for what. Knows no requests."""
+"""The engine's state machine: legal transitions and waiting for states."""
 
 from __future__ import annotations
 

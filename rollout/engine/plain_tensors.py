@@ -1,4 +1,4 @@
-"""Tensors of ours that outlive a call are never inference tensors, whatever mode the caller is in."""
+"""Creates long-lived tensors outside inference mode, whatever mode the caller is in."""
 
 from __future__ import annotations
 

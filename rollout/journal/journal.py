@@ -1,4 +1,4 @@
-"""Finished groups that survive the process, also between two checkpoints of the trainer.
+"""Append-only journal of finished groups, with checkpoints.
 
     journal = Journal("run/journal-rank0", job="run 17")
     journal.append(samples)                          a group has ended; on the disk from here

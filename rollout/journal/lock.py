@@ -1,4 +1,4 @@
-"""One process at a time in a folder.
+"""Exclusive lock of a folder by one process.
 
 Always true: the lock ends with the process that took it, however that ends, also where children of it live on (a forked
 data loader inherits an open file, but not this lock).

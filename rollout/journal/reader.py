@@ -1,4 +1,4 @@
-"""What is in a journal: its groups one by one, and every range of bytes that could not be believed.
+"""Reads a journal: its groups in order, and every byte range that failed its checksum.
 
 Always true: what is damaged is named and passed over; it never raises, and nothing of it is ever taken for a group.
 """

@@ -1,4 +1,4 @@
-"""One file of a journal: a header, then records. What was appended is found again, whatever became of the rest.
+"""One file of a journal: a header and checksummed records.
 
     header   magic, version, length, CRC of these | job and mark | CRC
     record   marker, sequence number, length, CRC of the body, CRC of these | body

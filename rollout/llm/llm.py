@@ -1,4 +1,4 @@
-"""`AsyncLLM`, and `LLM` derived from it: the engine for people without a training loop, and for evaluation between steps.
+"""`AsyncLLM` and the blocking `LLM`: the engine without a training loop.
 
     AsyncLLM(model, tokenizer)                    direct mode: every rank is primary and runs its own prompts
     AsyncLLM(model, tokenizer, use_coordinator=True)   one coordinator for all ranks; rank 0 is primary and asks

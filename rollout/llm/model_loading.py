@@ -1,4 +1,4 @@
-"""A causal model and its tokenizer from a folder, for those who do not train it."""
+"""Loads a causal model and its tokenizer from a folder."""
 
 from __future__ import annotations
 

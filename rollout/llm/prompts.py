@@ -1,4 +1,4 @@
-"""Which prompts somebody means by one argument: a text, token ids, a conversation, or a list of one of these."""
+"""Normalises the `prompts` argument: a text, token ids, a conversation, or a list of one of these."""
 
 from __future__ import annotations
 

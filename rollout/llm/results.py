@@ -1,4 +1,4 @@
-"""What `AsyncLLM` gives for a request: something to await, or a stream of text; for any thread and any event loop.
+"""Futures and streams of `AsyncLLM`, for any thread and any event loop.
 
 Always true: both end, with samples or with an error that names the reason; whoever is cancelled while waiting, and
 whoever leaves a stream early, ends the request.

@@ -1,4 +1,4 @@
-"""An engine that computes on a thread of its own whatever its coordinator gives it, and the client that asks for it.
+"""The engine thread, event loop and client behind an `LLM`.
 
     private loop    client, connections, in direct mode the coordinator itself
     engine thread   the engine's steps, while there are any

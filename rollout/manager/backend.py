@@ -1,4 +1,4 @@
-"""Who computes a manager's groups: the engine beside it, or all ranks of the job (`rollout.distributed.job.data_parallel`).
+"""Backends of `RolloutManager`: the local engine, or all ranks of the job.
 
 A manager knows groups and results; a backend knows where they are computed. Promises: every group that was submitted
 and not aborted gives each of its samples once, by `advance` or `take_ended`.

@@ -1,4 +1,4 @@
-"""What the loss reads: every sample of a `generate`, as padded tensors, packed tensors, and the requests themselves.
+"""`RolloutBatch`: the samples of a `generate` as padded tensors, packed tensors, and requests.
 
 Always true: row i is sample i, in the order of the prompts and the samples of a prompt side by side; a sample that
 failed keeps its row, is masked out of `response_mask` and named in `errors`. Within a row, prompt and completion

@@ -1,4 +1,4 @@
-"""What is in flight, as one buffer and back. Nothing in it is ever unpickled.
+"""Serialises everything in flight into one buffer and restores it. Nothing is unpickled.
 
 One buffer, and not a tree of lists, because `torch.load(weights_only=True)` refuses some plain values (empty bytes).
 """

@@ -1,4 +1,4 @@
-"""The groups a training loop waits for: what was accepted, what has come back, what was handed out.
+"""Groups of a training loop: submitted, finished, handed out.
 
 Always true: a group is *unfinished* or *complete* from `add` to `pop` or `drop`, and leaves once, with all its samples;
 results of groups that are not here (aborted, handed out) are refused.

@@ -1,4 +1,4 @@
-"""How long the completions of a prompt were the last times: whoever knows that starts the long ones first.
+"""Completion lengths of earlier epochs per prompt, to start long prompts first.
 
 A batch ends with its longest sample, and one of four thousand tokens that starts last is computed nearly alone. In
 training the same prompts come back epoch after epoch, and their lengths with them. Expectations only: they decide who

@@ -1,4 +1,4 @@
-"""What a training loop holds: prompts in, a batch out, the KV cache out of the way while the optimizer works.
+"""`RolloutManager`: generate, suspend around the optimizer, metrics, checkpoint.
 
     rollout = RolloutManager(model, tokenizer, InferenceConfig(...))
     batch = rollout.generate(prompts, SamplingParams(n=8, max_tokens=256))

@@ -1,4 +1,4 @@
-"""Waiting now for what would be thrown away for its age later."""
+"""Decides which in-flight groups must finish before the next update to stay within `max_staleness`."""
 
 from __future__ import annotations
 

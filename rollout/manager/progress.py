@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while a `generate` runs. Knows numbers, no engine."""
+"""Progress bar of a `generate`."""
 
 from __future__ import annotations
 

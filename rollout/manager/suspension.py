@@ -1,4 +1,4 @@
-"""Who stopped the engine, and what lets it go on.
+"""Pause and suspend state of the manager's engine: who stopped it, and what resumes it.
 
     stopped by                  goes on with
     pause()                     unpause() or resume()

@@ -1,4 +1,4 @@
-"""What a rollout records about itself: the engine's numbers, results and memory moves, under the names of `METRICS`."""
+"""Records engine counters, results and memory moves under the names of `METRICS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block hashes of a prompt: one number per complete block that stands for the block and everything before it.
+"""Chained block hashes of a prompt, one per complete block.
 
     token hash of block i    t_i = mix(Σ_j mix(token_j) · HASH_BASE^j  mod 2^64) mod HASH_PRIME
     hash of block i          h_i = (h_{i-1} · HASH_BASE + t_i) mod HASH_PRIME + 1,   h_{-1} = 0

@@ -1,4 +1,4 @@
-"""Messages as OpenAI's API has them into messages as chat templates read them: for HTTP, for `LLM` and for a manager alike.
+"""Converts OpenAI messages to chat-template messages, for HTTP, `LLM` and `RolloutManager`.
 
 Always true: text parts become one text, and a part that is no text is refused by name; an error names the message by its
 place, `messages[i]`. Knows no tokenizer.

@@ -1,4 +1,4 @@
-"""What a field looks like on the wire: encode and decode side by side, one pair per kind of value.
+"""Codecs of request fields: encode and decode side by side, one pair per kind of value.
 
 Encoded values are plain (None, bool, int, float, str, bytes, list, dict), so `msgpack.packb(…, use_bin_type=True)`
 takes them and nothing is ever pickled. Long rows of numbers travel as raw little-endian buffers, which is exact and an

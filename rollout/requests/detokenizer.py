@@ -1,4 +1,4 @@
-"""Text of a completion while its tokens arrive one by one, and the stop strings in it.
+"""Incremental detokenisation with stop strings.
 
 Promises:
 - the pieces of text given out, joined, are what the tokenizer's own `decode` makes of all the tokens;

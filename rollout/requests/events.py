@@ -1,4 +1,4 @@
-"""What happened to a request, and when: the event, its wire form, and the log a request keeps.
+"""Timestamped events of a request, their wire form and payload rules.
 
 An event never changes once it is made. Logs of several segments of one request are joined by whoever merges them.
 """

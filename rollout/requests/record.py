@@ -1,4 +1,4 @@
-"""The history of one sample: its segments, from admission through every checkpoint to the end.
+"""`DynamicInferenceRequestRecord`: the segments of one sample across checkpoints, and their merge.
 
 Always true: a segment's prompt is the prompt of the one before plus what that one generated, so the segments cover the
 completion with no gap and no overlap; only the last segment (the live one) changes; `merge` reads like a request that

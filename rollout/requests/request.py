@@ -1,4 +1,4 @@
-"""Requests: one prompt on its way to a completion, as it travels and as it is kept.
+"""Request types, their fields and serialisation.
 
 `InferenceRequest` is what any engine needs, `DynamicInferenceRequest` one segment of one sample of a continuously
 batched engine, `VLMInferenceRequest` the same with images. Two requests are equal only if they are the same object:

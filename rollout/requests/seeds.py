@@ -1,4 +1,4 @@
-"""Seeds from seeds: every request and every sample gets a random stream of its own, from one number.
+"""Derives per-request and per-sample seeds from a base seed.
 
 splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 """

@@ -1,4 +1,4 @@
-"""Run-length spans: which policy version owns which positions of a sequence.
+"""Run-length spans of policy versions over token positions.
 
 Always true: positions 0 … len-1 are covered once each, in order; neighbouring runs differ in version; no run is empty.
 A weight update therefore costs one run per request, whatever the request's length. Knows no requests.

@@ -1,4 +1,4 @@
-"""/admin: what a trainer or an operator does to the engine from outside. There only when `ServerConfig.admin` is on.
+"""/admin routes: pause, suspend, weight updates, abort. Present only when `ServerConfig.admin` is on.
 
 Always true: a call answers when it is done, not before, with the engine's state and policy version afterwards; what the
 engine does not allow now is a 409 with its own words.

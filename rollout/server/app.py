@@ -1,4 +1,4 @@
-"""The ASGI application over one LLM: which paths there are, and their description for programs.
+"""The ASGI application over one LLM: routes and OpenAPI description.
 
     /v1/chat/completions  /v1/completions  /v1/models      as OpenAI has them, and our fields
     /health                                                for whoever watches; asks for no key

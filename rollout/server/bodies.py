@@ -1,4 +1,4 @@
-"""A request's body from bytes to its model, with bounded work, and off the event loop where it is large.
+"""Request bodies: bounded parsing, off the event loop where they are large.
 
 Always true: no more than so many values are parsed, however large a body may be; what takes a thread is given up when its
 client goes away, and the largest bodies wait for one another, not smaller ones for them.

@@ -1,4 +1,4 @@
-"""What a caller is told when something goes wrong: OpenAI's shape, the status from one table.
+"""Error responses in OpenAI's shape, and the table of statuses.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 

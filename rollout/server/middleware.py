@@ -1,4 +1,4 @@
-"""What every request passes before an endpoint sees it, outermost first. Plain ASGI: a stream's chunks pay one call.
+"""ASGI middleware: authentication, body limits, admission, metrics.
 
     Boundary   what is raised becomes a reply, what was replied is counted, a server that stops takes nothing in
     Auth       who has the key

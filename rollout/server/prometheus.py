@@ -1,4 +1,4 @@
-"""/metrics: what HTTP has seen and what the engine counts, in Prometheus' text format.
+"""/metrics in Prometheus' text format.
 
 Always true: one registry per server, never the process's own, so that several servers, tests and a trainer's metrics do
 not meet. The engine's numbers are read when somebody asks, and their names and help come from `rollout.metrics`.

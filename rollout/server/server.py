@@ -1,4 +1,4 @@
-"""The server's life: uvicorn as a coroutine on the LLM's own event loop, from the first connection to the last.
+"""Server lifecycle: uvicorn as a coroutine on the LLM's event loop.
 
 Always true: it accepts connections when `start` returns; no signal handler of the process is touched but inside `wait`;
 what runs when it stops gets its grace, then is aborted, and no connection, task or socket of it is left.

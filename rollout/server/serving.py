@@ -1,4 +1,4 @@
-"""What every endpoint shares: the model, its limits, and which replies can be aborted.
+"""State shared by all endpoints: model name, limits, abortable replies.
 
 Always true: a reply is in the table exactly while somebody computes it, under the id its client sees. Nothing here
 touches a tensor or knows a schema.

@@ -1,4 +1,4 @@
-"""A reply as server-sent events: chunks as bytes, and the response that sends them while somebody listens.
+"""Server-sent events: encoding of chunks, and the streaming response.
 
 Always true: a chunk costs a few microseconds, because what all chunks of a reply share is encoded once; what waited
 while the socket was busy goes out as one chunk per sample; an error after the first byte is an `error` event without

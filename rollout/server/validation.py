@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a body, in one sentence that names the field, and its value where it is a single one."""
+"""Turns pydantic errors into one sentence naming field and value."""
 
 from __future__ import annotations
 

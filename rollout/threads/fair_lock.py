@@ -1,4 +1,4 @@
-"""A reentrant lock that a loop cannot keep for itself.
+"""Fair reentrant lock: waiters are served in order of arrival.
 
 With a plain lock, a thread that releases it and takes it again at once (a loop of steps) nearly always wins, and another
 thread's `pause` waits for thousands of steps. Here whoever waits is next.

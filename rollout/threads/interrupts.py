@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps and never inside one.
+"""Defers Ctrl-C to the next step boundary.
 
 Half a step would leave queues, block tables and memory in disagreement, and the engine could not be used afterwards.
 """

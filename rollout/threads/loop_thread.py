@@ -1,4 +1,4 @@
-"""One event loop on a thread of its own, for callers that are not asynchronous.
+"""An asyncio event loop on a private thread, for blocking callers.
 
 Always true: whoever waits has a deadline, and is told when the loop ends under it; waiting for the loop from the loop
 itself raises instead of deadlocking. Of what a thread inherits by hand, only CUDA's current device is carried over, and

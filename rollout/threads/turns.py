@@ -1,4 +1,4 @@
-"""Who runs requests to their end: one thread at a time; the others wait, in order of arrival.
+"""FIFO turns: one thread at a time runs requests to their end.
 
 Two threads that step one engine would take each other's results. Always true: a turn ends with the block it was taken for,
 however that ends, and whoever waits can be interrupted.

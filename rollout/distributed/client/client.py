@@ -1,4 +1,4 @@
-"""The asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
+"""Asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
 
 Always true: every future ends, with a result or with an error that says why; nothing is polled, so that a reply wakes
 whoever waits for it in the same turn of the loop; once the connection is lost, every call raises

@@ -1,4 +1,4 @@
-"""What a client gives for a request: a future of its samples, or a stream of its tokens.
+"""Futures and streams of `InferenceClient`.
 
 Always true: each listens to one group and ends when it does, with its result or with the error that says why; whoever
 turns away from an unfinished one (`cancel`, `aclose`) ends the request. What travels is not known here.

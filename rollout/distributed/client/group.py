@@ -1,4 +1,4 @@
-"""One group as its client knows it: the record of its samples, token by token, and their requests once somebody reads them.
+"""Client side of one group: the deltas received for its samples, and the merged requests built from them.
 
 Always true: a sample's stretches follow each other without gap and overlap; one that starts afresh is known only from
 there on. A stretch is kept as it came and cut up only when somebody reads a sample, so that a group of many samples

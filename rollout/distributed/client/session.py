@@ -1,4 +1,4 @@
-"""What a client knows: its open groups, token by token, and the calls it waits for. Messages in, messages out.
+"""Client side of the protocol as a state machine: open groups and pending control calls. No I/O.
 
 Always true:
 - an open group ends once: complete, or with an error that says why; its record stays readable afterwards;

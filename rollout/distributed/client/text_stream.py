@@ -1,4 +1,4 @@
-"""A group's tokens as text while they arrive: what a stream shows of each sample, and how each one ends.
+"""Incremental detokenisation of a group's deltas: text, log-probs and finish reasons per sample.
 
 Always true:
 - the text of a sample's deltas since it last began, joined, is the text that it ended with;

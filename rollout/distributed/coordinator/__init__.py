@@ -1,1 +1,1 @@
-"""Everything that decides about ranks, and the process around it. Never imports the engine."""
+"""The coordinator's process: socket, launch, schedule file, tokenizer threads. Never imports the engine."""

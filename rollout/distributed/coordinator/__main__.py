@@ -1,4 +1,4 @@
-"""The child that `rollout.distributed.coordinator.launch` starts: orders from stdin, the address to stdout, then the loop."""
+"""Entry point of the child process that `launch` starts: orders on stdin, the address on stdout, then the loop."""
 
 from __future__ import annotations
 

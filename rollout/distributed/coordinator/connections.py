@@ -1,4 +1,4 @@
-"""Watch over TCP connections: what libzmq holds of each before anybody can read it has a limit.
+"""Bounds what libzmq buffers of a TCP connection before a message can be read.
 
 libzmq hands over a message when its last frame is there. It limits neither the frames that it collects until then nor
 the handshakes of strangers, only the length of each frame. So the kernel's count of what libzmq has read from a

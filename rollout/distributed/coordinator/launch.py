@@ -1,4 +1,4 @@
-"""Starts the coordinator's process and learns its address.
+"""Starts the coordinator's process and returns its address and a handle.
 
     launcher                                        child (`python -m rollout.distributed.coordinator`)
     stdin   ── length, msgpack of options and keys ──▶   held open: it closes when the launcher dies

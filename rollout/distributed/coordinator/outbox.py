@@ -1,4 +1,4 @@
-"""Frames on their way out: one queue per peer, several frames to a message, a limit on what may wait.
+"""Outgoing frames: one bounded queue per peer, several frames per message (backpressure).
 
 Always true: a peer gets its frames in the order in which they were put; a peer that does not read costs at most the
 limit, and no other peer anything. Knows no sockets but the call that sends one message or raises.

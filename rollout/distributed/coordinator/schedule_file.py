@@ -1,4 +1,4 @@
-"""Every routing decision in one JSON file, valid after each write, at the same cost for the millionth as for the first.
+"""Append-only JSON file of routing decisions, valid JSON after each write.
 
     {"policy": …, "data_parallel_size": …, "records": [
     {"request_id": 0, "rank_index": 1, "rank": "rank-1", "num_hashes": 4, "num_matched": 3},

@@ -1,4 +1,4 @@
-"""Text into tokens and tokens into text, in threads beside the loop, which goes on serving meanwhile.
+"""Tokenisation and detokenisation in threads beside the coordinator's loop.
 
 Promises:
 - a text or a tokenizer that is no good fails the one request, as its result;

@@ -1,4 +1,4 @@
-"""All ranks of the job compute each other's groups: a client and a worker beside the engine, a coordinator in between.
+"""Backend of `RolloutManager` on several ranks: a client and a worker beside the engine, a coordinator in between.
 
     generate() on every rank     submit own groups → step the engine for whatever is assigned here → own results
     own results complete         go on stepping for the others, until every rank says the same (a barrier)

@@ -1,4 +1,4 @@
-"""When the weights are whole: from the first step of a `generate` to its end, on all ranks or on none.
+"""Gathers sharded weights on all ranks for the length of a `generate`, or on none.
 
 Gathering is a collective: a rank that entered it alone would wait in the process group for whatever timeout that has. So
 the ranks meet before: at the coordinator's barrier, where there is one and waiting costs nothing, then in the store,

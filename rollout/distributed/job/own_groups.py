@@ -1,4 +1,4 @@
-"""The groups of one rank among several: what is known of each until its samples are handed out, and when that is all of it.
+"""Groups submitted by this rank: deltas received so far, until the group is handed out.
 
 Always true: a sample can be given back where it stands, with every token that is known here, wherever it was computed.
 """

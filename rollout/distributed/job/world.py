@@ -1,4 +1,4 @@
-"""The ranks of a job and the store in which they leave each other a word, as torch.distributed knows them."""
+"""Ranks of the job and its key-value store, from torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a field of a message must be: names for checked types, used as annotations by `rollout.distributed.protocol.messages`.
+"""Checked field types of messages, used as annotations by `rollout.distributed.protocol.messages`.
 
 Checks use `type()` and not `isinstance()`: True is no integer on the wire.
 """

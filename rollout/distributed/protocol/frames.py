@@ -1,4 +1,4 @@
-"""A message as bytes and back, and the numbers that make a connection exact: encode and decode side by side.
+"""Encoding and decoding of messages as msgpack frames, with sequence numbers per connection.
 
 A decoder trusts nothing: what is not a frame of `messages` is a `SerializationError` that names the field.
 """

@@ -1,4 +1,4 @@
-"""The wire between clients, the coordinator and ranks: who says what, one dataclass per message.
+"""Messages between clients, the coordinator and ranks: one dataclass per header.
 
     frame      msgpack [header, sequence, field, field, …], fields in the order of the dataclass
     message    one ZMQ message carries one or more frames

@@ -1,4 +1,4 @@
-"""Final result of a sample (`Outcome`), and its wire form.
+"""Incremental output (`Growth`) and final result (`Outcome`) of a sample, and their wire form.
 
 Always true: everything is read from the record as it stands, without merging it; what `pack` writes `unpack` reads.
 Knows records and no engine.

@@ -1,4 +1,4 @@
-"""What is known of an interrupted sample: from a record to the stretch that travels, and back to one an engine goes on with.
+"""Conversion of partial completions between records and wire stretches.
 
 Knows messages and records, no engine and no sockets.
 """

@@ -1,4 +1,4 @@
-"""A DEALER socket on an event loop, without polling: frames in order in both directions, or a connection that is lost.
+"""A ZMQ DEALER socket on an asyncio loop: ordered frames, heartbeats, and detection of lost connections.
 
 Always true: `on_lost` is called at most once, with an error that says why, and nothing is received after it; a message
 that was sent is on its way when the loop next turns; what cannot be written waits here and is counted

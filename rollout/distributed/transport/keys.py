@@ -1,4 +1,4 @@
-"""CURVE keys of one job: who holds them may talk to its coordinator, whoever does not hears nothing.
+"""CURVE keys of a job and their authentication.
 
     server pair    the coordinator's; its public half tells clients and ranks that it is no impostor
     client pair    shared by every client and rank of the job; its public half is the only one admitted

@@ -1,4 +1,4 @@
-"""An engine as the session of its rank sees it: a few verbs, each a call or two of the engine's own.
+"""Adapter from the engine to the verbs of `RankSession`.
 
 Always true: nothing is decided here, and nothing remembered but what has changed in the prefix cache and whether anybody
 steps the engine. Whoever calls holds the engine's lock.

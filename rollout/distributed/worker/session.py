@@ -1,4 +1,4 @@
-"""What a rank does with what the coordinator says, and what it says of its engine. Messages in, messages out.
+"""Worker side of the protocol as a state machine: assignments in, progress reports out. No I/O.
 
 Promises:
 - every sample of an assignment ends here once: it is reported, cancelled, declined, or forgotten with the session;

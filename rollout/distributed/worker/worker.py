@@ -1,4 +1,4 @@
-"""The connection between an engine and the coordinator: work comes in, results go out, whatever the training loop does.
+"""Connects an engine to a coordinator: applies commands at step boundaries, reports progress, sends heartbeats.
 
     loop thread     the socket; heartbeats go on while the engine steps or suspends
     apply thread    does what the coordinator says, at the next step boundary, also while the training loop is busy

@@ -1,4 +1,4 @@
-"""What attention reads in one step, and how our attention comes into the trainer's model and out again.
+"""Inputs of one attention step, and installation of the paged attention into the trainer's model.
 
 The model runs its own `forward`; transformers' attention interface hands every layer's queries, keys and values to
 `rollout_attention`, and the step's batch travels as a keyword argument, or beside the call where a model drops those. The

@@ -1,4 +1,4 @@
-"""Windows of a model's attention masks, learned from the functions of positions that transformers makes masks of.
+"""Learns a layer's attention window from transformers' mask functions, or refuses the mask.
 
 Many models hand the window of a layer to its attention as an argument; some tell only the mask. While the model is
 probed, `probe_mask` is registered with transformers' `AttentionMaskInterface`: what it returns remembers the function it

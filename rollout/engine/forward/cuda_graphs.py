@@ -1,4 +1,4 @@
-"""On CUDA: decode steps of the module's own forward, captured once as graphs and replayed.
+"""CUDA graphs of decode steps: capture once per batch size, replay.
 
 A decode step of a small batch takes less time on the device than Python needs to start its thousands of kernels; a replay
 starts them all at once. A graph is made for a number of rows and a length, both rounded up, when a step first needs it.

@@ -1,4 +1,4 @@
-"""What decides, beside weights and adapters, what a forward of a model computes: a key for the KV that may be shared.
+"""Key of everything besides weights and adapters that changes what a forward computes, for the prefix cache.
 
 In the key: autocast and its dtype, how float32 matrices are multiplied, forward hooks, replaced forwards (of one module or
 of its class), and every float that a module holds (an attention's scaling, a norm's epsilon). Always true: equal keys of

@@ -1,4 +1,4 @@
-"""On a CPU: the whole forward of a Llama-like decoder in C++, from the module's own parameters, where they lie.
+"""C++ forward of a Llama-like decoder on a CPU, over the module's own parameters.
 
 Which models: those whose layers are exactly classes of transformers that we know (`_FAMILIES`), with nothing added: no
 hook, no replaced forward, no adapter that acts, no quantised layer, one dtype, and all their functions those that

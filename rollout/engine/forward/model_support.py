@@ -1,4 +1,4 @@
-"""Finds out by trying whether the engine can honour a model, and refuses it by name when it cannot.
+"""Checks at construction that a model can be served exactly; `UnsupportedModelError` names layer and reason.
 
 A few tokens go through the model with an attention that only watches: which modules call it, with what shapes, what
 arguments and masks of what functions of positions. Whatever keeps state elsewhere (recurrent layers, a bypassed

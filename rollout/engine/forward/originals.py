@@ -1,4 +1,4 @@
-"""Functions as transformers, torch and PEFT define them, for a computation that stands in for them.
+"""Identity checks of functions as transformers, torch and PEFT define them, for the fused forward.
 
 Liger, Unsloth and others replace the `forward` of a class, or a function of the module that defines it, before or after a
 model is built. A function is the package's own if its code was compiled from the file that defines what it is found in,

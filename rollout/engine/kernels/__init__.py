@@ -1,1 +1,1 @@
-"""What runs on a device, one file per job and device. `torch_paged` is the attention that every other must equal."""
+"""Attention and sampling kernels, one file per job and device; `torch_paged` is the reference for all."""

@@ -1,4 +1,4 @@
-"""Drawing tokens on a CPU in C++: two passes over the logits where they lie."""
+"""Sampling on a CPU in C++: two passes over the logits in place."""
 
 from __future__ import annotations
 

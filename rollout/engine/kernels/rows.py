@@ -1,4 +1,4 @@
-"""What every attention kernel reads: which positions of which sequences a step computes, and in which blocks they live."""
+"""Rows of a step as attention kernels read them: positions, slot mapping, block tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is kept from step to step, and numpy arrays on their way to a device."""
+"""Buffers reused from step to step, and uploads of numpy arrays to a device."""
 
 from __future__ import annotations
 

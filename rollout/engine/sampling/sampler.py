@@ -1,4 +1,4 @@
-"""Logits and parameters in, tokens and log-probs out.
+"""Sampling: logits and parameters to tokens and log-probs.
 
 Always true here:
 - A row's token and log-probs follow from its logits, parameters, key and position alone, bit for bit, whatever rows

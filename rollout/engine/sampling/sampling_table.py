@@ -1,4 +1,4 @@
-"""The sampling parameters of every slot, and those of the rows of one step."""
+"""Sampling parameters per row of the batch, as arrays."""
 
 from __future__ import annotations
 

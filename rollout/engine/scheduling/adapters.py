@@ -1,4 +1,4 @@
-"""Which adapters of a model act: its *variant*.
+"""Which adapters of a model are active: its *variant*, part of the prefix key.
 
 A forward depends on the weights and on the variant, so that both say whose KV may be shared and which requests may go on.
 It is read off the model itself, never told, so that no way of switching is missed. Always true: equal variants of one

@@ -1,4 +1,4 @@
-"""Block ids of the KV pool: who holds them, which of them are a reusable prefix, which go first when room is needed.
+"""KV block allocator: reference counts, prefix index, LRU eviction.
 
 Always true here (`check()` proves it):
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced, its content findable);

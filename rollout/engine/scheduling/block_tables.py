@@ -1,4 +1,4 @@
-"""Which sequence holds which blocks, and what of them others may share.
+"""Block tables: which sequence holds which blocks, and which of them are shared.
 
 Joins the sequence table (rows, block tables) with the allocator (reference counts, prefix cache): blocks are reserved before
 they are written, a block somebody else reads is copied first, and complete blocks are registered only when all KV before

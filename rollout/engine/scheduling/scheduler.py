@@ -1,4 +1,4 @@
-"""Which sequences run next, within the token budget and the blocks there are.
+"""Continuous batching: admission, chunked prefill and preemption within token budget and free blocks.
 
 Owns the queues, the sequence table and every block id. Knows no tensors; its clock comes from outside.
 

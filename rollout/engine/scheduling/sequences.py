@@ -1,4 +1,4 @@
-"""What the scheduler mutates: one `Sequence` per sample, and the table that holds the active ones as arrays.
+"""Mutable scheduling state: one `Sequence` per sample, and the active ones as arrays.
 
 The table is arrays and not objects so that a step over thousands of sequences is a handful of numpy calls. A sequence
 owns a row (`slot`) while it is active; its record is brought up to date only when it leaves it, or for a snapshot.

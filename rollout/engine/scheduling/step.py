@@ -1,4 +1,4 @@
-"""What scheduler and model runner say to each other: the work of one forward, and what it sampled. No tensors."""
+"""Scheduler output and model-runner output of one step. No tensors."""
 
 from __future__ import annotations
 

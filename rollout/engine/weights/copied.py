@@ -1,4 +1,4 @@
-"""A separate copy of the weights, in another dtype or on another device: by choice only, refreshed once per update.
+"""Separate copy of the weights in another dtype or on another device, refreshed once per update.
 
 Always true: nothing is copied but in `gather`; there, whatever gathers whole tensors is asked for one at a time, cast on
 the way, and sent in buckets of at most `BUCKET_BYTES`, so that no second full copy exists beside the trainer's and this.

@@ -1,4 +1,4 @@
-"""Proof of the weights: a little of every tensor, taken when they change on purpose, compared when the engine starts.
+"""Detects weight changes that were not announced, by comparing a sample of every parameter.
 
 Content decides. Neither a tensor's address nor its version counter tells a change: fused optimizers and PEFT's merges
 move neither, a round trip between devices moves the address alone.

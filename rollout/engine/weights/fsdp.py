@@ -1,4 +1,4 @@
-"""Weights that FSDP has spread over the ranks: whole while the engine generates, as FSDP wants them before and after.
+"""FSDP-sharded weights: gathered while the engine generates, resharded afterwards.
 
 Always true: between `gather` and `release` forwards need no other rank, so that ranks may run different numbers of them;
 after `release` training goes on exactly as if nothing had been gathered, partial gradients of accumulated micro-batches

@@ -1,4 +1,4 @@
-"""How the engine comes by the trainer's weights.
+"""Where the engine takes its weights from: the module itself, a gathered module, or a copy.
 
     plain module, DDP, autocast    shared: the very tensors the optimizer steps, nothing moves
     FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, sharded again afterwards, no second copy

@@ -1,4 +1,4 @@
-"""Weights that DeepSpeed's ZeRO-3 has partitioned: gathered by DeepSpeed's own context, where it is installed.
+"""Weights partitioned by DeepSpeed ZeRO-3, gathered by DeepSpeed's own context.
 
 Always true: nothing of DeepSpeed is imported for a model that is not its.
 """

@@ -1,4 +1,4 @@
-"""A conversation into the token ids of its prompt, through the tokenizer's chat template.
+"""Renders a conversation to prompt token ids through the tokenizer's chat template.
 
 Promises:
 - what a template or a tokenizer cannot do with a conversation is an `InvalidRequestError` that says why;

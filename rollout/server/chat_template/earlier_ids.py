@@ -1,4 +1,4 @@
-"""Token ids of earlier replies that come back with a conversation, and how far they still stand for its text.
+"""Reuses token ids of earlier replies as far as their digests agree with the conversation.
 
 Always true: ids are used only where a digest that came with them agrees: of the text that the template wrote before the
 reply (so of messages, tools and variables alike), and of the reply's content and calls. What has no digest does not agree.

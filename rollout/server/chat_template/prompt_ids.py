@@ -1,4 +1,4 @@
-"""Texts to token ids, with no more work than a prompt that fits could need.
+"""Tokenises prompts with work bounded by what fits.
 
 Always true: a text of more characters than the longest tokens could cover is refused unread; a long one is first read in
 pieces, and refused as soon as these have clearly more tokens than there is room for. Any thread may ask.

@@ -1,4 +1,4 @@
-"""Whether the arguments of a call fit the JSON schema of a strict tool.
+"""Validates tool-call arguments against the JSON schema of a strict tool.
 
 Always true: a keyword of a schema is checked or refused by name, never passed over, but for those that only describe.
 """

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a reply: found while the text arrives, or in a whole text, which is the same pushed once.
+"""Parses tool calls from a reply, incrementally or whole.
 
 Promises:
 - how the text is cut makes no difference: pieces pushed in any cuts add up to the same content and the same calls;

@@ -1,4 +1,4 @@
-"""How families of chat templates have their models write tool calls: plain data, and which of them a template is."""
+"""Tool-call formats by chat-template family, and their detection."""
 
 from __future__ import annotations
 

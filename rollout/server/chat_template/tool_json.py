@@ -1,4 +1,4 @@
-"""The JSON of tool calls: where it ends in a text that still grows, and the calls in it with their arguments' own text."""
+"""Incremental JSON scanner for tool calls."""
 
 from __future__ import annotations
 

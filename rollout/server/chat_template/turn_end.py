@@ -1,4 +1,4 @@
-"""What a chat template writes behind a reply, and how it is joined to the ids that the model itself wrote.
+"""Token ids that a chat template appends after a reply, joined to the model's own ids.
 
 The reply's content is replaced by a mark that stands nowhere else: what the template writes behind the mark is what
 follows the reply: the end of its turn, later messages, the generation prompt. Knows a template as a function from

@@ -1,4 +1,4 @@
-"""What a chat request may hold: the conversation, its tools, and what goes with them.
+"""Request schema of chat completions: messages, tools, and options.
 
 Always true: see `schema`. An assistant's message is taken as a reply brought it and as clients send it back:
 fields of theirs that are not known here (`annotations`, `provider_specific_fields`) are left out. Labels

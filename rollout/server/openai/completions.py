@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: text or token ids in, their continuations out.
+"""`POST /v1/completions`.
 
 Always true: choice c is sample c % n of prompt c // n; what a stream's chunks add up to is what the whole reply would
 have been.

@@ -1,4 +1,4 @@
-"""From a checked body to groups in the engine, and back to whoever asked: what both endpoints do alike.
+"""Submits validated bodies to the LLM and collects replies; shared by both endpoints.
 
 Always true: of a request with many prompts all run or none; a client that goes away before its reply ends all of them.
 """

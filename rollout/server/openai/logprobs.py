@@ -1,4 +1,4 @@
-"""Log-probs as OpenAI writes them: a chat's list of tokens, and a completion's four columns.
+"""Log-probs in OpenAI's two formats.
 
 Always true: every generated token has one entry, those that show no text included; a token's bytes, joined over the
 tokens, are the text's UTF-8 even where a character spans tokens; an infinite log-prob is written as -9999.

@@ -1,4 +1,4 @@
-"""What replies look like, for the OpenAPI description and for tests: no reply is built from these, they cost too much.
+"""Response models for the OpenAPI description and tests; replies are not built from them.
 
 Always true: OpenAI's types with our additions: `rollout`, `stop_reason`, `prompt_logprobs` and `policy_version`.
 """

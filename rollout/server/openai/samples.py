@@ -1,4 +1,4 @@
-"""What a reply says of a sample, whole or piece by piece: its ids, log-probs and versions, how it ended, what it cost.
+"""Reply fields of a sample: ids, log-probs, versions, finish reason, usage.
 
 Always true: a whole sample is one `TextDelta`, so that a reply and a stream are written by the same code; a sample that
 failed is an error of its whole request, never a short answer.

@@ -1,4 +1,4 @@
-"""What a request body may hold: OpenAI's fields and ours, as pydantic models; here those of sampling, and a completion's.
+"""Request schemas as pydantic models: sampling options and completions.
 
 Always true: a field that is not written here is refused by name, and no value is converted: a string is no number, a
 bool no integer. What OpenAI has and this server does not do is refused unless it is null; what changes nothing here

@@ -1,4 +1,4 @@
-"""Whether a request is taken: its own limits, and the memory budget of its client and of all clients. No I/O, no clock.
+"""Admission of requests: limits per request, memory budgets per client and for all. No I/O, no clock.
 
 Always true: memory is charged before it is taken and given back when it is free; one client holds at most
 `max_open_mb`, all together at most `max_total_open_mb`. What a request costs whatever is in it (its objects,

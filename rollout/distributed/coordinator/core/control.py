@@ -1,4 +1,4 @@
-"""Control calls and barriers: who has been asked, who has answered, who is missing. No I/O, no clock.
+"""Control calls and barriers: pending answers per call, deadlines, completion. No I/O, no clock.
 
 A call completes when every engine that was there when it was made has answered; an engine that is lost meanwhile is no
 longer waited for. A barrier completes when every member has come to it; a member that is lost is no longer waited for.

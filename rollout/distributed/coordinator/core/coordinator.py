@@ -1,4 +1,4 @@
-"""The deciding part of the coordinator: messages in, messages out. No I/O; the clock is passed in.
+"""The coordinator's state machine: messages in, messages out. No I/O; the clock is passed in.
 
 Promises:
 - an accepted request ends once: with an outcome for each of its samples, or with one error that names it;

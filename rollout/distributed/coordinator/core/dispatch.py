@@ -1,4 +1,4 @@
-"""From queued samples to assignments: whose turn it is, where they go, what becomes of them when a rank is lost.
+"""Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost.
 
 Always true: a sample that is open is queued or in exactly one assignment; the router's count of a rank's samples is the
 number of open samples assigned to it; an attempt is never used twice; no rank is told of a request that needs newer

@@ -1,4 +1,4 @@
-"""A heap that forgets by itself what is no longer of interest."""
+"""Priority heap with lazy deletion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is connected: clients and ranks, and what waits to be said to each. No I/O, no clock.
+"""Registry of connected clients and ranks, with the outgoing messages of each. No I/O, no clock.
 
 Always true: what is said to a peer leaves in the order in which it was said, numbered without a gap; stretches of a turn
 for one client leave as one message.

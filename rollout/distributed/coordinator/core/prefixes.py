@@ -1,4 +1,4 @@
-"""Who holds which block hash.
+"""Index from block hash to the set of ranks that cache the block.
 
 Always true: a rank holds a hash if an open assignment will put it there (*expected*, counted) or the rank says so
 (*listed*, bounded, least recently used first), and `Prefixes.holders` knows exactly these.

@@ -1,4 +1,4 @@
-"""Ranks by load and recency: the free share, the room and the last assignment of each, kept as sets of ranks.
+"""Index of ranks by free slots and last assignment, as bit sets.
 
 A set of ranks is one integer with a bit per rank, so that what is asked of ranks is asked of all at once.
 """

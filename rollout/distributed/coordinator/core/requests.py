@@ -1,4 +1,4 @@
-"""The books: who is connected, which requests have not ended, what is known of each sample, where each is computed.
+"""State of open requests: tokens known of each sample, and the rank that computes it.
 
 Always true: the tokens known of a sample are contiguous from 0. No I/O, no clock.
 """

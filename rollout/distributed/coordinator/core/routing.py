@@ -1,4 +1,4 @@
-"""Which rank gets a group of samples: the score, the load of every rank, and who holds which block hash.
+"""Routing: scores every rank by cached prefix and free slots, and picks one for a group.
 
     score(rank) = α · matched leading blocks / blocks asked + (1 - α) · max(0, slots - load) / slots
 
