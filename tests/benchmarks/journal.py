@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -151,7 +150,7 @@ def losses(side: type[Ours] | type[Sqlite], folder: Path, groups: int, flips: in
     return lost
 
 
-def main(say: Callable[[Table], object] = Console(width=110).print) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.journal", description=__doc__)
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--flips", type=int, default=300)
@@ -173,7 +172,7 @@ def main(say: Callable[[Table], object] = Console(width=110).print) -> None:
                 str(max(lost)),
                 f"{sum(each > 1 for each in lost) / len(lost):.1%}",
             )
-    say(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,13 +124,13 @@ def draw(seen: Seen, path: Path) -> None:
     figure.savefig(path)
 
 
-def main(say: Callable[[str], Any] = sys.stdout.write) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.loop_picture", description=__doc__)
     parser.add_argument("path", type=Path, help="of the picture")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         draw(watch(Path(folder)), options.path)
-    say(f"{options.path}\n")
+    sys.stdout.write(f"{options.path}\n")
 
 
 if __name__ == "__main__":
