@@ -327,7 +327,7 @@ def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
 _FULL = "free space on that disk, or choose a folder on another one"
 _NOT_OURS = "choose a folder that is writable"
 _CURES = {
-    errno.ESPIPE: "it is a pipe, and a journal is a file; choose a folder on a disk",
+    errno.ESPIPE: "it is a pipe; choose a folder on a local disk, where this is a regular file",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT), _NOT_OURS),
     errno.EIO: "the disk fails: choose a folder on another one",

@@ -556,14 +556,14 @@ class World:
             for request in client.requests.values()
         }
         overtakes = self.config.tokenizer is not None and not self.config.deterministic_mode
-        for number in [record.request_id for record in self.core.take_decisions()]:
+        for number, version in [(record.request_id, record.version) for record in self.core.take_decisions()]:
             request = open_requests.get(number)
             first_time = number not in self.assigned
             self.assigned.add(number)
             if request is not None and first_time and not request.rows and not overtakes:
-                last = self.last_fresh.get(request.newest_version, -1)
+                last = self.last_fresh.get(version, -1)
                 assert number > last, f"request {number} after {last}"
-                self.last_fresh[request.newest_version] = number
+                self.last_fresh[version] = number
 
     def check_stretch(self, wanted: Wanted, stretch: Stretch) -> None:
         """Every token that reaches a client is the right one, under the version that sampled it."""

@@ -41,6 +41,8 @@ class ScheduleRecord(NamedTuple):
     """Its name."""
     first: bool = True
     """Of its request: another part of the group, or samples that come back from a rank, are decided on again."""
+    version: int = 0
+    """Oldest policy version that could compute it when it was decided; not written to the schedule file."""
 
 
 class Dispatcher:
@@ -275,7 +277,11 @@ class Dispatcher:
         rank = self._peers.rank_named(placement.rank)
         index, blocks = self.router.index(rank.name), len(request.hashes or [])
         first, request.placed = not request.placed, True
-        self.decisions.append(ScheduleRecord(request.request_id, index, blocks, placement.matched, rank.name, first))
+        self.decisions.append(
+            ScheduleRecord(
+                request.request_id, index, blocks, placement.matched, rank.name, first, request.newest_version
+            )
+        )
         for portion in request.portions(samples):
             self._assign(request, rank, portion)
 
