@@ -7,7 +7,7 @@ nothing of it is there when everything has been taken that can be, is closed. Of
 yet, much less is waited for, and where all of them together hold too much, the one that holds most is closed.
 
 Always true: a peer whose messages are no longer than they may be is never closed, however long nobody reads. Costs a
-thread that sleeps while nothing arrives. Where the kernel does not count (not Linux), nothing is watched.
+thread that looks once a second while nothing arrives. Where the kernel does not count (not Linux), nothing is watched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import termios
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -31,6 +32,9 @@ from rollout.distributed.transport.keys import Socket
 
 LOOK_EVERY_S = 0.01
 """While something arrives: at a gigabyte per second, ten megabytes too late."""
+
+SWEEP_EVERY_S = 1.0
+"""Every connection is looked at after so long without an arrival."""
 
 STRANGER_BYTES = 4 << 20
 """Of a connection of which nothing was taken yet: a greeting, with the hashes that a rank may bring."""
@@ -91,7 +95,9 @@ class ConnectionWatch:
         self.events: Socket = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._arrivals = select.epoll()
         self._again: set[int] = set()
-        """Descriptors to look at though nothing arrives."""
+        """Descriptors to look at though nothing arrives; the thread's alone."""
+        self._accepted: deque[int] = deque()
+        """Descriptors that the thread has not looked at yet; a byte in the pipe wakes it."""
         self._over, self._end = os.pipe()
         self._arrivals.register(self._over, select.EPOLLIN)
         self._thread = threading.Thread(target=self._work, name="coordinator-connections", daemon=True)
@@ -107,13 +113,13 @@ class ConnectionWatch:
             if event["event"] == zmq.EVENT_ACCEPTED:
                 descriptor = int(event["value"])
                 self._connections[descriptor] = _Connection()
-                # Edges: each arrival is told, whether libzmq has read it meanwhile or not. Closed again already: the
-                # descriptor is nobody's, or that of another one that is there already or will be.
+                # Closed again already: the descriptor is free, or that of another connection.
                 with suppress(OSError):
                     self._arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
-                # What had arrived before is no arrival.
-                self._look(descriptor, self._limit_bytes)
-                self._look_at_strangers()
+                # What libzmq has read before is no arrival.
+                self._accepted.append(descriptor)
+                if self._thread.ident is not None:
+                    os.write(self._end, b"\0")
 
     def took(self, messages: Mapping[int, int], emptied: bool) -> None:
         """So many messages that came over these descriptors were read; `emptied`: no further one was there."""
@@ -141,10 +147,15 @@ class ConnectionWatch:
 
     def _work(self) -> None:
         while True:
-            arrived = {descriptor for descriptor, _ in self._arrivals.poll(LOOK_EVERY_S if self._again else None)}
-            if self._over in arrived:
+            patience = LOOK_EVERY_S if self._again else SWEEP_EVERY_S
+            arrived = {descriptor for descriptor, _ in self._arrivals.poll(patience)}
+            if self._over in arrived and not os.read(self._over, 1 << 12):
                 return
-            looked_at, self._again = arrived | self._again, set()
+            arrived.discard(self._over)
+            while self._accepted:
+                arrived.add(self._accepted.popleft())
+            # Nothing for so long: an arrival that was read at once may have been missed.
+            looked_at, self._again = arrived | self._again or set(self._connections), set()
             for descriptor in looked_at:
                 self._look(descriptor, self._limit_bytes)
             self._look_at_strangers()
@@ -177,10 +188,11 @@ class ConnectionWatch:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(descriptor)) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
                 unread = int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
-                if unread:
-                    # No arrival will tell when libzmq reads it.
+                received = _RECEIVED.unpack_from(info, _RECEIVED_AT)[0] - unread
+                if unread or received != known.received:
+                    # epoll reports no arrival that libzmq has read before it is asked.
                     self._again.add(descriptor)
-                known.received = _RECEIVED.unpack_from(info, _RECEIVED_AT)[0] - unread
+                known.received = received
                 if known.taken != known.counted:
                     known.counted, known.mark, known.suspected = known.taken, known.received, None
                 if self._is_too_much(descriptor, known, limit_bytes):

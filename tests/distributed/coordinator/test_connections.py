@@ -104,7 +104,8 @@ def sent_until_closed(bench: Bench, connection: socket.socket, part: bytes, most
             connection.sendall(part)
             sent += len(part)
             bench.watch.took({}, True)
-        while bench.watch.closed == 0:
+        end = time.monotonic() + PATIENCE_S
+        while bench.watch.closed == 0 and time.monotonic() < end:
             bench.watch.took({}, True)
             time.sleep(0.005)
         while connection.recv(1 << 16):
