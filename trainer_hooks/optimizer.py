@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from rollout.errors import ConfigError
-from rollout.state import KVCacheManagementMode
+from rollout.state import KVCacheManagementMode, Mode
 from trainer_hooks import deepspeed
 
 
@@ -88,7 +87,7 @@ class Attachment:
         self.steps += 1
 
 
-def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode | str | None = None) -> Attachment:
+def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachment:
     """Let every real step of `optimizer` suspend `rollout` before, and raise its policy version after.
 
     Needs a torch optimizer, or a wrapper that keeps one as `.optimizer` (accelerate's `AcceleratedOptimizer`), which
@@ -117,7 +116,7 @@ def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode |
         ValueError: it steps no parameter of `rollout.model`, or is attached to this rollout already.
     """
     inner = _innermost(optimizer)
-    chosen = _mode(mode)
+    chosen = KVCacheManagementMode.parse(mode)
     _check_steps_the_model(inner, rollout)
     _check_not_attached(inner, rollout)
     return Attachment(inner, rollout, chosen)
@@ -146,14 +145,6 @@ def _innermost(optimizer: object) -> Any:
             "torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy"
         )
     return inner
-
-
-def _mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:
-    try:
-        return None if mode is None else KVCacheManagementMode(mode)
-    except ValueError as exc:
-        choices = ", ".join(repr(member.value) for member in KVCacheManagementMode)
-        raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from exc
 
 
 def _check_steps_the_model(optimizer: Any, rollout: Rollout) -> None:

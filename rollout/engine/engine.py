@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ from rollout.state import (
     EngineState,
     FinishReason,
     KVCacheManagementMode,
+    Mode,
     StalenessPolicy,
     Status,
 )
@@ -68,6 +69,8 @@ _COUNTED: dict[FinishReason | None, str] = {
 }
 MAX_FAILED_STEPS = 3
 VERIFY_TOKENS = 12
+
+T = TypeVar("T")
 
 
 class DynamicInferenceEngine:
@@ -515,7 +518,7 @@ class DynamicInferenceEngine:
         scheduler = self.context.scheduler
         try:
             self._admit(step)
-            sampled = self.controller.execute(step)
+            sampled = self.controller.runner.execute(step)
         except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
             self._fail_step(step, exc)
             return
@@ -711,7 +714,7 @@ class DynamicInferenceEngine:
         """Go on."""
         self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
-    def suspend(self, mode: KVCacheManagementMode | None = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
         """Give the KV cache's device memory back, as `mode` (default: the configuration's) says.
 
         Args:
@@ -722,23 +725,19 @@ class DynamicInferenceEngine:
             ConfigError: there is no such mode.
             EngineStateError: the engine is not PAUSED.
         """
-        config = self.config if mode is None else self.config.replace(kv_cache_management_mode=mode)
-        chosen = config.kv_cache_management_mode
-        moves: list[MemoryMove] = []
+        chosen = KVCacheManagementMode.parse(mode) or self.config.kv_cache_management_mode
 
-        def act() -> None:
-            moves.append(self.context.suspend(chosen, keep_prefix_cache=keep_prefix_cache))
+        def act() -> MemoryMove:
+            move = self.context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
             if chosen is not KVCacheManagementMode.PERSIST:
                 self.controller.runner.release_workspace()
+            return move
 
-        self._signal(ControlSignal.SUSPEND, act)
-        return moves[0] if moves else MemoryMove()
+        return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
         """Have the KV cache back; leads to PAUSED."""
-        moves: list[MemoryMove] = []
-        self._signal(ControlSignal.RESUME, lambda: moves.append(self.context.resume()))
-        return moves[0] if moves else MemoryMove()
+        return self._signal(ControlSignal.RESUME, self.context.resume) or MemoryMove()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
         """End for good. Every unfinished request ends with an error; returns all records not handed out yet."""
@@ -751,10 +750,10 @@ class DynamicInferenceEngine:
         self._signal(ControlSignal.STOP, act)
         return self.take_ended()
 
-    def _signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
+    def _signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
         try:
             with plain_tensors():
-                self._lifecycle.signal(signal, act)
+                return self._lifecycle.signal(signal, act)
         finally:
             self._moved()
 

@@ -47,7 +47,7 @@ from rollout.llm.results import PendingGroup, Readers, Samples, TextStream
 from rollout.llm.service import EngineService
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.state import EngineState, FinishReason, KVCacheManagementMode, Status
+from rollout.state import EngineState, FinishReason, KVCacheManagementMode, Mode, Status
 from rollout.threads.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from rollout.server.server import Server
 
 T = TypeVar("T")
-Mode = KVCacheManagementMode | str | None
 OnError = Literal["raise", "return"]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -341,7 +340,7 @@ class _LLM:
             self._let_go()
 
     def _hold(self, mode: Mode) -> None:
-        chosen = None if mode is None else self.config.replace(kv_cache_management_mode=mode).kv_cache_management_mode
+        chosen = KVCacheManagementMode.parse(mode)
         worker = self._service.worker
         worker.withhold()
         with self.engine.locked():

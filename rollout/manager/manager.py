@@ -47,11 +47,11 @@ from rollout.manager.lengths import LengthBook
 from rollout.manager.pacing import StalenessPacer
 from rollout.manager.progress import ProgressBar
 from rollout.manager.recovery import GroupJournal
-from rollout.manager.suspension import Mode, Suspension
+from rollout.manager.suspension import Suspension
 from rollout.manager.telemetry import RolloutMetrics
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.state import EngineState
+from rollout.state import EngineState, Mode
 from rollout.threads.interrupts import interrupt_deferred
 
 OnError = Literal["raise", "mask"]

@@ -16,13 +16,10 @@ from typing import Literal
 
 from rollout.engine.context import MemoryMove
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import ConfigError, EngineStateError
+from rollout.errors import EngineStateError
 from rollout.manager.telemetry import RolloutMetrics
-from rollout.state import EngineState, KVCacheManagementMode
+from rollout.state import EngineState, KVCacheManagementMode, Mode
 from rollout.threads.interrupts import interrupt_deferred
-
-Mode = KVCacheManagementMode | str | None
-"""A mode, its name, or None for the configured one."""
 
 
 class Suspension:
@@ -108,7 +105,7 @@ class Suspension:
             self.resume()
 
     def _put_away(self, mode: Mode, keep_prefix_cache: bool) -> MemoryMove:
-        chosen = _member(mode)
+        chosen = KVCacheManagementMode.parse(mode)
         self._engine.release_weights()
         if self._engine.state is EngineState.SUSPENDED:
             return MemoryMove()
@@ -124,11 +121,3 @@ class Suspension:
         self._metrics.enter_phase("train")
         self._metrics.suspended(move)
         return move
-
-
-def _member(mode: Mode) -> KVCacheManagementMode | None:
-    try:
-        return None if mode is None else KVCacheManagementMode(mode)
-    except ValueError as exc:
-        choices = ", ".join(repr(member.value) for member in KVCacheManagementMode)
-        raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from exc

@@ -446,7 +446,7 @@ def test_whoever_watches_hears_of_a_death(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(step: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(engine.controller, "execute", fail)
+    monkeypatch.setattr(engine.controller.runner, "execute", fail)
     for _ in range(3):
         engine.add_request(token_ids(4), greedily(4))
         engine.step()
