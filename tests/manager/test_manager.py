@@ -22,7 +22,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rollout.config import InferenceConfig
-from rollout.engine.engine import MAX_FAILED_STEPS, DynamicInferenceEngine
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.failures import MAX_FAILED_STEPS
 from rollout.errors import (
     ConfigError,
     DeadlineError,
