@@ -31,8 +31,11 @@ class Backend(Protocol):
             InvalidRequestError: it can never be served; nothing was queued.
         """
 
-    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
-        """Go on with samples of groups that were saved; ids below `next_group_id` are taken. All of them, or none.
+    def reserve_group_ids(self, until: int) -> None:
+        """Ids below `until` are taken: `next_group_id` is at least that."""
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        """Continue saved samples where they stand: all of them, or none.
 
         Raises:
             InvalidRequestError: one can never be served here.
@@ -110,8 +113,12 @@ class LocalBackend:
         """Queue a group."""
         self._engine.add_request(prompt, params, request_id=group_id, metadata=metadata)
 
-    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
-        """Go on with samples of groups that were saved. All of them, or none."""
+    def reserve_group_ids(self, until: int) -> None:
+        """Ids below `until` are taken."""
+        self._engine.reserve_request_ids(until)
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        """Continue saved samples where they stand: all of them, or none."""
         try:
             for record in records:
                 self._engine.add_record(record)
@@ -120,7 +127,6 @@ class LocalBackend:
                 self._engine.abort_request(record.request_id)
             self._engine.take_ended()
             raise
-        self._engine.reserve_request_ids(next_group_id)
 
     def abort(self, group_id: int) -> None:
         """End a group now; its blocks are free when this returns."""

@@ -75,7 +75,8 @@ def load(
         groups = _ledger(loaded["groups"], finished, records)
         # Also where it is the present one: what is cached here may have been computed by other weights.
         engine.weights_updated(loaded["policy_version"])
-        backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
+        backend.continue_from(records)
+        backend.reserve_group_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     except BaseException:
         # What was finished after a checkpoint that is not gone on from is nobody's.
         journal.restore("", 0)

@@ -261,7 +261,7 @@ class RolloutManager:
                 for group in finished.values():
                     for sample in group.samples:
                         self._groups.take(sample)
-                self._backend.continue_from([], first + len(prompts))
+                self._backend.reserve_group_ids(first + len(prompts))
         except BaseException as exc:
             self._journal.put_back(finished.values())
             self.abort(added)

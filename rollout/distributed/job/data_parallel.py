@@ -222,8 +222,12 @@ class DataParallelBackend:
         self._next_group_id = max(self._next_group_id, group_id + 1)
         self._open(group_id, tokens, text, params, metadata, time.time(), range(params.n), [])
 
-    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
-        """Go on with samples of groups that were saved."""
+    def reserve_group_ids(self, until: int) -> None:
+        """Ids below `until` are taken."""
+        self._next_group_id = max(self._next_group_id, until)
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        """Continue saved samples where they stand."""
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
@@ -242,7 +246,6 @@ class DataParallelBackend:
                 [stretch_of(record) for record in of_group if record[-1].completion_tokens],
                 first.priority,
             )
-        self._next_group_id = max(self._next_group_id, next_group_id)
 
     def _open(
         self,
