@@ -16,14 +16,12 @@ from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from rollout.requests.chat_messages import known_roles, plain_messages
 from rollout.requests.detokenizer import CompletionText, pieces_of
+from rollout.requests.prompt import Prompt
 from rollout.requests.request import InferenceRequest
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or chat messages."""
 
 
 class TextGenerationController:

@@ -20,13 +20,13 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.engine.admission import refuse_what_is_not_served
 from rollout.engine.control import EngineControl
-from rollout.engine.controller import Prompt
 from rollout.engine.ledger import Ledger
 from rollout.engine.memory.kv_cache import Allocate, zeros
 from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import InvalidRequestError, RequestError
 from rollout.requests.growth import Growth
+from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams

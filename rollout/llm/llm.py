@@ -42,11 +42,12 @@ from rollout.errors import (
     UnsupportedModelError,
 )
 from rollout.llm.model_loading import load
-from rollout.llm.prompts import Prompt, normalized
+from rollout.llm.prompts import normalized
 from rollout.llm.results import PendingGroup, Readers, Samples, TextStream
 from rollout.llm.service import EngineService
+from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import EngineState, FinishReason, KVCacheManagementMode, Mode, Status
 from rollout.threads.loop_thread import LoopThread
 
@@ -262,7 +263,7 @@ class _LLM:
         self._refuse_unless_primary("generate")
         self._check_weights_when_idle()
         asked, single = normalized(prompts)
-        params = _one_each(sampling_params, len(asked))
+        params = one_each(sampling_params, len(asked))
         tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
         return [
             (self._submit(prompt, ids, each, priority, timeout_s), ids, each)
@@ -673,14 +674,6 @@ def _coordinator(
     if host is not None:
         chosen = chosen.replace(host=host)
     return chosen if port is None else chosen.replace(inference_coordinator_port=port)
-
-
-def _one_each(given: Params, number: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * number
-    if len(given) != number:
-        raise ConfigError(f"{len(given)} sampling_params for {number} prompts: pass one for all, or one for each")
-    return list(given)
 
 
 def _failed(

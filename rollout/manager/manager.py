@@ -27,7 +27,6 @@ from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.job.gathering import Gathering
 from rollout.distributed.job.world import World
 from rollout.engine.context import MemoryMove
-from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConfigError,
@@ -49,8 +48,9 @@ from rollout.manager.progress import ProgressBar
 from rollout.manager.recovery import GroupJournal
 from rollout.manager.suspension import Suspension
 from rollout.manager.telemetry import RolloutMetrics
+from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import EngineState, Mode
 from rollout.threads.interrupts import interrupt_deferred
 
@@ -223,7 +223,7 @@ class RolloutManager:
         if isinstance(prompts, str | bytes | Mapping):
             raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list of prompts, [prompt] for one")
         prompts = list(prompts)
-        params = _one_each(sampling_params, len(prompts))
+        params = one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
         added: list[int] = []
         try:
@@ -648,18 +648,6 @@ class RolloutManager:
 def _check_on_error(on_error: str) -> None:
     if on_error not in ("raise", "mask"):
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = list(params)
-    if len(each) != count:
-        raise ConfigError(f"sampling_params has {len(each)} entries for {count} prompts: pass one for all, or one each")
-    for index, value in enumerate(each):
-        if not isinstance(value, SamplingParams):
-            raise TypeError(f"sampling_params[{index}]={value!r}: must be a SamplingParams")
-    return each
 
 
 def _pad_token_id(*owners: Any) -> int:

@@ -187,7 +187,7 @@ def test_a_prompt_that_can_never_be_served_refuses_the_call_and_queues_nothing()
                 llm.generate(["good", bad] if isinstance(bad, str) else [[5], bad])
         with pytest.raises(TypeError, match=r"prompts\[1\]"):
             llm.generate(["good", 3])  # type: ignore[list-item]
-        with pytest.raises(ConfigError, match="2 sampling_params for 1 prompts"):
+        with pytest.raises(ConfigError, match="sampling_params has 2 entries for 1 prompts"):
             llm.generate("good", [SamplingParams(), SamplingParams()])
         with pytest.raises(ConfigError, match="on_error='ignore'"):
             llm.generate("good", on_error="ignore")  # type: ignore[arg-type]

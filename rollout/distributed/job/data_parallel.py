@@ -34,7 +34,6 @@ from rollout.distributed.job.world import World
 from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.partial import stretch_of
 from rollout.distributed.worker.worker import EngineWorker
-from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConnectionLostError,
@@ -42,6 +41,7 @@ from rollout.errors import (
     EngineStateError,
     RolloutError,
 )
+from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.seeds import stream_key
