@@ -30,7 +30,7 @@ class Rollout(Protocol):
         """The module that samples: the one whose parameters the optimizer steps."""
 
     def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
-        """The weights are about to change: stop, and take the KV cache off the device. None: the configured mode."""
+        """Stop before the weights change, and suspend the KV cache as `mode` says. None: the rollout's configured mode."""
 
     def weights_updated(self) -> object:
         """The weights have changed."""
@@ -105,7 +105,8 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
     Args:
         optimizer: whose steps count.
         rollout: what samples with the weights it steps.
-        mode: what becomes of the KV cache at each step. None: what the rollout is configured to do.
+        mode: what becomes of the KV cache at each step. None: the rollout's `kv_cache_management_mode`, for a
+            `RolloutManager` as for an `LLM`.
 
     Returns:
         The attachment, which counts the steps; `detach()` undoes it.

@@ -318,10 +318,10 @@ class _LLM:
         return self.policy_version
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
-        """The weights are about to change: no forward of ours runs from here to `weights_updated`. The hook calls it.
+        """Stop before the weights change: no forward runs from here to `weights_updated`. The optimizer hook calls it.
 
         Args:
-            mode: None: the KV cache stays where it is. A mode: it leaves the device as `suspend` says.
+            mode: what becomes of the KV cache; None: the configured mode. "persist" leaves it on the device.
         """
         self._hold(mode)
 
@@ -334,7 +334,7 @@ class _LLM:
         """
         self._holds += 1
         try:
-            self._hold(self.config.kv_cache_management_mode if mode is None else mode)
+            self._hold(mode)
             yield
         finally:
             self._holds -= 1
@@ -345,7 +345,7 @@ class _LLM:
         worker = self._service.worker
         worker.withhold()
         with self.engine.locked():
-            if chosen is None or self.engine.state in (EngineState.STOPPED, EngineState.SUSPENDED):
+            if self.engine.state in (EngineState.STOPPED, EngineState.SUSPENDED):
                 return
             # What the caller has paused by himself stays so afterwards.
             his = self.engine.state is EngineState.PAUSED and not worker.held_by_coordinator
