@@ -1181,7 +1181,7 @@ class FullDisk:
 def test_a_journal_that_cannot_be_written_does_not_stop_an_update(model):
     rollout = make_rollout(model, max_staleness=0)
     disk = FullDisk()
-    rollout._journal = GroupJournal(disk)  # type: ignore[arg-type]
+    rollout._loop.journal = GroupJournal(disk)  # type: ignore[arg-type]
     rollout.submit([[5, 6]], tokens(9))
     for _ in range(3):
         rollout.engine.step()
