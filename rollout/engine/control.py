@@ -24,7 +24,7 @@ class EngineControl(EngineParts):
 
     @property
     def state(self) -> EngineState:
-        """Where the engine stands."""
+        """The lifecycle state."""
         return self._lifecycle.state
 
     def refuse_when_stopped(self) -> None:
@@ -46,15 +46,15 @@ class EngineControl(EngineParts):
         self._moved()
 
     def pause(self) -> None:
-        """Stop at the step boundary; requests keep their KV and wait."""
+        """Stop stepping at the next step boundary; requests keep their KV and wait."""
         self._signal(ControlSignal.PAUSE, self._pause_active)
 
     def unpause(self) -> None:
-        """Go on."""
+        """Allow steps again."""
         self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
     def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """Give the KV cache's device memory back, as `mode` (default: the configuration's) says.
+        """Free the KV cache's device memory as `mode` (None: the configured mode) says.
 
         Args:
             keep_prefix_cache: also keep cached blocks that no request holds. Pass False before the weights change:
@@ -75,11 +75,11 @@ class EngineControl(EngineParts):
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Have the KV cache back; leads to PAUSED."""
+        """Bring the KV cache back to the device; leads to PAUSED."""
         return self._signal(ControlSignal.RESUME, self.context.resume) or MemoryMove()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
-        """End for good. Every unfinished request ends with an error; returns all records not handed out yet."""
+        """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
 
         def act() -> None:
             for sample in self.context.scheduler.remove(lambda key: True):
@@ -110,10 +110,10 @@ class EngineControl(EngineParts):
         self._lifecycle.wait_until(state, self.config.control_timeout_s if timeout_s is None else timeout_s)
 
     def weights_updated(self, version: int | None = None) -> int:
-        """The weights have changed: the policy version moves (by 1, or to `version`), in any state.
+        """Announce changed weights: the policy version moves by 1, or to `version`, in any state but STOPPED.
 
-        KV of the weights before is not shared any more, also where `version` is the present one. Requests that would
-        exceed `max_staleness` are dealt with as `staleness_policy` says; none of them makes this raise.
+        KV of earlier weights is no longer shared, also where `version` is the present one. Requests that would
+        exceed `max_staleness` are handled by `staleness_policy`; none of them makes this raise.
 
         Returns:
             The new policy version.

@@ -1,6 +1,6 @@
-"""One engine per rank, in the training process, running the very module the optimizer steps.
+"""The engine of one rank: continuous batching in the training process, with the module that the optimizer steps.
 
-Promises:
+Always true:
 - every accepted request ends once, as a complete record: finished, stale, aborted or failed;
 - an exception inside a step fails the requests of that step, cause attached, or the one request that was just being
   admitted, and the engine goes on; after `MAX_FAILED_STEPS` in a row it declares itself dead and ends every request;
@@ -144,7 +144,7 @@ class DynamicInferenceEngine(EngineControl):
             return number
 
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """The tokens of a prompt that `add_request` would accept; nothing is queued.
+        """Token ids of a prompt that `add_request` would accept; nothing is queued.
 
         Raises:
             InvalidRequestError, ConfigError, TypeError: it would refuse it.
@@ -159,7 +159,7 @@ class DynamicInferenceEngine(EngineControl):
         return tokens
 
     def check_record(self, record: DynamicInferenceRequestRecord) -> None:
-        """Nothing is queued.
+        """Refuse a record that `add_record` would refuse; nothing is queued.
 
         Raises:
             InvalidRequestError, ConfigError: no engine like this one could go on with it.
@@ -206,7 +206,7 @@ class DynamicInferenceEngine(EngineControl):
         """Weight updates so far."""
         return self.context.scheduler.version
 
-    # --- the loop's only verb -----------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """Schedule, execute, update. Returns the records that have ended since the last step, each exactly once.
@@ -243,7 +243,7 @@ class DynamicInferenceEngine(EngineControl):
 
         A second thread's call waits for the first one's end.
 
-        What other requests end meanwhile, the next `step` hands out; whatever interrupts this call, everything it has.
+        Other requests that end meanwhile are returned by the next `step`; so are those of a call that raises.
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
@@ -305,27 +305,27 @@ class DynamicInferenceEngine(EngineControl):
             self._inspection.refuse_when_blocked(self._adapters.variant)
 
     def flush_prefix_cache(self) -> int:
-        """Forget every cached block that no request holds; returns how many."""
+        """Drop every cached block that no request holds; returns their number."""
         with self._lock:
             return self.context.allocator.drop_cached()
 
     @property
     def next_request_id(self) -> int:
-        """The id the next request gets that brings none."""
+        """The id that the next request without one gets."""
         return self._next_request_id
 
     def reserve_request_ids(self, start: int) -> None:
-        """Ids below `start` are taken: the next ones given out begin there."""
+        """Mark ids below `start` as taken; the next id is at least `start`."""
         with self._lock:
             self._next_request_id = max(self._next_request_id, start)
 
-    # --- looking at it ------------------------------------------------------------------------------------------
+    # --- inspection ---------------------------------------------------------------------------------------------
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of all unfinished samples, in order, independent of the running ones.
+        """Copies of the records of all unfinished samples, in scheduling order.
 
         Raises:
-            EngineStateError: some wait for other adapters than act now, which no record says.
+            EngineStateError: some wait for other adapters than are active, which no record can express.
         """
         with self._lock:
             return self._inspection.snapshot()
@@ -338,8 +338,8 @@ class DynamicInferenceEngine(EngineControl):
                 events known).
 
         Returns:
-            One row per sample of `known` that has more, or that has started afresh (`StalenessPolicy.REQUEUE`): that
-            one counts from 0 again, and may have no token yet.
+            One row per sample of `known` that has more, or that was requeued (`StalenessPolicy.REQUEUE`): such a
+            sample counts from 0 again, and may have no token yet.
         """
         with self._lock:
             return self.context.scheduler.growths(known)

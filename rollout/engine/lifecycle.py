@@ -18,14 +18,14 @@ class Lifecycle:
     """State of one engine. Every change happens under `lock`, at a step boundary.
 
     Args:
-        lock: also held by whoever steps the engine.
+        lock: also held during every step.
     """
 
     def __init__(self, lock: FairLock) -> None:
         self.state = EngineState.RUNNING
         self.cause_of_death: BaseException | None = None
         self._lock = lock
-        # Not the engine's lock: whoever waits for a state must not queue behind the steps.
+        # Not the engine's lock: a thread that waits for a state must not queue behind the steps.
         self._changed = threading.Condition()
 
     def signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
@@ -60,7 +60,7 @@ class Lifecycle:
             return done
 
     def die(self, cause: BaseException) -> None:
-        """Stop for good because of `cause`."""
+        """Move to STOPPED because of `cause`; every later call raises it."""
         self.cause_of_death = cause
         self._move(EngineState.STOPPED)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from rollout.config import ServerConfig
     from rollout.server.server import Server
 
-T = TypeVar("T")
 OnError = Literal["raise", "return"]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -99,7 +98,7 @@ class BaseLLM:
 
     @property
     def engine(self) -> DynamicInferenceEngine:
-        """This rank's."""
+        """This rank's engine."""
         return self._service.engine
 
     @property
@@ -109,7 +108,7 @@ class BaseLLM:
 
     @property
     def controller(self) -> TextGenerationController:
-        """The engine's tokenise, forward, sample, detokenise."""
+        """The engine's tokenisation, forward, sampling and detokenisation."""
         return self.engine.controller
 
     @property
@@ -129,7 +128,7 @@ class BaseLLM:
 
     @property
     def state(self) -> EngineState:
-        """Where this rank's engine stands."""
+        """Lifecycle state of this rank's engine."""
         return self.engine.state
 
     @property
@@ -156,9 +155,9 @@ class BaseLLM:
         return self.engine.stats()
 
     def flush_prefix_cache(self) -> int:
-        """Forget cached blocks that no request holds, with a coordinator those of every rank; returns how many.
+        """Drop cached blocks that no request holds, with a coordinator those of every rank; returns their number.
 
-        It waits for the engines' next step boundary: in a coroutine, `await asyncio.to_thread(llm.flush_prefix_cache)`.
+        Waits for the engines' next step boundary: in a coroutine, `await asyncio.to_thread(llm.flush_prefix_cache)`.
 
         Raises:
             RuntimeError: not the primary rank: `llm.engine.flush_prefix_cache()` is this rank's own.
@@ -180,21 +179,21 @@ class BaseLLM:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> PendingGroup:
-        """Ask for one prompt's n samples and do not wait; from any thread.
+        """Submit one prompt and return a future of its n samples; from any thread.
 
         Args:
             priority: higher runs first; equal ones in order of arrival.
             timeout_s: the request fails after so many seconds. None: never.
 
         Returns:
-            What to await, or to abort. It fails with a `RequestError` (aborted, timed out), or with
+            A future to await or to abort. It fails with a `RequestError` (aborted, timed out), or with
             `ConnectionLostError` where engine or coordinator have ended; a sample that failed alone is in the result,
             with its `error`.
 
         Raises:
             InvalidRequestError: it can never be served; nothing was queued.
             RuntimeError: not the primary rank.
-            WeightsChangedError: they were changed without a word since the last update; looked at when nothing runs.
+            WeightsChangedError: weights changed without an announced update; checked only while no request runs.
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
         """
         self._refuse_unless_primary("generate")
@@ -211,7 +210,7 @@ class BaseLLM:
         timeout_s: float | None = None,
         interval: int = 1,
     ) -> TextStream:
-        """Ask for one prompt's n samples and read them as they grow: `async for delta in llm.stream(prompt)`.
+        """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
 
         Args:
             interval: tokens of a sample that come together.
@@ -229,7 +228,7 @@ class BaseLLM:
         return stream
 
     def _check_weights_when_idle(self) -> None:
-        # Whoever asks while others are served does not wait for a step boundary.
+        # While requests run, a new one does not wait for a step boundary.
         if not self.num_open:
             self._service.worker.check_weights()
 
@@ -290,9 +289,9 @@ class BaseLLM:
     # --- weights and memory -----------------------------------------------------------------------------------------
 
     def weights_updated(self, version: int | None = None) -> int:
-        """This rank's weights have changed: its policy version moves, by 1 or to `version`. Every rank calls it.
+        """Announce changed weights: this rank's policy version moves by 1, or to `version`. Every rank calls it.
 
-        Goes on with what `before_optimizer_step` has stopped. The optimizer hook calls both.
+        Resumes what `before_optimizer_step` has stopped. The optimizer hook calls both.
 
         Returns:
             The policy version.
@@ -315,7 +314,7 @@ class BaseLLM:
 
     @contextmanager
     def suspended(self, mode: Mode = None) -> Iterator[None]:
-        """A `with` block in which this rank's engine stands still and its KV cache is off the device; then it goes on.
+        """A `with` block in which this rank makes no step and its KV cache is suspended; its end resumes both.
 
         Args:
             mode: what becomes of the KV cache; None: the configured mode.
@@ -367,7 +366,7 @@ class BaseLLM:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _refuse_to_block(self, what: str) -> None:
-        """Whoever calls this class may wait: it blocks all the same."""
+        """A class whose callers must not block overrides this, and raises."""
 
     def _refuse_unless_primary(self, what: str) -> None:
         if not self.is_primary_rank:

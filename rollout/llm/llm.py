@@ -70,7 +70,7 @@ class AsyncLLM(BaseLLM):
         return await self._generate(prompts, sampling_params, priority, timeout_s, on_error)
 
     async def abort(self, request_id: int | None = None) -> int:
-        """End a request (None: every one); how many were open."""
+        """End one request, or all open ones (None); returns how many were open."""
         numbers = None if request_id is None else [request_id]
         return await asyncio.wrap_future(self._service.abort_all(numbers))
 
@@ -94,17 +94,17 @@ class AsyncLLM(BaseLLM):
         await self._control("unpause", EngineState.RUNNING, timeout_s, lambda client: client.unpause_engines(timeout_s))
 
     async def suspend(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Give every paused engine's KV memory back; `mode` None: as each is configured."""
+        """Suspend the KV cache of every paused engine; `mode` None: each engine's configured mode."""
         await self._control(
             "suspend", EngineState.SUSPENDED, timeout_s, lambda client: client.suspend_engines(mode, timeout_s)
         )
 
     async def resume(self, timeout_s: float | None = None) -> None:
-        """Have every suspended engine's KV back; leads to paused."""
+        """Bring the KV cache of every suspended engine back; leads to PAUSED."""
         await self._control("resume", EngineState.PAUSED, timeout_s, lambda client: client.resume_engines(timeout_s))
 
     async def set_policy_version(self, version: int | None = None) -> int:
-        """All ranks' weights have changed: every engine's version moves, by 1 or to `version`. On the primary rank."""
+        """Announce changed weights on all ranks: every policy version moves by 1, or to `version`. On the primary rank."""
         chosen = self.policy_version + 1 if version is None else version
         if self.direct:
             # It waits for a step boundary, and this may be the loop that the server's streams live on.
@@ -121,7 +121,7 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             DeadlineError: it has not within `timeout_s`.
-            EngineDeadError, ConnectionLostError: that is how it ended.
+            EngineDeadError, ConnectionLostError: the reason why it ended.
         """
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._service.over)), timeout_s)
@@ -129,7 +129,7 @@ class AsyncLLM(BaseLLM):
             raise _too_late(timeout_s) from exc
 
     async def shutdown(self) -> None:
-        """End: what is open fails by name; on the primary rank, every rank's engine stops. Harmless when repeated."""
+        """Fail open requests and stop the engine; on the primary rank, every rank's engine. Harmless when repeated."""
         await asyncio.to_thread(self._shutdown)
 
     async def __aenter__(self) -> Self:

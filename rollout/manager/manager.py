@@ -396,9 +396,12 @@ class RolloutManager:
         return self._suspension.suspended(mode)
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
-        """The weights are about to change: like entering `suspended()`, and nothing more inside it.
+        """Suspend the KV cache before the weights change; the next `generate` resumes. The optimizer hook calls it.
 
-        Called by the optimizer hook. Where another thread generates, it waits until that has ended.
+        Waits until a `generate` of another thread has ended.
+
+        Args:
+            mode: `persist`, `offload` or `recompute`; None: the configured mode.
         """
         with self.engine.turns.taken():
             self._suspension.make_way(mode)
@@ -408,7 +411,7 @@ class RolloutManager:
         """A block that changes which adapters of the model act; `trainer_hooks.peft.adapter` is the way to do so.
 
         Args:
-            what: its name, equal on all ranks; the block's end waits for theirs. None: it waits for nobody.
+            what: its name, equal on all ranks; the block's end waits for theirs. None: no other rank is waited for.
 
         Raises:
             DeadlineError: some ranks have not done the same; names them.
@@ -419,10 +422,10 @@ class RolloutManager:
         if what is not None:
             self._backend.moved_together(what)
 
-    # --- looking at it ------------------------------------------------------------------------------------------
+    # --- metrics -------------------------------------------------------------------------------------------------
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """What happened since the last call, flat, ready for `wandb.log`; names and meaning in `rollout.metrics`."""
+        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metrics`."""
         self._loop.sync_metrics()
         return self._metrics.snapshot(reset)
 
@@ -445,7 +448,7 @@ class RolloutManager:
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, with every version and random stream; torch.save (`weights_only`) and msgpack take it."""
+        """Checkpoint of everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
         with self.engine.locked():
             self._loop.take_ended()
             return checkpoint.save(
@@ -475,7 +478,7 @@ class RolloutManager:
         self._loop.sync_metrics()
 
     def close(self) -> None:
-        """End: groups in flight are given up (with a warning), memory is given back. Harmless when repeated.
+        """Give up the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.
 
         The model trains on as before; an attached optimizer hook has nothing more to do.
         """

@@ -1,4 +1,4 @@
-"""Pause and suspend state of the manager's engine: who stopped it, and what resumes it.
+"""Pause and suspend state of the manager's engine: which call stopped it, and what resumes it.
 
     stopped by                  goes on with
     pause()                     unpause() or resume()
@@ -26,7 +26,7 @@ class Suspension:
     """Pause and suspend of one engine, by the trainer's calls and by the optimizer hook.
 
     Args:
-        held_elsewhere: whether the engine stands still because of somebody who will set it going again.
+        held_elsewhere: whether the coordinator has paused or suspended the engine, and will resume it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Suspension:
         return move
 
     def resume(self) -> MemoryMove:
-        """Undo `suspend` and `pause`. An engine that somebody else holds too is left to them, with `ensure_running` due."""
+        """Undo `suspend` and `pause`. An engine that the coordinator holds too stays as it is."""
         self._stopped_by = None
         if self._held_elsewhere():
             return MemoryMove()
