@@ -448,7 +448,7 @@ class RolloutManager:
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Checkpoint of everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
+        """Everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
         with self.engine.locked():
             self._loop.take_ended()
             return checkpoint.save(
