@@ -22,7 +22,6 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from rollout.config import CoordinatorConfig, InferenceConfig
-from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.job.gathering import Gathering
 from rollout.distributed.job.world import World
 from rollout.engine.context import MemoryMove
@@ -30,19 +29,18 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConfigError,
     EngineStateError,
-    InvalidRequestError,
     JournalError,
     RolloutFailedError,
 )
 from rollout.journal.journal import Journal
-from rollout.journal.reader import FinishedGroup
-from rollout.manager import checkpoint, lengths
-from rollout.manager.backend import Backend, LocalBackend
+from rollout.manager import checkpoint
 from rollout.manager.batch import RolloutBatch
+from rollout.manager.choose_backend import choose_backend
 from rollout.manager.groups import GroupLedger
 from rollout.manager.pacing import StalenessPacer
 from rollout.manager.recovery import GroupJournal
 from rollout.manager.run_loop import RunLoop
+from rollout.manager.submission import submit
 from rollout.manager.suspension import Suspension
 from rollout.manager.telemetry import RolloutMetrics
 from rollout.requests.prompt import Prompt
@@ -102,7 +100,7 @@ class RolloutManager:
         self.model = self.engine.model
         self.config = self.engine.config
         self._metrics = RolloutMetrics(self.engine, clock)
-        self._backend = self._choose_backend(coordinator)
+        self._backend = choose_backend(self.engine, coordinator)
         world = World.of_torch() if self.engine.weights.collective else None
         gathering = Gathering(self.engine, self._backend.moved_together, world)
         self._loop = RunLoop(
@@ -111,18 +109,6 @@ class RolloutManager:
         self._suspension = Suspension(self.engine, self._metrics, lambda: self._backend.held_by_coordinator)
         self._closed = False
         self._pacer = StalenessPacer(self.config.max_staleness)
-
-    def _choose_backend(self, coordinator: CoordinatorConfig | bool) -> Backend:
-        world = World.of_torch() if coordinator is not False else None
-        options = coordinator if isinstance(coordinator, CoordinatorConfig) else None
-        if world is None:
-            if options is not None and options.schedule_output_path is not None:
-                raise ConfigError(
-                    f"CoordinatorConfig.schedule_output_path={options.schedule_output_path!r}: there is one rank, and "
-                    "nothing to route; leave it None, or initialise torch.distributed with several ranks first"
-                )
-            return LocalBackend(self.engine)
-        return DataParallelBackend(self.engine, options, world)
 
     # --- generating ---------------------------------------------------------------------------------------------
 
@@ -223,49 +209,12 @@ class RolloutManager:
         added: list[int] = []
         try:
             with self.engine.locked():
-                added = self._submit(prompts, params, extras)
+                added = submit(self._loop, self._backend, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
             # It came meanwhile, and takes effect only now.
             self.abort(added)
             raise
         return added
-
-    def _submit(self, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
-        if len(extras) != len(prompts):
-            raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
-        for index, extra in enumerate(extras):
-            checkpoint.check_portable(f"metadata[{index}]", extra)
-        first = self._backend.next_group_id
-        keys = [lengths.key(prompt) for prompt in prompts]
-        journal_keys = [self._journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
-        added: list[int] = []
-        finished: dict[int, FinishedGroup] = {}
-        where = "prompts"
-        try:
-            for position in self._loop.lengths.longest_first(keys):
-                where = f"prompts[{position}]"
-                with interrupt_deferred():
-                    if group := self._journal.submitted(journal_keys[position], first + position):
-                        finished[position] = group
-                        continue
-                    added.append(first + position)
-                    self._backend.submit(added[-1], prompts[position], params[position], extras[position])
-            with interrupt_deferred():
-                for position, key in enumerate(keys):
-                    self._groups.add(first + position, params[position].n, key, journal_keys[position])
-                for group in finished.values():
-                    for sample in group.samples:
-                        self._groups.take(sample)
-                self._backend.reserve_group_ids(first + len(prompts))
-        except BaseException as exc:
-            self._journal.put_back(finished.values())
-            self.abort(added)
-            if isinstance(exc, InvalidRequestError):
-                raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
-            if isinstance(exc, TypeError | ConfigError):
-                raise type(exc)(f"{where}: {exc}") from exc
-            raise
-        return list(range(first, first + len(prompts)))
 
     def as_completed(
         self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
@@ -323,11 +272,7 @@ class RolloutManager:
 
         Their KV blocks are free when this returns; those on other ranks, as soon as they have heard of it.
         """
-        with self.engine.locked():
-            for each in list(group_ids):
-                self._groups.drop([each])
-                self._backend.abort(each)
-            self._loop.take_ended()
+        self._loop.abort(group_ids)
 
     @property
     def groups_in_flight(self) -> int:

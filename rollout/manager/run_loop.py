@@ -131,6 +131,14 @@ class RunLoop:
         with self._engine.locked():
             self._take(self._backend.take_ended())
 
+    def abort(self, group_ids: Iterable[int]) -> None:
+        """End groups, handing nothing out. Unknown ids are ignored."""
+        with self._engine.locked():
+            for each in list(group_ids):
+                self.groups.drop([each])
+                self._backend.abort(each)
+            self.take_ended()
+
     def sync_metrics(self) -> None:
         """Bring counters and gauges up to date."""
         self._metrics.sync(self._backend.samples_here(self.groups.samples_missing), len(self.groups))
