@@ -1,4 +1,4 @@
-"""Keeps one rank's engine still and its KV cache suspended while the weights change, and sets it going afterwards."""
+"""Withholds steps and suspends the KV cache of one rank while the weights change; resumes both afterwards."""
 
 from __future__ import annotations
 
