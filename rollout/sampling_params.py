@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Self
@@ -238,3 +238,21 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "prompt_logprobs": (_optional, "None or an integer in [0, 2**31)"),
     "logprobs_mode": (_mode, "'processed', 'raw' or 'tempered'"),
 }
+
+
+def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Sampling parameters per prompt, of those for all `count` prompts, of one each, or of None (defaults).
+
+    Raises:
+        ConfigError: their number is not `count`.
+        TypeError: one is no `SamplingParams`.
+    """
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    each = list(given)
+    if len(each) != count:
+        raise ConfigError(f"sampling_params has {len(each)} entries for {count} prompts: pass one for all, or one each")
+    for index, value in enumerate(each):
+        if not isinstance(value, SamplingParams):
+            raise TypeError(f"sampling_params[{index}]={value!r}: must be a SamplingParams")
+    return each

@@ -14,6 +14,9 @@ Engine:
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import Self
+
+from rollout.errors import ConfigError
 
 
 class Status(IntEnum):
@@ -42,6 +45,23 @@ class KVCacheManagementMode(StrEnum):
     PERSIST = "persist"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
+
+    @classmethod
+    def parse(cls, mode: Self | str | None) -> Self | None:
+        """The member of this name; None stays None.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        try:
+            return None if mode is None else cls(mode)
+        except ValueError:
+            choices = ", ".join(repr(member.value) for member in cls)
+            raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from None
+
+
+Mode = KVCacheManagementMode | str | None
+"""A mode, its name, or None for the configured one."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = [
-    ["rollout.errors", "rollout.state", "rollout.metrics"],
+    ["rollout.errors", "rollout.metrics"],
+    ["rollout.state"],
     ["rollout.config", "rollout.sampling_params", "rollout.threads"],
     ["rollout.flags", "rollout.requests"],
     ["rollout.journal", "rollout.distributed.protocol", "rollout.engine.memory", "rollout.engine.scheduling"],

@@ -19,7 +19,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from rollout.requests.codec import INT, decode_fields
-from rollout.state import KVCacheManagementMode
+from rollout.state import Mode
 from trainer_hooks import optimizer as optimizer_hook
 from trainer_hooks.optimizer import Attachment
 from trainer_hooks.rank_state import RankFile, SavedRollout
@@ -94,7 +94,7 @@ def attach(
     accelerator: Accelerator,
     rollout: SavedRollout,
     *,
-    mode: KVCacheManagementMode | str | None = None,
+    mode: Mode = None,
     checkpoint: bool = True,
 ) -> AcceleratorAttachment:
     """Let the optimizers of `accelerator` count the policy version of `rollout`, and its checkpoints carry it.

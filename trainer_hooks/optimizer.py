@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from rollout.errors import ConfigError
-from rollout.state import KVCacheManagementMode
+from rollout.state import KVCacheManagementMode, Mode
 from trainer_hooks import deepspeed
 
 
@@ -31,7 +30,7 @@ class Rollout(Protocol):
         """The module that samples: the one whose parameters the optimizer steps."""
 
     def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
-        """The weights are about to change: stop, and take the KV cache off the device. None: the configured mode."""
+        """Stop before the weights change, and suspend the KV cache as `mode` says. None: the rollout's configured mode."""
 
     def weights_updated(self) -> object:
         """The weights have changed."""
@@ -88,7 +87,7 @@ class Attachment:
         self.steps += 1
 
 
-def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode | str | None = None) -> Attachment:
+def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachment:
     """Let every real step of `optimizer` suspend `rollout` before, and raise its policy version after.
 
     Needs a torch optimizer, or a wrapper that keeps one as `.optimizer` (accelerate's `AcceleratedOptimizer`), which
@@ -106,7 +105,8 @@ def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode |
     Args:
         optimizer: whose steps count.
         rollout: what samples with the weights it steps.
-        mode: what becomes of the KV cache at each step. None: what the rollout is configured to do.
+        mode: what becomes of the KV cache at each step. None: the rollout's `kv_cache_management_mode`, for a
+            `RolloutManager` as for an `LLM`.
 
     Returns:
         The attachment, which counts the steps; `detach()` undoes it.
@@ -117,7 +117,7 @@ def attach(optimizer: object, rollout: Rollout, *, mode: KVCacheManagementMode |
         ValueError: it steps no parameter of `rollout.model`, or is attached to this rollout already.
     """
     inner = _innermost(optimizer)
-    chosen = _mode(mode)
+    chosen = KVCacheManagementMode.parse(mode)
     _check_steps_the_model(inner, rollout)
     _check_not_attached(inner, rollout)
     return Attachment(inner, rollout, chosen)
@@ -146,14 +146,6 @@ def _innermost(optimizer: object) -> Any:
             "torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy"
         )
     return inner
-
-
-def _mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:
-    try:
-        return None if mode is None else KVCacheManagementMode(mode)
-    except ValueError as exc:
-        choices = ", ".join(repr(member.value) for member in KVCacheManagementMode)
-        raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from exc
 
 
 def _check_steps_the_model(optimizer: Any, rollout: Rollout) -> None:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rollout.metrics import LOGGED, unknown_name
-from rollout.state import KVCacheManagementMode
+from rollout.state import Mode
 from trainer_hooks.optimizer import Attachment, attach
 from trainer_hooks.rank_state import RankFile, SavedRollout
 
@@ -74,7 +74,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         self,
         rollout: SavedRollout,
         *,
-        mode: KVCacheManagementMode | str | None = None,
+        mode: Mode = None,
         log: bool | Collection[str] = True,
         checkpoint: bool = True,
         resume_from_checkpoint: str | Path | None = None,

@@ -22,15 +22,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerState
 
 from rollout.manager.batch import RolloutBatch
-from rollout.manager.manager import RolloutManager
-from rollout.state import KVCacheManagementMode
+from rollout.manager.manager import OnError, RolloutManager
+from rollout.state import Mode
 from trainer_hooks.optimizer import Attachment
 from trainer_hooks.transformers import RolloutCallback
 from trainer_hooks.trl_config import (
@@ -42,8 +42,6 @@ from trainer_hooks.trl_config import (
     warn_of_shaping,
 )
 
-OnError = Literal["raise", "mask"]
-Mode = KVCacheManagementMode | str | None
 Log = bool | Collection[str]
 
 

@@ -13,18 +13,15 @@ from torch import nn
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.scheduling.sequences import Sequence as Sample
-from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from rollout.requests.chat_messages import known_roles, plain_messages
 from rollout.requests.detokenizer import CompletionText, pieces_of
+from rollout.requests.prompt import Prompt
 from rollout.requests.request import InferenceRequest
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or chat messages."""
 
 
 class TextGenerationController:
@@ -137,10 +134,6 @@ class TextGenerationController:
         request = sample.request
         key = stream_key(int(request.seed or 0), sample.record.sample_index)
         self.runner.sampling.set(sample.slot, sample.params, key)
-
-    def execute(self, step: ScheduledStep) -> StepTokens:
-        """Forward and sample."""
-        return self.runner.execute(step)
 
     def forward_logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[V] logits after `tokens`, by the model's own attention (no paging): what the trainer would compute."""

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
 from rollout.threads.fair_lock import FairLock
 from rollout.threads.interrupts import interrupt_deferred
 
+T = TypeVar("T")
+
 
 class Lifecycle:
     """State of one engine. Every change happens under `lock`, at a step boundary.
 
     Args:
-        lock: also held by whoever steps the engine.
+        lock: also held during every step.
     """
 
     def __init__(self, lock: FairLock) -> None:
         self.state = EngineState.RUNNING
         self.cause_of_death: BaseException | None = None
         self._lock = lock
-        # Not the engine's lock: whoever waits for a state must not queue behind the steps.
+        # Not the engine's lock: a thread that waits for a state must not queue behind the steps.
         self._changed = threading.Condition()
 
-    def signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
-        """Act and move on; where the signal is harmless do nothing. If `act` raises, the state is as before.
+    def signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
+        """Call `act` and move to the signal's next state. If `act` raises, the state is as before.
+
+        Returns:
+            What `act` returns; None where the signal is harmless and nothing was done.
 
         Raises:
             EngineStateError: the signal is not allowed in the present state.
@@ -35,7 +41,7 @@ class Lifecycle:
         acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
         with self._lock, interrupt_deferred():
             if self.state in harmless_in:
-                return
+                return None
             self.refuse_when_stopped()
             if self.state not in acts_in:
                 allowed = " or ".join(sorted(state.value for state in acts_in))
@@ -46,14 +52,15 @@ class Lifecycle:
             before = self.state
             self._move(through)
             try:
-                act()
+                done = act()
             except BaseException:
                 self._move(before)
                 raise
             self._move(to)
+            return done
 
     def die(self, cause: BaseException) -> None:
-        """Stop for good because of `cause`."""
+        """Move to STOPPED because of `cause`; every later call raises it."""
         self.cause_of_death = cause
         self._move(EngineState.STOPPED)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Prompt = str | list[int] | list[dict[str, Any]]
-"""Text, token ids, or chat messages."""
+from rollout.requests.prompt import Prompt
 
 _RULE = (
     "prompts must be a text, a list of token ids, a list of chat messages, or a list of one of these (all of one kind)"

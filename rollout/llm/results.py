@@ -1,7 +1,7 @@
 """Futures and streams of `AsyncLLM`, for any thread and any event loop.
 
-Always true: both end, with samples or with an error that names the reason; whoever is cancelled while waiting, and
-whoever leaves a stream early, ends the request.
+Always true: both end, with samples or with an error that names the reason. A waiting task that is cancelled, or a stream
+that is left early, ends the request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Samples = list[DynamicInferenceRequest]
 
 
 class PendingGroup:
-    """The n samples of a prompt, once they have ended: `await` it, or `result()` in a thread.
+    """Future of a prompt's n samples: `await` it, or `result()` in a thread.
 
     Args:
         abort: ends a request by its number.
@@ -62,7 +62,7 @@ class PendingGroup:
             raise
 
     def result(self, timeout_s: float | None = None) -> Samples:
-        """Wait in this thread.
+        """Block this thread until the samples have ended, and return them.
 
         Raises:
             TimeoutError: it has not ended within `timeout_s`; it goes on.
@@ -75,28 +75,28 @@ class PendingGroup:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self._future.done()
 
     def abort(self) -> None:
-        """End the request soon: whoever waits gets a `RequestAbortedError`. Harmless when it has ended."""
+        """End the request soon: waiting calls raise `RequestAbortedError`. Harmless when it has ended."""
         self._abort(self.request_id)
 
     # --- on the private loop ----------------------------------------------------------------------------------------
 
     def opened(self, group: OpenGroup) -> None:
-        """Listen to a group."""
+        """Attach to the group's callbacks."""
         group.on_done = self._end
 
     def fail(self, error: BaseException) -> None:
-        """It ends without samples."""
+        """End without samples."""
         if not self._future.done():
             self._future.set_exception(error)
 
     def _end(self, group: OpenGroup) -> None:
         try:
             samples = list(group.result())
-        except Exception as exc:  # noqa: BLE001 - whoever waits has to hear of it, whatever it is
+        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
             self.fail(exc)
             return
         for sample in samples:
@@ -106,13 +106,13 @@ class PendingGroup:
 
 
 def _seen(future: asyncio.Future[Samples]) -> None:
-    """Nobody waits for it any more, and asyncio need not complain of that."""
+    """Mark the exception of a future without a waiting task as retrieved, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 
 
 class Readers:
-    """Wakes those who read streams: of one other loop, all that are due in one turn of the private one, by one call."""
+    """Wakes the readers of streams: one call per reader loop and turn of the private loop."""
 
     def __init__(self) -> None:
         self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
@@ -141,7 +141,7 @@ def _set_all(events: list[asyncio.Event]) -> None:
 
 
 class TextStream:
-    """A prompt's samples as they grow: `async for delta in stream`, then `stream.results`.
+    """Stream of a prompt's samples: `async for delta in stream`, then `stream.results`.
 
     One reader, on any loop. `contextlib.aclosing` ends the request at once where an exception leaves the loop.
 
@@ -157,7 +157,7 @@ class TextStream:
         self._waiting: deque[TextDelta] = deque()
         self._error: BaseException | None = None
         self._ended = self._closed = False
-        # Guards who sleeps, so that a wake-up is neither lost nor sent to somebody awake.
+        # Guards the sleeper, so that a wake-up is neither lost nor sent to a reader that is awake.
         self._lock = threading.Lock()
         self._sleeper: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
@@ -228,12 +228,12 @@ class TextStream:
     # --- on the private loop ----------------------------------------------------------------------------------------
 
     def opened(self, group: OpenGroup) -> None:
-        """Listen to a group."""
+        """Attach to the group's callbacks."""
         group.on_update = self._take
         group.on_done = self._end
 
     def fail(self, error: BaseException) -> None:
-        """It ends without samples."""
+        """End without samples."""
         self._pending.fail(error)
         self._error, self._ended = error, True
         self._wake()

@@ -2,10 +2,10 @@
 
     private loop    client, connections, in direct mode the coordinator itself
     engine thread   the engine's steps, while there are any
-    apply thread    what the coordinator says, at the next step boundary (`rollout.distributed.worker.worker`)
+    apply thread    the coordinator's messages, at the next step boundary (`rollout.distributed.worker.worker`)
 
-Promises: what is asked of a service that has ended fails at once, and so does what is open when it ends; `close` leaves
-no thread and no process.
+Always true: calls to a service that has ended fail immediately, and so do requests that are open when it ends; `close`
+leaves no thread and no process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 30.0
 """For all engines to stop."""
 RECONNECT_TIMEOUT_S = 10.0
-"""A coordinator that is gone is not replaced: whoever waits hears of it soon."""
+"""A lost coordinator is not replaced, so that waiting calls fail soon."""
 
 _SHUT_DOWN = "the LLM was shut down: build another"
 
@@ -46,17 +46,17 @@ T = TypeVar("T")
 
 
 class Listener(Protocol):
-    """Who hears of a group; called on the private loop."""
+    """Receives the outcome of `open_group`; called on the private loop."""
 
     def opened(self, group: OpenGroup) -> None:
-        """It was accepted here."""
+        """The group was accepted."""
 
     def fail(self, error: BaseException) -> None:
-        """It was not."""
+        """The group was refused."""
 
 
 class EngineService:
-    """Built running.
+    """Event loop, client, worker and engine thread of one `LLM`; running once built.
 
     Args:
         engine: this rank's.
@@ -100,7 +100,7 @@ class EngineService:
         else:
             world = World.of_torch()
             rank = 0 if world is None else world.rank
-            # Whoever asks is the one who started it: without him it has nothing to do.
+            # All requests come from the rank that launched it: without that rank it has nothing to do.
             self._job = JobCoordinator(coordinator.replace(outlive_launcher=False), self.engine, world)
             self._job.launch_or_learn()
         self.is_primary = rank == 0
@@ -146,7 +146,7 @@ class EngineService:
     def open_group(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, **options: Any
     ) -> None:
-        """Ask for a group, from any thread; the listener hears the rest.
+        """Submit a group, from any thread; the listener receives what follows.
 
         Args:
             number: the caller's, new.
@@ -168,7 +168,7 @@ class EngineService:
     ) -> None:
         try:
             group = self._the_client().open_group(tokens, params, **options)
-        except Exception as exc:  # noqa: BLE001 - whoever waits has to hear of it, whatever it is
+        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
             del self._groups[number]
             listener.fail(exc)
             return
@@ -223,7 +223,7 @@ class EngineService:
 
     @property
     def worker(self) -> EngineWorker:
-        """Who makes the engine's steps."""
+        """The worker that makes the engine's steps."""
         assert self._worker is not None
         return self._worker
 
@@ -241,7 +241,7 @@ class EngineService:
         assert self._worker is not None
         try:
             self._worker.run()
-        except Exception as exc:  # noqa: BLE001 - it ends here, and whoever asks hears of it
+        except Exception as exc:  # noqa: BLE001 - the thread ends here; later calls raise it
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:
@@ -315,9 +315,9 @@ def _local_config(engine: DynamicInferenceEngine) -> CoordinatorConfig:
         block_size_tokens=engine.config.block_size_tokens,
         enable_prefix_caching=engine.config.enable_prefix_caching,
         seed=engine.config.seed,
-        # Nobody dies alone in one process, so that nothing has to be known before its end.
+        # In one process the coordinator ends with the engine, so that progress need not be known before the end.
         progress_interval=1 << 30,
-        # Whoever asks has the memory that it takes.
+        # Requests come from this very process, which has their memory already.
         max_open_requests=1 << 62,
         max_open_mb=1 << 30,
         max_total_open_mb=1 << 30,

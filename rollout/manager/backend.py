@@ -1,6 +1,6 @@
 """Backends of `RolloutManager`: the local engine, or all ranks of the job.
 
-A manager knows groups and results; a backend knows where they are computed. Promises: every group that was submitted
+A manager knows groups and results; a backend knows where they are computed. Always true: every group that was submitted
 and not aborted gives each of its samples once, by `advance` or `take_ended`.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import EngineStateError
+from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 
 class Backend(Protocol):
-    """What a manager asks of whoever computes."""
+    """Where a manager's groups are computed."""
 
     @property
     def next_group_id(self) -> int:
@@ -31,8 +31,11 @@ class Backend(Protocol):
             InvalidRequestError: it can never be served; nothing was queued.
         """
 
-    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
-        """Go on with samples of groups that were saved; ids below `next_group_id` are taken. All of them, or none.
+    def reserve_group_ids(self, until: int) -> None:
+        """Ids below `until` are taken: `next_group_id` is at least that."""
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        """Continue saved samples where they stand: all of them, or none.
 
         Raises:
             InvalidRequestError: one can never be served here.
@@ -45,13 +48,13 @@ class Backend(Protocol):
         """Wait until there is something to do, at most so long. Ctrl-C may interrupt it.
 
         Raises:
-            EngineStateError: there never will be.
+            EngineStateError: nothing can progress.
             DeadlineError: other ranks do not come to the end of theirs; names them.
             ConnectionLostError: the coordinator was lost, and none took its place in time.
         """
 
     def advance(self) -> list[DynamicInferenceRequest]:
-        """Do what there is to do: at most one step. Samples that have ended, merged."""
+        """Make at most one step. Samples that have ended, merged."""
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
         """Samples that have ended meanwhile, merged."""
@@ -64,7 +67,7 @@ class Backend(Protocol):
         """
 
     def rest(self) -> None:
-        """Nobody steps for a while."""
+        """The manager makes no steps until its next run."""
 
     def samples_here(self, samples_missing: int) -> int:
         """Of the samples that are still to come, or that others ask for: those this engine has to compute."""
@@ -79,20 +82,19 @@ class Backend(Protocol):
 
     @property
     def held_by_coordinator(self) -> bool:
-        """Whether a control call of somebody else has paused or suspended the engine, and will set it going."""
+        """Whether the coordinator has paused or suspended the engine, and will resume it."""
 
     def ages(self) -> Iterable[tuple[int, int]] | None:
         """(group id, updates since its oldest token was sampled) of groups with unfinished samples.
 
-        None: another rank has not said yet what it computed before the last update; `wait` ends when it is worth
-        asking again.
+        None: the progress of another rank before the last update is not known yet; ask again after `wait`.
         """
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the unfinished samples."""
 
     def close(self) -> None:
-        """Give everything up. Harmless when repeated."""
+        """Give up all groups and connections. Harmless when repeated."""
 
 
 class LocalBackend:
@@ -110,8 +112,12 @@ class LocalBackend:
         """Queue a group."""
         self._engine.add_request(prompt, params, request_id=group_id, metadata=metadata)
 
-    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
-        """Go on with samples of groups that were saved. All of them, or none."""
+    def reserve_group_ids(self, until: int) -> None:
+        """Ids below `until` are taken."""
+        self._engine.reserve_request_ids(until)
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        """Continue saved samples where they stand: all of them, or none."""
         try:
             for record in records:
                 self._engine.add_record(record)
@@ -120,23 +126,22 @@ class LocalBackend:
                 self._engine.abort_request(record.request_id)
             self._engine.take_ended()
             raise
-        self._engine.reserve_request_ids(next_group_id)
 
     def abort(self, group_id: int) -> None:
         """End a group now; its blocks are free when this returns."""
         self._engine.abort_request(group_id)
 
     def wait(self, timeout_s: float) -> None:
-        """There always is, unless somebody took the samples away."""
+        """Return immediately; raise `EngineStateError` if nothing can progress."""
         if not self._engine.has_unfinished:
             self._engine.refuse_when_nothing_can_run()
             raise EngineStateError(
-                "the groups in flight cannot end: somebody else took their samples out of the engine (engine.step()?); "
+                "the groups in flight cannot end: another caller took their samples out of the engine (engine.step()?); "
                 "abort() them"
             )
 
     def advance(self) -> list[DynamicInferenceRequest]:
-        """One step."""
+        """Make one step. Samples that have ended, merged."""
         return _merged(self._engine.step())
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
@@ -144,22 +149,22 @@ class LocalBackend:
         return _merged(self._engine.take_ended())
 
     def leave(self) -> bool:
-        """At once."""
+        """True: no other rank."""
         return True
 
     def rest(self) -> None:
-        """There is nobody to tell."""
+        """Nothing to do: no other rank."""
 
     def samples_here(self, samples_missing: int) -> int:
-        """All of them."""
+        """All that are missing."""
         return samples_missing
 
     def moved_together(self, what: str) -> None:
-        """There is nobody else."""
+        """Nothing to do: no other rank."""
 
     @property
     def held_by_coordinator(self) -> bool:
-        """There is none."""
+        """False: no coordinator."""
         return False
 
     def ages(self) -> Iterable[tuple[int, int]]:
@@ -171,7 +176,7 @@ class LocalBackend:
         return self._engine.snapshot()
 
     def close(self) -> None:
-        """The engine stays the manager's."""
+        """Nothing to do: the manager closes the engine."""
 
 
 def _merged(records: list[DynamicInferenceRequestRecord]) -> list[DynamicInferenceRequest]:

@@ -50,7 +50,7 @@ def save(
 def load(
     state: Any, engine: DynamicInferenceEngine, backend: Backend, journal: GroupJournal
 ) -> tuple[GroupLedger, int]:
-    """Go on with what `save` made, where no request is. If it raises, there is none afterwards either.
+    """Restore what `save` made, where nothing is in flight. If it raises, nothing is in flight afterwards.
 
     Args:
         journal: of the run that made it, with the groups that were finished since; restored too.
@@ -75,9 +75,10 @@ def load(
         groups = _ledger(loaded["groups"], finished, records)
         # Also where it is the present one: what is cached here may have been computed by other weights.
         engine.weights_updated(loaded["policy_version"])
-        backend.continue_from(records, max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
+        backend.continue_from(records)
+        backend.reserve_group_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     except BaseException:
-        # What was finished after a checkpoint that is not gone on from is nobody's.
+        # Groups finished after a checkpoint that failed to load must not be given out.
         journal.restore("", 0)
         raise
     return groups, int(loaded["updates_per_round"])
@@ -86,7 +87,7 @@ def load(
 def _finish(
     finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
 ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
-    """Groups that were in flight and are in the journal need not be computed again."""
+    """Finished samples, with groups of the journal that were in flight, and the records that are still unfinished."""
     ended: dict[int, list[DynamicInferenceRequest]] = {}
     for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
         tokens = first.prompt_tokens[: first.original_prompt_length]
@@ -99,7 +100,7 @@ def _finish(
 
 
 def check_portable(name: str, value: Any) -> None:
-    """Refuse now what `save` could not write later.
+    """Refuse metadata that `save` could not write.
 
     Raises:
         TypeError: msgpack does not take it.

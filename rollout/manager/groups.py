@@ -16,9 +16,9 @@ from rollout.requests.request import DynamicInferenceRequest
 class _Group:
     size: int
     prompt: Hashable
-    """What stands for its prompt in the book of lengths."""
+    """Of its prompt, in the `LengthBook`."""
     key: bytes
-    """What stands for it in the journal."""
+    """In the journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     oldest_version: int | None = None
     """That sampled any completion token in `results`."""
@@ -47,13 +47,13 @@ class GroupLedger:
         return [each for each in self._groups if each not in self.unfinished]
 
     def add(self, group_id: int, size: int, prompt: Hashable = None, key: bytes = b"") -> None:
-        """A group of `size` samples was accepted."""
+        """Book an accepted group of `size` samples."""
         self._groups[group_id] = _Group(size, prompt, key)
         self.unfinished.add(group_id)
         self.samples_missing += size
 
     def take(self, result: DynamicInferenceRequest) -> bool:
-        """A sample has come back; False if nobody waits for it."""
+        """Book a sample that has ended; False if its group is unknown or has it already."""
         group = self._groups.get(result.request_id)
         if group is None or result.sample_index in group.results:
             return False
@@ -67,11 +67,11 @@ class GroupLedger:
         return True
 
     def prompt(self, group_id: int) -> Hashable:
-        """What `add` was told; None: nothing."""
+        """The `prompt` passed to `add`; None: none."""
         return self._groups[group_id].prompt
 
     def key(self, group_id: int) -> bytes:
-        """What `add` was told."""
+        """The `key` passed to `add`."""
         return self._groups[group_id].key
 
     def sizes(self) -> Iterator[tuple[int, int]]:
@@ -79,11 +79,11 @@ class GroupLedger:
         return ((group_id, group.size) for group_id, group in self._groups.items())
 
     def results(self, group_ids: Iterable[int]) -> list[DynamicInferenceRequest]:
-        """What has come back of these groups: groups in the order given, samples side by side."""
+        """Ended samples of these groups: groups in the order given, samples side by side."""
         return [result for each in group_ids for _, result in sorted(self._groups[each].results.items())]
 
     def drop(self, group_ids: Iterable[int]) -> None:
-        """These groups have left: handed out, or nobody waits for them any more. Unknown ids are ignored."""
+        """Remove groups that were handed out or given up. Unknown ids are ignored."""
         for each in group_ids:
             group = self._groups.pop(each, None)
             if group is not None:

@@ -30,7 +30,7 @@ class LengthBook:
         self._overall: float | None = None
 
     def observe(self, prompt: Hashable, length: int) -> None:
-        """A sample of this prompt (as `key` names it) has ended with so many tokens."""
+        """Add the completion length of an ended sample to its prompt's mean; `prompt` is its `key`."""
         before = self._means.pop(prompt, None)
         self._means[prompt] = length if before is None else before + NEWEST_SHARE * (length - before)
         self._overall = length if self._overall is None else self._overall + 0.01 * (length - self._overall)
@@ -49,7 +49,7 @@ class LengthBook:
 
 
 def key(prompt: Any) -> Hashable:
-    """What stands for a prompt in the book: small, and equal for equal prompts (and, harmlessly, for a few others)."""
+    """Hash of a prompt: equal for equal prompts; a collision only affects the order of starting."""
     if isinstance(prompt, str):
         return hash(prompt)
     try:

@@ -11,47 +11,41 @@ by Ctrl-C in the `generate` that brought it. Whatever else raises, it stays in f
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
 from rollout.config import CoordinatorConfig, InferenceConfig
-from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.job.gathering import Gathering
 from rollout.distributed.job.world import World
 from rollout.engine.context import MemoryMove
-from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConfigError,
-    DeadlineError,
     EngineStateError,
-    InvalidRequestError,
     JournalError,
     RolloutFailedError,
 )
 from rollout.journal.journal import Journal
-from rollout.journal.reader import FinishedGroup
-from rollout.manager import checkpoint, lengths
-from rollout.manager.backend import Backend, LocalBackend
+from rollout.manager import checkpoint
 from rollout.manager.batch import RolloutBatch
+from rollout.manager.choose_backend import choose_backend
 from rollout.manager.groups import GroupLedger
-from rollout.manager.lengths import LengthBook
 from rollout.manager.pacing import StalenessPacer
-from rollout.manager.progress import ProgressBar
 from rollout.manager.recovery import GroupJournal
-from rollout.manager.suspension import Mode, Suspension
+from rollout.manager.run_loop import RunLoop
+from rollout.manager.submission import submit
+from rollout.manager.suspension import Suspension
 from rollout.manager.telemetry import RolloutMetrics
-from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
-from rollout.state import EngineState
+from rollout.requests.prompt import Prompt
+from rollout.sampling_params import SamplingParams, one_each
+from rollout.state import EngineState, Mode
 from rollout.threads.interrupts import interrupt_deferred
 
 OnError = Literal["raise", "mask"]
@@ -105,29 +99,16 @@ class RolloutManager:
         self.tokenizer = self.engine.controller.tokenizer
         self.model = self.engine.model
         self.config = self.engine.config
-        self._clock = clock
         self._metrics = RolloutMetrics(self.engine, clock)
-        self._groups = GroupLedger()
-        self._journal = GroupJournal(journal)
-        self._lengths = LengthBook()
-        self._backend = self._choose_backend(coordinator)
+        self._backend = choose_backend(self.engine, coordinator)
         world = World.of_torch() if self.engine.weights.collective else None
-        self._gathering = Gathering(self.engine, self._backend.moved_together, world)
+        gathering = Gathering(self.engine, self._backend.moved_together, world)
+        self._loop = RunLoop(
+            self.engine, self._backend, self._metrics, GroupJournal(journal), gathering, self._ensure_running, clock
+        )
         self._suspension = Suspension(self.engine, self._metrics, lambda: self._backend.held_by_coordinator)
         self._closed = False
         self._pacer = StalenessPacer(self.config.max_staleness)
-
-    def _choose_backend(self, coordinator: CoordinatorConfig | bool) -> Backend:
-        world = World.of_torch() if coordinator is not False else None
-        options = coordinator if isinstance(coordinator, CoordinatorConfig) else None
-        if world is None:
-            if options is not None and options.schedule_output_path is not None:
-                raise ConfigError(
-                    f"CoordinatorConfig.schedule_output_path={options.schedule_output_path!r}: there is one rank, and "
-                    "nothing to route; leave it None, or initialise torch.distributed with several ranks first"
-                )
-            return LocalBackend(self.engine)
-        return DataParallelBackend(self.engine, options, world)
 
     # --- generating ---------------------------------------------------------------------------------------------
 
@@ -194,11 +175,11 @@ class RolloutManager:
             mine = self.submit(prompts, sampling_params, metadata=metadata)
             try:
                 if min_groups is None:
-                    self._run(mine, len(mine), progress=progress, timeout_s=timeout_s)
+                    self._loop.run(mine, len(mine), progress=progress, timeout_s=timeout_s)
                     return self._hand_out(mine, on_error)
                 goal = min(min_groups, len(self._groups))
                 self._pacer.begin_round(self.policy_version)
-                self._run(self._groups, goal, self._too_old, progress=progress, timeout_s=timeout_s)
+                self._loop.run(self._groups, goal, self._too_old, progress=progress, timeout_s=timeout_s)
                 return self._hand_out(self._groups.complete(), on_error)
             except (KeyboardInterrupt, SystemExit):
                 self.abort(mine)
@@ -223,54 +204,17 @@ class RolloutManager:
         if isinstance(prompts, str | bytes | Mapping):
             raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list of prompts, [prompt] for one")
         prompts = list(prompts)
-        params = _one_each(sampling_params, len(prompts))
+        params = one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
         added: list[int] = []
         try:
             with self.engine.locked():
-                added = self._submit(prompts, params, extras)
+                added = submit(self._loop, self._backend, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
             # It came meanwhile, and takes effect only now.
             self.abort(added)
             raise
         return added
-
-    def _submit(self, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
-        if len(extras) != len(prompts):
-            raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
-        for index, extra in enumerate(extras):
-            checkpoint.check_portable(f"metadata[{index}]", extra)
-        first = self._backend.next_group_id
-        keys = [lengths.key(prompt) for prompt in prompts]
-        journal_keys = [self._journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
-        added: list[int] = []
-        finished: dict[int, FinishedGroup] = {}
-        where = "prompts"
-        try:
-            for position in self._lengths.longest_first(keys):
-                where = f"prompts[{position}]"
-                with interrupt_deferred():
-                    if group := self._journal.submitted(journal_keys[position], first + position):
-                        finished[position] = group
-                        continue
-                    added.append(first + position)
-                    self._backend.submit(added[-1], prompts[position], params[position], extras[position])
-            with interrupt_deferred():
-                for position, key in enumerate(keys):
-                    self._groups.add(first + position, params[position].n, key, journal_keys[position])
-                for group in finished.values():
-                    for sample in group.samples:
-                        self._groups.take(sample)
-                self._backend.continue_from([], first + len(prompts))
-        except BaseException as exc:
-            self._journal.put_back(finished.values())
-            self.abort(added)
-            if isinstance(exc, InvalidRequestError):
-                raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
-            if isinstance(exc, TypeError | ConfigError):
-                raise type(exc)(f"{where}: {exc}") from exc
-            raise
-        return list(range(first, first + len(prompts)))
 
     def as_completed(
         self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
@@ -297,7 +241,7 @@ class RolloutManager:
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
         self._follow_sharding()
         self.engine.check_weights()
-        with self._gathering.held():
+        with self._loop.gathering.held():
             try:
                 while (batch := self._next_completed(chosen, on_error)) is not None:
                     yield batch
@@ -312,7 +256,7 @@ class RolloutManager:
             if not mine:
                 return None
             self._ensure_running()
-            self._run(mine, 1, alone=True)
+            self._loop.run(mine, 1, alone=True)
             ended = next(each for each in mine if each not in self._groups.unfinished)
             return self._hand_out([ended], on_error)
 
@@ -321,18 +265,14 @@ class RolloutManager:
         if not self._closed and not sys.is_finalizing() and not self._backend.leave():
             with self.engine.turns.taken():
                 self._ensure_running()
-                self._run((), 0)
+                self._loop.run((), 0)
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """End groups now, handing nothing out. Unknown ids are ignored.
 
         Their KV blocks are free when this returns; those on other ranks, as soon as they have heard of it.
         """
-        with self.engine.locked():
-            for each in list(group_ids):
-                self._groups.drop([each])
-                self._backend.abort(each)
-            self._take_ended()
+        self._loop.abort(group_ids)
 
     @property
     def groups_in_flight(self) -> int:
@@ -357,8 +297,8 @@ class RolloutManager:
                 self.engine.weights_updated()
                 # The weights have moved, whatever becomes of a group: what cannot be written is tried again later.
                 with suppress(JournalError):
-                    self._take_ended()
-            self._sync_metrics()
+                    self._loop.take_ended()
+            self._loop.sync_metrics()
         return self.policy_version
 
     def pause(self) -> None:
@@ -401,9 +341,12 @@ class RolloutManager:
         return self._suspension.suspended(mode)
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
-        """The weights are about to change: like entering `suspended()`, and nothing more inside it.
+        """Suspend the KV cache before the weights change; the next `generate` resumes. The optimizer hook calls it.
 
-        Called by the optimizer hook. Where another thread generates, it waits until that has ended.
+        Waits until a `generate` of another thread has ended.
+
+        Args:
+            mode: `persist`, `offload` or `recompute`; None: the configured mode.
         """
         with self.engine.turns.taken():
             self._suspension.make_way(mode)
@@ -413,7 +356,7 @@ class RolloutManager:
         """A block that changes which adapters of the model act; `trainer_hooks.peft.adapter` is the way to do so.
 
         Args:
-            what: its name, equal on all ranks; the block's end waits for theirs. None: it waits for nobody.
+            what: its name, equal on all ranks; the block's end waits for theirs. None: no other rank is waited for.
 
         Raises:
             DeadlineError: some ranks have not done the same; names them.
@@ -424,11 +367,11 @@ class RolloutManager:
         if what is not None:
             self._backend.moved_together(what)
 
-    # --- looking at it ------------------------------------------------------------------------------------------
+    # --- metrics -------------------------------------------------------------------------------------------------
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """What happened since the last call, flat, ready for `wandb.log`; names and meaning in `rollout.metrics`."""
-        self._sync_metrics()
+        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metrics`."""
+        self._loop.sync_metrics()
         return self._metrics.snapshot(reset)
 
     def observe_logprobs(self, batch: RolloutBatch, logprobs: Tensor) -> None:
@@ -450,9 +393,9 @@ class RolloutManager:
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, with every version and random stream; torch.save (`weights_only`) and msgpack take it."""
+        """Everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
         with self.engine.locked():
-            self._take_ended()
+            self._loop.take_ended()
             return checkpoint.save(
                 self.engine, self._backend, self._groups, self._pacer.updates_per_round, self._journal
             )
@@ -472,15 +415,15 @@ class RolloutManager:
             self._load(state)
 
     def _load(self, state: dict[str, Any]) -> None:
-        self._take_ended()
+        self._loop.take_ended()
         if self._groups or self._backend.snapshot():
             raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
-        self._groups, updates_per_round = checkpoint.load(state, self.engine, self._backend, self._journal)
+        self._loop.groups, updates_per_round = checkpoint.load(state, self.engine, self._backend, self._journal)
         self._pacer = StalenessPacer(self.config.max_staleness, updates_per_round)
-        self._sync_metrics()
+        self._loop.sync_metrics()
 
     def close(self) -> None:
-        """End: groups in flight are given up (with a warning), memory is given back. Harmless when repeated.
+        """Give up the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.
 
         The model trains on as before; an attached optimizer hook has nothing more to do.
         """
@@ -497,7 +440,7 @@ class RolloutManager:
             self._closed = True
         self._metrics.enter_phase(None)
         given_up = len(self._groups)
-        self._groups = GroupLedger()
+        self._loop.groups = GroupLedger()
         if given_up:
             warnings.warn(
                 f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later",
@@ -519,84 +462,6 @@ class RolloutManager:
         self._close(stacklevel=3)
 
     # --- inside -------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        among: Iterable[int],
-        goal: int,
-        awaited: Callable[[], set[int] | None] = set,
-        *,
-        progress: bool | None = False,
-        timeout_s: float | None = None,
-        alone: bool = False,
-    ) -> None:
-        """Step until `goal` groups `among` these have ended, and all that are `awaited`; then for the others.
-
-        Args:
-            awaited: asked once the goal is reached, until it knows.
-            alone: not for the others.
-        """
-        groups, unfinished = set(among), self._groups.unfinished
-        must: set[int] | None = None
-
-        def ended() -> int:
-            return len(groups) - len(groups & unfinished)
-
-        def reached() -> bool:
-            nonlocal must
-            if ended() < goal:
-                return False
-            if must is None:
-                must = awaited()
-            return must is not None and must.isdisjoint(unfinished)
-
-        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
-        self._metrics.enter_phase("generate")
-        try:
-            with self._gathering.held(), ExitStack() as phase:
-                self._gathering.ensure()
-                bar = phase.enter_context(ProgressBar(goal, progress))
-                phase.enter_context(self.engine.installation)
-                # The backend may have others to help, and they may have work for this engine even where there is none.
-                while not reached() or not (alone or self._backend.leave()):
-                    self._step(self._left(deadline, timeout_s))
-                    bar.show(ended, self.engine.context.scheduler.num_active)
-        finally:
-            self._backend.rest()
-            self._metrics.enter_phase("train")
-            self._sync_metrics()
-
-    def _left(self, deadline: float, timeout_s: float | None) -> float:
-        left = deadline - self._clock()
-        if left < 0:
-            raise DeadlineError(
-                f"generate() passed timeout_s={timeout_s} with {len(self._groups.unfinished)} of {len(self._groups)} "
-                "groups unfinished here (other ranks may have more); they stay in flight: call generate([], "
-                "min_groups=...) to go on"
-            )
-        return left
-
-    def _step(self, timeout_s: float) -> None:
-        self._backend.wait(timeout_s)
-        if self.engine.state is EngineState.SUSPENDED:
-            # Somebody else held the engine when this call began, and may hold it no longer.
-            self._ensure_running()
-        with self.engine.locked():
-            self._take(self._backend.advance())
-        self._metrics.step(self._backend.samples_here(self._groups.samples_missing))
-
-    def _take_ended(self) -> None:
-        with self.engine.locked():
-            self._take(self._backend.take_ended())
-
-    def _take(self, results: list[DynamicInferenceRequest]) -> None:
-        taken = list(filter(self._groups.take, results))
-        for result in taken:
-            self._metrics.result(result)
-            key = self._groups.prompt(result.request_id)
-            if result.error is None and key is not None:
-                self._lengths.observe(key, len(result.generated_tokens))
-        self._journal.write(taken, self._groups)
 
     def _too_old(self) -> set[int] | None:
         if self.config.max_staleness is None:
@@ -630,10 +495,10 @@ class RolloutManager:
         if not self.engine.sharded_since():
             return
         self._ensure_running()
-        if not self._gathering.collective:
-            self._gathering = Gathering(self.engine, self._backend.moved_together, World.of_torch())
-        with self._gathering.held():
-            self._gathering.ensure()
+        if not self._loop.gathering.collective:
+            self._loop.gathering = Gathering(self.engine, self._backend.moved_together, World.of_torch())
+        with self._loop.gathering.held():
+            self._loop.gathering.ensure()
             self.engine.rebuild()
 
     def _ensure_running(self) -> None:
@@ -641,25 +506,18 @@ class RolloutManager:
             raise EngineStateError("generating after close(): build another RolloutManager")
         self._suspension.ensure_running()
 
-    def _sync_metrics(self) -> None:
-        self._metrics.sync(self._backend.samples_here(self._groups.samples_missing), len(self._groups))
+    @property
+    def _groups(self) -> GroupLedger:
+        return self._loop.groups
+
+    @property
+    def _journal(self) -> GroupJournal:
+        return self._loop.journal
 
 
 def _check_on_error(on_error: str) -> None:
     if on_error not in ("raise", "mask"):
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = list(params)
-    if len(each) != count:
-        raise ConfigError(f"sampling_params has {len(each)} entries for {count} prompts: pass one for all, or one each")
-    for index, value in enumerate(each):
-        if not isinstance(value, SamplingParams):
-            raise TypeError(f"sampling_params[{index}]={value!r}: must be a SamplingParams")
-    return each
 
 
 def _pad_token_id(*owners: Any) -> int:

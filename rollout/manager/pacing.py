@@ -8,10 +8,10 @@ from rollout.manager.groups import GroupLedger
 
 
 class StalenessPacer:
-    """Says which unfinished groups a `generate` that leaves some in flight has to wait for.
+    """Chooses the unfinished groups that a `generate` with `min_groups` has to wait for.
 
     A round is what lies between two such calls, and has as many weight updates as the one before. A group left in
-    flight ages by that many before anybody can use it, so one that would then be beyond the limit has to end first.
+    flight ages by that many before it can be used, so one that would then be beyond the limit has to end first.
     """
 
     def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 PATIENCE_S = 2.0
-"""A call that nobody asked a bar for shows one only if it takes longer."""
+"""Without `progress=True` a bar is shown only in calls that take longer."""
 
 
 class ProgressBar:

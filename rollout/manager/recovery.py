@@ -29,7 +29,7 @@ Samples = list[DynamicInferenceRequest]
 
 
 class GroupJournal:
-    """A journal as its manager sees it.
+    """Writes finished groups to a journal, and gives them out again after a restart.
 
     Args:
         journal: None: nothing is written, and nothing was finished earlier.
@@ -41,7 +41,7 @@ class GroupJournal:
         self._earlier: EarlierGroups | None = None
 
     def key(self, prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-        """What stands for a submitted group, see `key_of`."""
+        """`key_of` the group; empty without a journal."""
         return b"" if self._journal is None else key_of(prompt, params, metadata)
 
     # --- writing ------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class GroupJournal:
             del self._unwritten[0]
 
     def checkpoint(self, version: int) -> str:
-        """A checkpoint of this policy version is made; its mark, "" without a journal.
+        """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal.
 
         Raises:
             JournalError: no new file can be made; the journal goes on as it was.
@@ -96,22 +96,22 @@ class GroupJournal:
         return None if self._earlier is None else self._earlier.submitted(key, group_id)
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """What `submitted` gave is not used after all; in the order of giving."""
+        """Return unused groups of `submitted`, in the order they were given out."""
         if self._earlier is not None:
             self._earlier.put_back(groups)
 
 
 def key_of(prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-    """What stands for a submitted group: equal where prompt, parameters and metadata are."""
+    """SHA-256 of a submitted group: equal where prompt, parameters and metadata are."""
     plain = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     return hashlib.sha256(msgpack.packb([plain, params.serialize(), metadata], default=str)).digest()
 
 
 class EarlierGroups:
-    """The groups after a checkpoint: where they lie, not they themselves.
+    """Index of the groups that were finished after a checkpoint: their places in the journal.
 
     Args:
-        journal: where they lie.
+        journal: holds them.
         mark: of the checkpoint.
         version: the policy version of the checkpoint.
 
@@ -132,7 +132,7 @@ class EarlierGroups:
         self.damage: list[Damage] = reader.damage
 
     def __len__(self) -> int:
-        """Groups that nobody has asked for."""
+        """Groups that were not given out yet."""
         return sum(map(len, self._by_key.values()))
 
     def in_flight(self, group_id: int, tokens: list[int], params: SamplingParams) -> Samples | None:
@@ -158,7 +158,7 @@ class EarlierGroups:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """What `submitted` gave, in the order of giving, is not used after all."""
+        """Return unused groups of `submitted`, in the order they were given out."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

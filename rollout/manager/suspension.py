@@ -1,4 +1,4 @@
-"""Pause and suspend state of the manager's engine: who stopped it, and what resumes it.
+"""Pause and suspend state of the manager's engine: which call stopped it, and what resumes it.
 
     stopped by                  goes on with
     pause()                     unpause() or resume()
@@ -16,20 +16,17 @@ from typing import Literal
 
 from rollout.engine.context import MemoryMove
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import ConfigError, EngineStateError
+from rollout.errors import EngineStateError
 from rollout.manager.telemetry import RolloutMetrics
-from rollout.state import EngineState, KVCacheManagementMode
+from rollout.state import EngineState, KVCacheManagementMode, Mode
 from rollout.threads.interrupts import interrupt_deferred
-
-Mode = KVCacheManagementMode | str | None
-"""A mode, its name, or None for the configured one."""
 
 
 class Suspension:
     """Pause and suspend of one engine, by the trainer's calls and by the optimizer hook.
 
     Args:
-        held_elsewhere: whether the engine stands still because of somebody who will set it going again.
+        held_elsewhere: whether the coordinator has paused or suspended the engine, and will resume it.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Suspension:
         return move
 
     def resume(self) -> MemoryMove:
-        """Undo `suspend` and `pause`. An engine that somebody else holds too is left to them, with `ensure_running` due."""
+        """Undo `suspend` and `pause`. An engine that the coordinator holds too stays as it is."""
         self._stopped_by = None
         if self._held_elsewhere():
             return MemoryMove()
@@ -108,7 +105,7 @@ class Suspension:
             self.resume()
 
     def _put_away(self, mode: Mode, keep_prefix_cache: bool) -> MemoryMove:
-        chosen = _member(mode)
+        chosen = KVCacheManagementMode.parse(mode)
         self._engine.release_weights()
         if self._engine.state is EngineState.SUSPENDED:
             return MemoryMove()
@@ -124,11 +121,3 @@ class Suspension:
         self._metrics.enter_phase("train")
         self._metrics.suspended(move)
         return move
-
-
-def _member(mode: Mode) -> KVCacheManagementMode | None:
-    try:
-        return None if mode is None else KVCacheManagementMode(mode)
-    except ValueError as exc:
-        choices = ", ".join(repr(member.value) for member in KVCacheManagementMode)
-        raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from exc

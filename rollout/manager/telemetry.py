@@ -50,7 +50,7 @@ class RolloutMetrics(MetricsRecorder):
         self._counted = self._counters_now()
 
     def step(self, samples_missing: int) -> None:
-        """After every step (it costs about 15 µs): the gauges, so that their peaks are true, and the step's size.
+        """Record the gauges and the size of a step, after every step, so that peaks are exact. Costs about 15 µs.
 
         Args:
             samples_missing: samples that are still to come; those not running wait.
@@ -64,7 +64,7 @@ class RolloutMetrics(MetricsRecorder):
         """Bring counters and gauges up to date with the engine's."""
         before, self._counted = self._counted, self._counters_now()
         for name, value in self._counted.items():
-            # An engine that was built anew counts from 0.
+            # A rebuilt engine counts from 0.
             self.add(f"rollout/{name}", value - before[name] if value >= before[name] else value)
         self._set_gauges(samples_missing)
         self.set("rollout/policy_version", self._engine.policy_version)
@@ -83,7 +83,7 @@ class RolloutMetrics(MetricsRecorder):
         self.set("rollout/kv_blocks_free", blocks.num_free)
 
     def result(self, result: DynamicInferenceRequest) -> None:
-        """A sample has ended; one that failed is only counted, by the engine."""
+        """Record a sample that has ended; a failed one is only counted, by the engine."""
         if result.error is not None:
             return
         self.add("rollout/requests_finished")
@@ -102,26 +102,26 @@ class RolloutMetrics(MetricsRecorder):
                 return
 
     def batch(self, batch: RolloutBatch) -> None:
-        """A batch is handed out."""
+        """Record the staleness of a batch that is handed out."""
         real = batch.attention_mask.bool()
         sampled = real & (batch.position_ids >= batch.prompt_lengths[:, None])
         self.observe("rollout/policy_staleness", batch.policy_staleness[sampled])
         self.observe("rollout/kv_staleness", batch.kv_staleness[real])
 
     def logprob_diff(self, batch: RolloutBatch, logprobs: Tensor) -> None:
-        """The trainer's log-probs of a batch, [N, T] aligned like its own."""
+        """Record the distance to the trainer's log-probs of a batch, [N, T] aligned like its own."""
         mask = batch.response_mask
         ours = batch.logprobs[mask]
         self.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask] - ours).abs())
 
     def suspended(self, move: MemoryMove) -> None:
-        """The KV cache went off the device."""
+        """Record a suspend of the KV cache."""
         self.add("rollout/suspends")
         self.add("rollout/suspend_bytes", move.bytes_copied)
         self.add("rollout/tokens_recomputed", move.tokens_given_up)
 
     def resumed(self, move: MemoryMove) -> None:
-        """The KV cache is back."""
+        """Record a resume of the KV cache."""
         blocks = move.bytes_copied // self._engine.cache.block_bytes
         self.add("rollout/resumes")
         self.add("rollout/resume_bytes", move.bytes_copied)

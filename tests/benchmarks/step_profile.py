@@ -68,7 +68,7 @@ def decode_step(subject: Subject, workload: Workload) -> dict[str, Any]:
         engine.add_request(prompt, SamplingParams(max_tokens=length + 3 * STEPS, ignore_eos=True, logprobs=0))
     scheduler, controller = engine.context.scheduler, engine.controller
     calls = {
-        "schedule": (scheduler, "schedule"), "update": (scheduler, "update"), "execute": (controller, "execute"),
+        "schedule": (scheduler, "schedule"), "update": (scheduler, "update"), "execute": (controller.runner, "execute"),
         "forward": (controller.runner, "_forward"), "sample": (controller.runner, "_sample"), "step": (engine, "step"),
     }  # fmt: skip
     spent: dict[str, list[float]] = defaultdict(list)

@@ -23,7 +23,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from rollout.engine.engine import MAX_FAILED_STEPS, DynamicInferenceEngine
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.failures import MAX_FAILED_STEPS
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, RequestError
 from rollout.requests.events import DynamicInferenceEventType
@@ -729,7 +730,7 @@ def test_ctrl_c_at_any_line_of_the_engine_loses_nothing(line: int) -> None:
     if engine.state is EngineState.PAUSED:
         engine.unpause()
     added = {sample.key for sample in engine.context.scheduler}
-    added |= {(record.request_id, record.sample_index) for record in (*ended, *engine._ended)}
+    added |= {(record.request_id, record.sample_index) for record in (*ended, *engine._ledger.ended)}
     done = finish(engine, ended)
     assert set(done) == added
     for (number, _), request in done.items():

@@ -44,7 +44,7 @@ class Raising:
 
     def _calls(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if code.co_name in ("schedule", "update") and code.co_filename.endswith("engine/scheduler.py"):
+        if code.co_name in ("schedule", "update") and code.co_filename.endswith("scheduling/scheduler.py"):
             return self._lines
         outer = frame.f_back
         inside = outer is not None and outer.f_trace is not None

@@ -154,7 +154,7 @@ def test_the_mode_is_the_configurations_unless_the_call_says_otherwise() -> None
     engine.pause()
     assert engine.suspend("persist").tokens_given_up == 0
     engine.resume()
-    with pytest.raises(ValueError, match=r"'ofload': must be one of 'persist', 'offload', 'recompute'"):
+    with pytest.raises(ValueError, match=r"'ofload': must be None or one of 'persist', 'offload', 'recompute'"):
         engine.suspend("ofload")
     assert engine.state is EngineState.PAUSED
     engine.unpause()
@@ -369,7 +369,7 @@ def test_a_block_that_held_nan_is_not_zeroed_under_its_new_owner_after_a_resume(
     engine.add_request(token_ids(20, 8), greedily(4))
     steps(engine, 1)
     engine.context.scheduler.leave(engine.context.scheduler.active()[-1], FinishReason.ERROR, "as if it had met NaN")
-    engine._live.pop(4)
+    engine._ledger.live.pop(4)
     assert engine.context.scheduler.blocks.poisoned
     engine.pause()
     engine.suspend("offload")

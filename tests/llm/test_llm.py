@@ -187,7 +187,7 @@ def test_a_prompt_that_can_never_be_served_refuses_the_call_and_queues_nothing()
                 llm.generate(["good", bad] if isinstance(bad, str) else [[5], bad])
         with pytest.raises(TypeError, match=r"prompts\[1\]"):
             llm.generate(["good", 3])  # type: ignore[list-item]
-        with pytest.raises(ConfigError, match="2 sampling_params for 1 prompts"):
+        with pytest.raises(ConfigError, match="sampling_params has 2 entries for 1 prompts"):
             llm.generate("good", [SamplingParams(), SamplingParams()])
         with pytest.raises(ConfigError, match="on_error='ignore'"):
             llm.generate("good", on_error="ignore")  # type: ignore[arg-type]
@@ -653,11 +653,25 @@ def test_what_the_caller_has_suspended_by_himself_stays_so_after_an_update() -> 
         assert (llm.state, llm.stats()["kv_device_bytes"]) == (EngineState.SUSPENDED, 0)
 
 
+@pytest.mark.parametrize("mode", [None, "persist", "recompute"])
+def test_before_an_optimizer_step_the_cache_leaves_the_device_as_configured_unless_a_mode_is_given(mode: Any) -> None:
+    with blocking(kv_cache_management_mode="offload") as llm:
+        pending = llm.submit("abc", at_random(100))
+        wait_until(lambda: llm.stats()["generated_tokens"] > 10)
+        llm.before_optimizer_step(mode)
+        assert llm.state is EngineState.SUSPENDED
+        assert (llm.stats()["kv_device_bytes"] > 0) is (mode == "persist")
+        assert (llm.stats()["kv_host_bytes"] > 0) is (mode is None)
+        llm.weights_updated()
+        assert set(pending.result(PATIENCE_S)[0].policy_versions.tolist()) == {0, 1}
+
+
 def test_no_step_is_made_in_an_update_though_somebody_sets_the_engine_going() -> None:
     with blocking() as llm:
         llm.engine.pause()
         pending = llm.submit("abc", greedily(5))
         llm.before_optimizer_step()
+        llm.engine.resume()
         llm.engine.unpause()
         assert not llm._service.worker.wait_for_work(0.2)
         llm.weights_updated()

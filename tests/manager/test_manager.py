@@ -22,7 +22,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rollout.config import InferenceConfig
-from rollout.engine.engine import MAX_FAILED_STEPS, DynamicInferenceEngine
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.failures import MAX_FAILED_STEPS
 from rollout.errors import (
     ConfigError,
     DeadlineError,
@@ -1180,7 +1181,7 @@ class FullDisk:
 def test_a_journal_that_cannot_be_written_does_not_stop_an_update(model):
     rollout = make_rollout(model, max_staleness=0)
     disk = FullDisk()
-    rollout._journal = GroupJournal(disk)  # type: ignore[arg-type]
+    rollout._loop.journal = GroupJournal(disk)  # type: ignore[arg-type]
     rollout.submit([[5, 6]], tokens(9))
     for _ in range(3):
         rollout.engine.step()

@@ -332,14 +332,14 @@ def watch(rollout: RolloutManager) -> dict[tuple[int, int], set[str]]:
     """Which adapters acted in the steps that each sample took part in."""
     seen: dict[tuple[int, int], set[str]] = defaultdict(set)
     engine = rollout.engine
-    execute, switches = engine.controller.execute, AdapterSwitches(engine.model)
+    execute, switches = engine.controller.runner.execute, AdapterSwitches(engine.model)
 
     def noting(step: Any) -> Any:
         for sample in engine.context.scheduler.sequences_of(step):
             seen[sample.key].add(described(switches.look(len(seen))))
         return execute(step)
 
-    engine.controller.execute = noting  # type: ignore[method-assign]
+    engine.controller.runner.execute = noting  # type: ignore[method-assign]
     return seen
 
 

@@ -23,7 +23,7 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Connect, Con
 from rollout.distributed.transport.dealer import Dealer, Dial
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.sampling_params import SamplingParams
-from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode
+from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode, Mode
 
 if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
@@ -253,9 +253,7 @@ class InferenceClient:
         """Have every engine go on."""
         await self._signal(ControlSignal.UNPAUSE, None, timeout_s)
 
-    async def suspend_engines(
-        self, mode: KVCacheManagementMode | str | None = None, timeout_s: float | None = None
-    ) -> None:
+    async def suspend_engines(self, mode: Mode = None, timeout_s: float | None = None) -> None:
         """Give every paused engine's KV memory back.
 
         Args:
@@ -264,12 +262,8 @@ class InferenceClient:
         Raises:
             ConfigError: there is no such mode.
         """
-        try:
-            argument = None if mode is None else KVCacheManagementMode(mode).value
-        except ValueError:
-            choices = ", ".join(repr(each.value) for each in KVCacheManagementMode)
-            raise ConfigError(f"mode={mode!r}: must be None or one of {choices}") from None
-        await self._signal(ControlSignal.SUSPEND, argument, timeout_s)
+        chosen = KVCacheManagementMode.parse(mode)
+        await self._signal(ControlSignal.SUSPEND, None if chosen is None else chosen.value, timeout_s)
 
     async def resume_engines(self, timeout_s: float | None = None) -> None:
         """Have every suspended engine's KV back; leads to PAUSED.

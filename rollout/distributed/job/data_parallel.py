@@ -34,7 +34,6 @@ from rollout.distributed.job.world import World
 from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.partial import stretch_of
 from rollout.distributed.worker.worker import EngineWorker
-from rollout.engine.controller import Prompt
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConnectionLostError,
@@ -42,6 +41,7 @@ from rollout.errors import (
     EngineStateError,
     RolloutError,
 )
+from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.seeds import stream_key
@@ -222,8 +222,12 @@ class DataParallelBackend:
         self._next_group_id = max(self._next_group_id, group_id + 1)
         self._open(group_id, tokens, text, params, metadata, time.time(), range(params.n), [])
 
-    def continue_from(self, records: list[DynamicInferenceRequestRecord], next_group_id: int) -> None:
-        """Go on with samples of groups that were saved."""
+    def reserve_group_ids(self, until: int) -> None:
+        """Ids below `until` are taken."""
+        self._next_group_id = max(self._next_group_id, until)
+
+    def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        """Continue saved samples where they stand."""
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
@@ -242,7 +246,6 @@ class DataParallelBackend:
                 [stretch_of(record) for record in of_group if record[-1].completion_tokens],
                 first.priority,
             )
-        self._next_group_id = max(self._next_group_id, next_group_id)
 
     def _open(
         self,

@@ -556,7 +556,7 @@ def test_a_command_that_cannot_be_done_is_acknowledged_with_the_reason(
 def test_an_unknown_suspend_mode_is_told() -> None:
     rank = Rank(make_engine("qwen3"))
     rank.hears(Command(3, "pause", None), Command(4, "suspend", "burn"))
-    assert rank.said[-1].error.startswith("ConfigError: InferenceConfig.kv_cache_management_mode='burn'")
+    assert rank.said[-1].error.startswith("ConfigError: mode='burn': must be None or one of")
     assert rank.engine.state is EngineState.PAUSED
 
 

@@ -532,7 +532,7 @@ def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(mon
         def fail(step: object) -> None:
             raise ValueError("the device is gone")
 
-        monkeypatch.setattr(engine.controller, "execute", fail)
+        monkeypatch.setattr(engine.controller.runner, "execute", fail)
         coordinator.tell(*(assign(token_ids(30, n), greedily(4), attempt=n, request_id=n) for n in range(8)))
         with pytest.raises(EngineDeadError, match="the device is gone"):
             worker.run()
@@ -575,7 +575,7 @@ def test_an_interrupt_inside_a_step_loses_no_result() -> None:
     with serving(run=False) as (coordinator, worker):
         coordinator.tell(assign(token_ids(7), greedily(1)))
         assert worker.wait_for_work(DEADLINE_S)
-        original = worker.engine.controller.execute
+        original = worker.engine.controller.runner.execute
 
         def pressed(step: Any) -> Any:
             import signal
@@ -583,7 +583,7 @@ def test_an_interrupt_inside_a_step_loses_no_result() -> None:
             signal.raise_signal(signal.SIGINT)
             return original(step)
 
-        worker.engine.controller.execute = pressed  # type: ignore[method-assign]
+        worker.engine.controller.runner.execute = pressed  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             worker.step()
         assert put_together(coordinator.hear_stretches(1))[0].outcome is not None

@@ -1,0 +1,164 @@
+"""Control of one engine: pause, suspend, resume, stop, adapter switches and weight updates, at step boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from rollout.engine.context import MemoryMove
+from rollout.engine.parts import EngineParts
+from rollout.engine.plain_tensors import plain_tensors
+from rollout.errors import ConfigError
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.spans import MAX_VERSION
+from rollout.state import ControlSignal, EngineState, FinishReason, KVCacheManagementMode, Mode, Status
+
+T = TypeVar("T")
+
+
+class EngineControl(EngineParts):
+    """The lifecycle verbs of an engine, and the announcement of new weights."""
+
+    @property
+    def state(self) -> EngineState:
+        """The lifecycle state."""
+        return self._lifecycle.state
+
+    def refuse_when_stopped(self) -> None:
+        """Raises: EngineDeadError, EngineStateError: the engine is dead, or stopping or stopped."""
+        self._lifecycle.refuse_when_stopped()
+
+    @contextmanager
+    def adapter_switch(self, what: str | None = None) -> Iterator[None]:
+        """A block that changes which adapters of the model act: at a step boundary, with no step meanwhile.
+
+        Args:
+            what: ignored; in `RolloutManager.adapter_switch` the other ranks wait for it.
+        """
+        with self.locked():
+            try:
+                yield
+            finally:
+                self.installation.handovers += 1
+        self._moved()
+
+    def pause(self) -> None:
+        """Stop stepping at the next step boundary; requests keep their KV and wait."""
+        self._signal(ControlSignal.PAUSE, self._pause_active)
+
+    def unpause(self) -> None:
+        """Allow steps again."""
+        self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
+
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """Free the KV cache's device memory as `mode` (None: the configured mode) says.
+
+        Args:
+            keep_prefix_cache: also keep cached blocks that no request holds. Pass False before the weights change:
+                they could not be used afterwards.
+
+        Raises:
+            ConfigError: there is no such mode.
+            EngineStateError: the engine is not PAUSED.
+        """
+        chosen = KVCacheManagementMode.parse(mode) or self.config.kv_cache_management_mode
+
+        def act() -> MemoryMove:
+            move = self.context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
+            if chosen is not KVCacheManagementMode.PERSIST:
+                self.controller.runner.release_workspace()
+            return move
+
+        return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
+
+    def resume(self) -> MemoryMove:
+        """Bring the KV cache back to the device; leads to PAUSED."""
+        return self._signal(ControlSignal.RESUME, self.context.resume) or MemoryMove()
+
+    def stop(self) -> list[DynamicInferenceRequestRecord]:
+        """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
+
+        def act() -> None:
+            for sample in self.context.scheduler.remove(lambda key: True):
+                self._ledger.end(sample, FinishReason.ABORT, "RequestAbortedError: the engine was stopped")
+            self.cache.drop()
+
+        self._signal(ControlSignal.STOP, act)
+        return self.take_ended()
+
+    def _signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
+        try:
+            with plain_tensors():
+                return self._lifecycle.signal(signal, act)
+        finally:
+            self._moved()
+
+    def _moved(self) -> None:
+        if self.on_move is not None:
+            self.on_move()
+
+    def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
+        """Block until the engine is in a stable state.
+
+        Raises:
+            ValueError: `state` is a transient one.
+            DeadlineError: not reached within `timeout_s` (default: `control_timeout_s`).
+        """
+        self._lifecycle.wait_until(state, self.config.control_timeout_s if timeout_s is None else timeout_s)
+
+    def weights_updated(self, version: int | None = None) -> int:
+        """Announce changed weights: the policy version moves by 1, or to `version`, in any state but STOPPED.
+
+        KV of earlier weights is no longer shared, also where `version` is the present one. Requests that would
+        exceed `max_staleness` are handled by `staleness_policy`; none of them makes this raise.
+
+        Returns:
+            The new policy version.
+
+        Raises:
+            ConfigError: `version` is below the present one, or no version.
+        """
+        with self.locked():
+            self._lifecycle.refuse_when_stopped()
+            scheduler = self.context.scheduler
+            if version is not None and (type(version) is not int or version > MAX_VERSION):
+                raise ConfigError(f"weights_updated({version!r}): must be an integer of at most {MAX_VERSION}")
+            if version is not None and version < scheduler.version:
+                raise ConfigError(
+                    f"weights_updated({version}): the policy version is {scheduler.version} and only rises; build "
+                    "another engine to go back"
+                )
+            self._guard.changed()
+            self.installation.handovers += 1
+            torch.clear_autocast_cache()
+            scheduler.advance_version(scheduler.version + 1 if version is None else version)
+            self._staleness.enforce()
+            updated = scheduler.version
+        self._moved()
+        return updated
+
+    def take_ended(
+        self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
+    ) -> list[DynamicInferenceRequestRecord]:
+        """Records that have ended and that no step has returned yet: aborted or too stale between two steps.
+
+        Args:
+            keys: which (request_id, sample_index) to take; the others stay for the next step.
+        """
+        with self._lock:
+            return self._ledger.take(keys)
+
+    def _pause_active(self) -> None:
+        self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS)
+        now = self._clock()
+        for leader in self.context.scheduler.active():
+            for sample in (leader, *leader.siblings):
+                sample.request.add_event_pause(timestamp=now)
+
+    def _mark_active(self, status: Status) -> None:
+        for leader in self.context.scheduler.active():
+            for sample in (leader, *leader.siblings):
+                sample.request.status = status

@@ -1,0 +1,191 @@
+"""The parts of one engine and how they are built of a model: weights, KV cache, scheduler, controller, bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.config import InferenceConfig
+from rollout.engine.admission import Admission
+from rollout.engine.context import DynamicInferenceContext, pool_size
+from rollout.engine.controller import TextGenerationController
+from rollout.engine.failures import FailureContainment
+from rollout.engine.forward.attention import Installation
+from rollout.engine.forward.forward_key import ForwardKey
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.model_support import DEFAULT_LENGTH, inspect_model, refuse_growing_rope
+from rollout.engine.inspection import Inspection
+from rollout.engine.ledger import Ledger
+from rollout.engine.lifecycle import Lifecycle
+from rollout.engine.memory.kv_cache import Allocate, KVCache
+from rollout.engine.plain_tensors import plain_tensors
+from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
+from rollout.engine.staleness import Staleness
+from rollout.engine.stepper import Stepper
+from rollout.engine.weights.guard import WeightsGuard, dtype_named
+from rollout.engine.weights.source import Weights
+from rollout.threads.fair_lock import FairLock
+from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.turns import Turns
+
+VERIFY_TOKENS = 12
+
+
+class EngineParts:
+    """Builds the parts of an engine; what uses them is in the subclasses."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: InferenceConfig,
+        clock: Callable[[], float],
+        allocate: Allocate,
+    ) -> None:
+        self.config = config
+        self._autocast = dtype_named(config.autocast_dtype)
+        self._clock = clock
+        self._lock = FairLock()
+        self._lifecycle = Lifecycle(self._lock)
+        self.turns = Turns()
+        """One is taken by every caller that steps until requests have ended."""
+        self._made_with = tokenizer, allocate
+        with plain_tensors():
+            self._guard = WeightsGuard(model, config, self._lock)
+            with self.whole_weights(), self._under_autocast():
+                self._build()
+
+    def _build(self) -> None:
+        model, clock = self.weights.sampled, self._clock
+        tokenizer, allocate = self._made_with
+        layout = inspect_model(model, self.config.max_sequence_length)
+        self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
+        refuse_growing_rope(model, self.max_sequence_length)
+        blocks = pool_size(self.config, layout, self.max_sequence_length)
+        self.cache = KVCache(
+            layout.layers, blocks, self.config.block_size_tokens, layout.kv_dtype, layout.device, allocate
+        )
+        self.context = DynamicInferenceContext(self.config, self.cache, clock)
+        runner = ModelRunner(
+            model,
+            layout,
+            self.cache,
+            self.context.scheduler.table,
+            fused=self.config.fused_forward,
+            # A graph holds the addresses of weights, and those that are gathered lie elsewhere each time.
+            graphed_rows=self.config.max_requests * (self.config.cuda_graphs and not self.weights.collective),
+            autocast=self._autocast,
+        )
+        self.controller = TextGenerationController(model, tokenizer, layout, runner)
+        self._order = 0
+        self._next_request_id = 0
+        self.on_move: Callable[[], None] | None = None
+        """Called after every control call and weight update, and when the engine dies, by the thread that did it; also
+        when nothing has changed. That thread may hold the engine's lock (`step`, `locked`), so this must not wait for
+        another thread, only wake it."""
+        self._assemble(model)
+        if self.config.verify_model:
+            room = min(self.max_sequence_length, blocks * self.config.block_size_tokens)
+            self.controller.verify_model(min(VERIFY_TOKENS, room))
+
+    def _assemble(self, model: nn.Module) -> None:
+        scheduler, clock = self.context.scheduler, self._clock
+        adapters = self._adapters = AdapterSwitches(model)
+        installation = self.installation
+
+        def variant() -> Variant:
+            return adapters.look(installation.handovers)
+
+        self._variant = variant
+        self._ledger = Ledger(scheduler, self.controller, clock)
+        self._admission = Admission(self.config, self.controller, self.max_sequence_length, clock)
+        self._inspection = Inspection(self.context, self.cache, self._ledger, variant)
+        failures = FailureContainment(self.context, self._ledger, self._admission, self._lifecycle, clock)
+        self._staleness = Staleness(self.config, scheduler, self._ledger, self._admission, failures)
+        forward = ForwardKey(model, self.controller.layout.device, self._autocast)
+        self._stepper = Stepper(
+            scheduler, self.controller, self.cache, self._ledger, failures, forward, variant, self._inspection.stats
+        )
+
+    def _under_autocast(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._autocast is None else torch.autocast(self.training_device.type, self._autocast)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Several calls at one step boundary: no step of another thread comes between them."""
+        with self._lock, interrupt_deferred(), plain_tensors():
+            yield
+
+    @property
+    def wanted(self) -> bool:
+        """Inside `locked()`: whether another thread waits for a step boundary."""
+        return self._lock.wanted
+
+    @property
+    def installation(self) -> Installation:
+        """A context manager that keeps our attention in the model over many steps; each step enters it anyway."""
+        return self.controller.runner.installation
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Weights:
+        """Where the weights are read."""
+        return self._guard.source
+
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face model the optimizer steps, out of its wrappers."""
+        return self._guard.model
+
+    @property
+    def training_device(self) -> torch.device:
+        """Where the trainer wants its batches."""
+        return self._guard.training_device
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it was built of this model, or of its wrapper."""
+        return self._guard.is_of(model)
+
+    def sharded_since(self) -> bool:
+        """Whether the trainer has sharded the weights by FSDP2 since the engine was built; then `rebuild` is due.
+
+        They are gathered as those of FSDP2 from here on. Local: no collective.
+        """
+        return self._guard.sharded_since()
+
+    def gather_weights(self) -> None:
+        """Have whole, current weights. Where they are spread over the ranks, every rank calls it."""
+        with self.locked():
+            self.weights.gather()
+
+    def release_weights(self) -> None:
+        """Leave the weights as the trainer had them. No collective; harmless when repeated."""
+        with self.locked():
+            self.weights.release()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """A block in which steps can run; where the weights are spread over the ranks, every rank enters it."""
+        if self.weights.collective and self.weights.ready:
+            yield
+            return
+        self.gather_weights()
+        try:
+            yield
+        finally:
+            self.release_weights()
+
+    def check_weights(self) -> None:
+        """Refuse weights that changed without an announced update. The first call takes them as they are: a checkpoint
+        may be loaded after the engine was built.
+
+        Raises:
+            WeightsChangedError: some are not what they were at the last update; names them.
+            EngineStateError: they were sharded, or moved to another device or dtype, after the engine was built.
+        """
+        self._guard.check(self.context.scheduler.version)

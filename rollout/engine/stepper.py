@@ -1,0 +1,104 @@
+"""One engine step: follow the model's adapters and forward, schedule, execute, update; failures are contained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout.engine.controller import TextGenerationController
+from rollout.engine.failures import FailureContainment
+from rollout.engine.forward.forward_key import ForwardKey
+from rollout.engine.ledger import Ledger
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.scheduling.adapters import Variant
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.step import ScheduledStep
+from rollout.errors import EngineStateError
+
+
+class Stepper:
+    """Makes the steps of one engine; the caller holds the engine's lock.
+
+    Args:
+        variant: reads which adapters of the model are active.
+        stats: for the message of an error that must not happen.
+
+    Attributes:
+        last: the step that was scheduled last; None: there was nothing to run.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        controller: TextGenerationController,
+        cache: KVCache,
+        ledger: Ledger,
+        failures: FailureContainment,
+        forward: ForwardKey,
+        variant: Callable[[], Variant],
+        stats: Callable[[], dict[str, float]],
+    ) -> None:
+        self._scheduler = scheduler
+        self._controller = controller
+        self._cache = cache
+        self._ledger = ledger
+        self._failures = failures
+        self._forward = forward
+        self._variant = variant
+        self._stats = stats
+        self.last: ScheduledStep | None = None
+
+    def step(self) -> None:
+        """Schedule, execute, update; records that end are in the ledger."""
+        try:
+            variant = self._follow_forward()
+            step = self.last = self._scheduler.schedule()
+            if step is None and not self._ledger.ended and self._scheduler.has_work(variant):
+                raise EngineStateError(f"no request can run, which must not happen; please report: {self._stats()}")
+        except BaseException as exc:
+            self._failures.start_over(exc, half_taken=False)
+            if not isinstance(exc, Exception):
+                raise
+        else:
+            if step is not None:
+                self._run(step)
+
+    def _follow_forward(self) -> Variant:
+        scheduler, installation = self._scheduler, self._controller.runner.installation
+        variant = self._variant()
+        forward = self._forward.look(installation.handovers)
+        if variant != scheduler.variant:
+            # What a forward has bound of the model may be of the other adapters.
+            installation.handovers += 1
+        if (variant, forward) != (scheduler.variant, scheduler.forward):
+            scheduler.switch(variant, forward)
+        return variant
+
+    def _run(self, step: ScheduledStep) -> None:
+        try:
+            self._admit(step)
+            sampled = self._controller.runner.execute(step)
+        except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
+            self._failures.fail_step(step, exc)
+            return
+        except BaseException as exc:
+            self._scheduler.requeue_step(step, exc)
+            raise
+        try:
+            ended = self._scheduler.update(step, sampled)
+        except BaseException as exc:
+            self._failures.start_over(exc, half_taken=True)
+            if not isinstance(exc, Exception):
+                raise
+            return
+        self._failures.step_succeeded()
+        self._ledger.counters["steps"] += 1
+        for sample in ended:
+            self._ledger.collect(sample)
+
+    def _admit(self, step: ScheduledStep) -> None:
+        if poisoned := self._scheduler.blocks.poisoned:
+            self._cache.zero_blocks(poisoned)
+            poisoned.clear()
+        for leader in step.prefills:
+            for sample in (leader, *leader.siblings):
+                self._controller.admit(sample)

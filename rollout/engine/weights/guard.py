@@ -1,0 +1,145 @@
+"""Gathers and releases an engine's weights, and detects changes of them that no update announced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from rollout.config import InferenceConfig
+from rollout.engine.weights.fingerprints import Fingerprints
+from rollout.engine.weights.source import Weights, fully_sharded_since, refuse_sharded_since, weights_of
+from rollout.errors import EngineStateError, WeightsChangedError
+
+
+class WeightsGuard:
+    """The weights of one engine: their source, and the fingerprints of their last announced content.
+
+    Args:
+        given: the model as it was passed to the engine, possibly wrapped.
+        config: of the engine.
+        lock: held while fingerprints are taken and compared.
+
+    Attributes:
+        source: where the weights are read.
+        model: the Hugging Face model the optimizer steps, out of its wrappers.
+        training_device: of the model when its source was chosen, where the trainer wants its batches.
+        rebuild_due: the weights were sharded by FSDP2 after the engine was built.
+
+    Raises:
+        UnsupportedModelError: see `weights_of`.
+    """
+
+    def __init__(self, given: nn.Module, config: InferenceConfig, lock: AbstractContextManager[object]) -> None:
+        self._given = given
+        self._config = config
+        self._lock = lock
+        self.rebuild_due = False
+        self._choose_source()
+
+    def _choose_source(self) -> None:
+        config = self._config
+        self.source: Weights = weights_of(
+            self._given,
+            dtype=dtype_named(config.inference_dtype),
+            device=None if config.inference_device is None else torch.device(config.inference_device),
+        )
+        self.model = self.source.trained
+        first = next(self.model.parameters())
+        self.training_device, self._dtype = first.device, first.dtype
+        kind = config.weight_fingerprints
+        self._fingerprints = None if kind == "off" else Fingerprints(self.source.tensors, full=kind == "full")
+        self._are_known = False
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether `model` is the trained module or the wrapper it was passed in."""
+        return model is self.model or model is self._given
+
+    def sharded_since(self) -> bool:
+        """Whether FSDP2 has sharded the weights since the engine was built; the source is then chosen again.
+
+        Local: no collective.
+        """
+        if fully_sharded_since(self.source):
+            with self._lock:
+                self._choose_source()
+                self.rebuild_due = True
+        return self.rebuild_due
+
+    def changed(self) -> None:
+        """An update was announced: drop what was gathered or copied, and fingerprint the present content."""
+        self.source.changed()
+        self._take_fingerprints()
+
+    def check(self, version: int) -> None:
+        """Compare the weights with their fingerprints. The first call takes them: a checkpoint may be loaded before it.
+
+        Args:
+            version: the policy version, for the message.
+
+        Raises:
+            WeightsChangedError: some are not what they were at the last update; names them.
+            EngineStateError: they were sharded, or moved to another device or dtype, after the engine was built.
+        """
+        refuse_sharded_since(self.source)
+        self._refuse_moved()
+        if self._fingerprints is None:
+            return
+        with self._lock:
+            if not self._are_known:
+                self._take_fingerprints()
+            changed, stale = self._fingerprints.changed(), self.source.stale()
+        if changed:
+            raise WeightsChangedError(
+                f"{_some(changed)} changed since policy version {version} without a step of an attached "
+                "optimizer: call rollout.weights_updated() where that was meant, or undo it; "
+                "InferenceConfig.weight_fingerprints='off' looks no more",
+                tuple(changed),
+            )
+        if stale:
+            raise WeightsChangedError(
+                f"the copy that samples is not what the trainer has, at policy version {version}: "
+                f"{_some(stale)}; call rollout.weights_updated(), which copies anew",
+                tuple(stale),
+            )
+
+    def refuse_scattered(self) -> None:
+        """Raises: EngineStateError: the weights are sharded, and gathering them needs every rank."""
+        if self.source.collective:
+            raise EngineStateError(
+                f"{type(self.model).__name__} has its weights spread over the ranks, where no step can run: generate by "
+                "RolloutManager, which gathers them, or step inside `with engine.whole_weights():` on every rank"
+            )
+
+    def _refuse_moved(self) -> None:
+        if self.source.sampled is not self.model or self.source.collective:
+            return
+        first = next(self.model.parameters())
+        if first.dtype != self._dtype:
+            raise EngineStateError(
+                f"{type(self.model).__name__} was {self._dtype} when the rollout was built, and so is its KV cache, and is "
+                f"{first.dtype}: build it after model.to(), or undo that (InferenceConfig.inference_dtype samples with a "
+                "copy of another dtype)"
+            )
+        if (device := first.device) != self.training_device:
+            raise EngineStateError(
+                f"{type(self.model).__name__} was on {self.training_device} when the rollout was built, and is on {device}: "
+                "build it after model.to(), accelerator.prepare or Trainer(...), which move the model, or move it back"
+            )
+
+    def _take_fingerprints(self) -> None:
+        if self._fingerprints is not None:
+            self._fingerprints.take()
+            self._are_known = True
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """`torch.float32` of "float32"; None of None."""
+    return None if name is None else getattr(torch, name)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

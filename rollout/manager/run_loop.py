@@ -1,0 +1,172 @@
+"""Steps a manager's backend until groups have ended, and books every sample that ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+
+from rollout.distributed.job.gathering import Gathering
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import DeadlineError
+from rollout.manager.backend import Backend
+from rollout.manager.groups import GroupLedger
+from rollout.manager.lengths import LengthBook
+from rollout.manager.progress import ProgressBar
+from rollout.manager.recovery import GroupJournal
+from rollout.manager.telemetry import RolloutMetrics
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.state import EngineState
+
+
+class Goal:
+    """When a run has done enough: a number of groups have ended, and then all that are awaited.
+
+    Args:
+        unfinished: ids of unfinished groups, kept up to date by their owner.
+        among: ids of the groups that count.
+        number: of them that must have ended.
+        awaited: ids of groups that must have ended too; asked once the number is reached, until it is not None.
+    """
+
+    def __init__(
+        self, unfinished: set[int], among: Iterable[int], number: int, awaited: Callable[[], set[int] | None]
+    ) -> None:
+        self._unfinished = unfinished
+        self._among = set(among)
+        self._number = number
+        self._awaited = awaited
+        self._must: set[int] | None = None
+
+    def ended(self) -> int:
+        """How many of the groups have ended."""
+        return len(self._among) - len(self._among & self._unfinished)
+
+    def reached(self) -> bool:
+        """Whether enough has ended."""
+        if self.ended() < self._number:
+            return False
+        if self._must is None:
+            self._must = self._awaited()
+        return self._must is not None and self._must.isdisjoint(self._unfinished)
+
+
+class RunLoop:
+    """The loop of one manager.
+
+    Args:
+        ensure_running: sets the engine going, or raises.
+        clock: seconds that never run backwards.
+
+    Attributes:
+        groups: submitted and not handed out.
+        journal: where groups that have ended are written.
+        lengths: completion lengths per prompt.
+        gathering: gathers sharded weights for the length of a run.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        backend: Backend,
+        metrics: RolloutMetrics,
+        journal: GroupJournal,
+        gathering: Gathering,
+        ensure_running: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.groups = GroupLedger()
+        self.journal = journal
+        self.lengths = LengthBook()
+        self.gathering = gathering
+        self._engine = engine
+        self._backend = backend
+        self._metrics = metrics
+        self._ensure_running = ensure_running
+        self._clock = clock
+
+    def run(
+        self,
+        among: Iterable[int],
+        number: int,
+        awaited: Callable[[], set[int] | None] = set,
+        *,
+        progress: bool | None = False,
+        timeout_s: float | None = None,
+        alone: bool = False,
+    ) -> None:
+        """Step until `number` groups `among` these have ended, and all that are `awaited`; then for other ranks.
+
+        Args:
+            awaited: asked once the number is reached, until it is not None.
+            progress: a progress bar; None: on a terminal, after a while.
+            alone: return at the goal, without steps for other ranks.
+
+        Raises:
+            DeadlineError: `timeout_s` has passed; what is in flight stays in flight.
+        """
+        goal = Goal(self.groups.unfinished, among, number, awaited)
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
+        self._metrics.enter_phase("generate")
+        try:
+            with self.gathering.held(), ExitStack() as phase:
+                self.gathering.ensure()
+                bar = phase.enter_context(ProgressBar(number, progress))
+                phase.enter_context(self._engine.installation)
+                # The backend may have others to help, and they may have work for this engine even where there is none.
+                while not goal.reached() or not (alone or self._backend.leave()):
+                    self._step(self._left(deadline, timeout_s))
+                    bar.show(goal.ended, self._engine.context.scheduler.num_active)
+        finally:
+            self._backend.rest()
+            self._metrics.enter_phase("train")
+            self.sync_metrics()
+
+    def take_ended(self) -> None:
+        """Book the samples that have ended between two steps.
+
+        Raises:
+            JournalError: a group cannot be written; the next call tries again.
+        """
+        with self._engine.locked():
+            self._take(self._backend.take_ended())
+
+    def abort(self, group_ids: Iterable[int]) -> None:
+        """End groups, handing nothing out. Unknown ids are ignored."""
+        with self._engine.locked():
+            for each in list(group_ids):
+                self.groups.drop([each])
+                self._backend.abort(each)
+            self.take_ended()
+
+    def sync_metrics(self) -> None:
+        """Bring counters and gauges up to date."""
+        self._metrics.sync(self._backend.samples_here(self.groups.samples_missing), len(self.groups))
+
+    def _left(self, deadline: float, timeout_s: float | None) -> float:
+        left = deadline - self._clock()
+        if left < 0:
+            raise DeadlineError(
+                f"generate() passed timeout_s={timeout_s} with {len(self.groups.unfinished)} of {len(self.groups)} "
+                "groups unfinished here (other ranks may have more); they stay in flight: call generate([], "
+                "min_groups=...) to go on"
+            )
+        return left
+
+    def _step(self, timeout_s: float) -> None:
+        self._backend.wait(timeout_s)
+        if self._engine.state is EngineState.SUSPENDED:
+            # The coordinator held the engine when this run began, and may hold it no longer.
+            self._ensure_running()
+        with self._engine.locked():
+            self._take(self._backend.advance())
+        self._metrics.step(self._backend.samples_here(self.groups.samples_missing))
+
+    def _take(self, results: list[DynamicInferenceRequest]) -> None:
+        taken = list(filter(self.groups.take, results))
+        for result in taken:
+            self._metrics.result(result)
+            key = self.groups.prompt(result.request_id)
+            if result.error is None and key is not None:
+                self.lengths.observe(key, len(result.generated_tokens))
+        self.journal.write(taken, self.groups)

@@ -1,0 +1,62 @@
+"""Submits the prompts of one call: all of them or none, the longest expected completions first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.errors import ConfigError, InvalidRequestError
+from rollout.journal.reader import FinishedGroup
+from rollout.manager import checkpoint, lengths
+from rollout.manager.backend import Backend
+from rollout.manager.run_loop import RunLoop
+from rollout.requests.prompt import Prompt
+from rollout.sampling_params import SamplingParams
+from rollout.threads.interrupts import interrupt_deferred
+
+
+def submit(
+    loop: RunLoop, backend: Backend, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]
+) -> list[int]:
+    """Queue a group per prompt, or take it finished from the journal; the caller holds the engine's lock.
+
+    Returns:
+        Group ids, in the order of the prompts.
+
+    Raises:
+        InvalidRequestError, TypeError, ConfigError: a prompt can never be served; names it. Nothing was queued.
+    """
+    if len(extras) != len(prompts):
+        raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
+    for index, extra in enumerate(extras):
+        checkpoint.check_portable(f"metadata[{index}]", extra)
+    first = backend.next_group_id
+    keys = [lengths.key(prompt) for prompt in prompts]
+    journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
+    added: list[int] = []
+    finished: dict[int, FinishedGroup] = {}
+    where = "prompts"
+    try:
+        for position in loop.lengths.longest_first(keys):
+            where = f"prompts[{position}]"
+            with interrupt_deferred():
+                if group := loop.journal.submitted(journal_keys[position], first + position):
+                    finished[position] = group
+                    continue
+                added.append(first + position)
+                backend.submit(added[-1], prompts[position], params[position], extras[position])
+        with interrupt_deferred():
+            for position, key in enumerate(keys):
+                loop.groups.add(first + position, params[position].n, key, journal_keys[position])
+            for group in finished.values():
+                for sample in group.samples:
+                    loop.groups.take(sample)
+            backend.reserve_group_ids(first + len(prompts))
+    except BaseException as exc:
+        loop.journal.put_back(finished.values())
+        loop.abort(added)
+        if isinstance(exc, InvalidRequestError):
+            raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
+        if isinstance(exc, TypeError | ConfigError):
+            raise type(exc)(f"{where}: {exc}") from exc
+        raise
+    return list(range(first, first + len(prompts)))
