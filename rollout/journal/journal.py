@@ -148,8 +148,8 @@ class Journal:
         marks = [name.mark for name in names]
         if mark not in marks:
             raise ConfigError(
-                f"{self.folder} knows no checkpoint {mark!r}, only {', '.join(marks)}: go on from one of these, raise "
-                f"keep_checkpoints={self._keep}, or go on without what ended since"
+                f"{self.folder} has no checkpoint {mark!r}, only {', '.join(marks)}: continue from one of these, raise "
+                f"keep_checkpoints={self._keep}, or continue without the groups finished since"
             )
         self._line = [mark]
         return GroupReader(self.folder, names[marks.index(mark) :], self.job)
@@ -240,7 +240,7 @@ class Journal:
         if not self._lock.is_intact():
             raise JournalError(
                 f"{self.folder}: its lock file was removed or replaced, so that another process may be writing it; end "
-                "that one, if there is one, and open the journal anew"
+                "that one, if there is one, and reopen the journal"
             )
 
 

@@ -241,7 +241,7 @@ class SegmentWriter:
             SerializationError: the body exceeds 4 GiB.
         """
         if self._broken:
-            raise JournalError(f"{self.path} takes no more records, because {self._broken}: open the journal anew")
+            raise JournalError(f"{self.path} takes no more records, because {self._broken}: reopen the journal")
         if len(body) > MAX_BODY_BYTES:
             raise SerializationError(f"a record of {len(body)} bytes: at most {MAX_BODY_BYTES} fit; log smaller groups")
         start, sequence = self._next

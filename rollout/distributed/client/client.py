@@ -102,7 +102,7 @@ class InferenceClient:
             if not done:
                 raise DeadlineError(
                     f"no coordinator answered at {self.address} within timeout_s={timeout_s}; is it running there, and "
-                    "has this client the keys of its job?"
+                    "does this client have the keys of its job?"
                 )
             welcome = self._greeting.result()
         except BaseException as exc:

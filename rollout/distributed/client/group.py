@@ -149,8 +149,7 @@ class OpenGroup:
                     pieces[index] = [earlier, stretch]
             else:
                 raise LostFramesError(
-                    f"request {self.request_id} sample {index}: tokens from {start} on arrived where "
-                    f"{lengths.get(index, 0)} are known"
+                    f"request {self.request_id} sample {index}: expected tokens from {lengths.get(index, 0)}, got {start}"
                 )
             lengths[index] = start + counts[column]
             if outcomes is not None and outcomes[column] is not None:

@@ -338,7 +338,7 @@ class ClientSession:
         error = None
         if message.differences:
             error = EngineStateError(
-                f"the ranks have not come together: {message.differences}; every rank must make the same calls in the same "
+                f"the ranks made different calls: {message.differences}; every rank must make the same calls in the same "
                 "order, and count the same weight updates (is the optimizer hook attached on all of them?)"
             )
         for index in [index for index in self._barriers if index <= message.index]:

@@ -185,7 +185,7 @@ def read_answer(pipe: IO[bytes]) -> str:
     """
     packed = pipe.read()
     if not packed:
-        raise ConnectionLostError("coordinator: its process ended before it listened; its last words are on stderr")
+        raise ConnectionLostError("coordinator: its process ended before it listened; see its error output on stderr")
     address, error = unpack_msgpack("answer", packed)
     if error is not None:
         raise ConfigError(error)

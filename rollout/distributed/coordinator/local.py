@@ -218,7 +218,7 @@ class LocalWire:
                 if error is None:
                     self._on_message(message)
             except SerializationError as exc:
-                error = ConnectionLostError(f"what arrived is no good: {exc}")
+                error = ConnectionLostError(f"a malformed frame was received: {exc}")
                 self.close(str(error))
             if error is not None:
                 self.lose(error)

@@ -92,7 +92,7 @@ class DataParallelInferenceCoordinator:
         if keys is None and not config.insecure and not is_loopback(self._interface):
             raise ConfigError(
                 f"CoordinatorConfig.host={config.host!r}: off loopback keys are needed; pass JobKeys.generate() to the "
-                "coordinator and its client_side() to everybody else, or set insecure=True where nobody else can "
+                "coordinator and its client_side() to all other processes, or set insecure=True if no other user can "
                 "reach the port"
             )
         self._config = config

@@ -87,7 +87,7 @@ class DataParallelBackend:
         """Number of completed collective calls."""
         self._barrier: Future[None] | None = None
         """Barrier at the end of the current call."""
-        self._began_anew = False
+        self._reconnected = False
         """Whether it reconnected since the last call ended: the barrier's reply may have gone to the old session."""
         self._earlier_tokens = EarlierTokens(self._start_asking)
         self._client: InferenceClient | None = None
@@ -152,7 +152,7 @@ class DataParallelBackend:
             code = self._job.handle.process.returncode
             return ConnectionLostError(f"{self._job.address}: the coordinator's process has ended with code {code}")
         if self._client is None:
-            return ConnectionLostError(f"{self._job.address}: the last session has ended, and no other was begun")
+            return ConnectionLostError(f"{self._job.address}: the last session has ended, and none was started since")
         return self._its_worker().lost or self._client.lost
 
     def _recover(self, why: Exception) -> None:
@@ -164,12 +164,12 @@ class DataParallelBackend:
         """
         if not isinstance(why, ConnectionLostError | DeadlineError) or _is_final(why):
             raise why
-        _log.warning("%s: %s; %d groups are open here and go on", self._name, why, len(self._groups))
+        _log.warning("%s: %s; %d open groups continue", self._name, why, len(self._groups))
         deadline = time.monotonic() + self._timeout_s
         attempts = 0
         while True:
             try:
-                self._begin_anew(again=attempts > 0)
+                self._reconnect(again=attempts > 0)
                 return
             except (ConnectionLostError, DeadlineError) as exc:
                 if time.monotonic() > deadline or _is_final(exc):
@@ -179,11 +179,11 @@ class DataParallelBackend:
                     ) from exc
                 attempts += 1
 
-    def _begin_anew(self, again: bool) -> None:
+    def _reconnect(self, again: bool) -> None:
         replaced = self._find_coordinator(again)
         # A live session is kept: the other ranks would take its end for this rank's.
         if replaced or self._client is None or self._client.lost is not None:
-            self._barrier, self._began_anew = None, True
+            self._barrier, self._reconnected = None, True
             self._leave_client()
             self._join(ATTEMPT_S)
         worker = self._its_worker()
@@ -432,7 +432,7 @@ class DataParallelBackend:
 
     def _has_ended_elsewhere(self) -> bool:
         """Whether the current call ended on the other ranks while this one was disconnected."""
-        cut_off = self._began_anew or self._lost() is not None
+        cut_off = self._reconnected or self._lost() is not None
         return cut_off and self._world.calls_ended() > self._calls_ended
 
     @property
@@ -450,7 +450,7 @@ class DataParallelBackend:
 
     def _end_call(self) -> None:
         self._calls_ended += 1
-        self._began_anew = False
+        self._reconnected = False
         self._world.publish_calls_ended(self._calls_ended)
 
     def _refuse_if_ranks_are_missing(self, status: JobStatus) -> None:

@@ -215,7 +215,7 @@ class Sequencer:
             return False
         if sequence > self._received:
             raise LostFramesError(
-                f"frame {sequence} arrived where {self._received} must: {sequence - self._received} were lost with a "
+                f"expected frame {self._received}, got {sequence}: {sequence - self._received} were lost with a "
                 "connection; start a new session"
             )
         self._received += 1

@@ -536,5 +536,5 @@ def farewell(message: Message) -> ConnectionLostError | None:
         text = f"the coordinator has ended the session ({message.code}): {message.text}"
         return ConnectionLostError(text, final=message.code not in TRY_AGAIN)
     if isinstance(message, Disconnect):
-        return ConnectionLostError(f"the other side has left ({message.reason or 'without saying why'})")
+        return ConnectionLostError(f"the peer has disconnected ({message.reason or 'no reason given'})")
     return None

@@ -241,7 +241,7 @@ class Dealer:
                 elif self._sequencer.accept(sequence) and not isinstance(message, Heartbeat):
                     self._on_message(message)
             except SerializationError as exc:
-                self._lose(f"what arrived is no good: {exc}", cause=exc)
+                self._lose(f"a malformed frame was received: {exc}", cause=exc)
             if self._socket is None:
                 return
 
@@ -261,7 +261,7 @@ class Dealer:
             if self._silent(now) and now - due > self._interval_s:
                 self._heard = now - self._timeout_s + self._interval_s
             if self._silent(now):
-                self._lose(f"nothing was heard from the coordinator for {self._timeout_s} s")
+                self._lose(f"no frame from the coordinator for {self._timeout_s} s")
         if self._socket is None:
             return
         if now - self._said >= self._interval_s:

@@ -214,7 +214,7 @@ class EngineWorker:
             before = self._link
             if before is not None:
                 with self.engine.locked():
-                    self._drop(before, "it connects anew")
+                    self._drop(before, "it reconnects")
             link = self._open(None if before is None else before.session.ordered)
             with self._changed:
                 self._changed.wait_for(

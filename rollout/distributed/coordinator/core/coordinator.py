@@ -181,7 +181,7 @@ class CoordinatorCore:
     def too_long(self, identity: bytes, message: Message, size: int, now: float) -> None:
         """Fail the requests of a message that exceeds the frame size and was not sent."""
         self._now = now
-        why = f"a {type(message).__name__} of it takes {size} bytes, more than a frame may have; ask for less at once"
+        why = f"a {type(message).__name__} of it takes {size} bytes, more than a frame may have; split the request"
         peer = self.peers.get(identity)
         if isinstance(peer, RankPeer) and isinstance(message, Assign):
             assignment = peer.assignments.get(message.attempt)
@@ -218,7 +218,7 @@ class CoordinatorCore:
                 rank.waited_for_since = None
         for peer in self.peers:
             if now - peer.heard > timeout:
-                self._end_session(peer, "silent", f"nothing was heard of it for {timeout} s")
+                self._end_session(peer, "silent", f"no frame was received from it for {timeout} s")
             elif now - peer.spoken >= interval / 2:
                 self.peers.say(peer, Heartbeat())
         self.control.expire(now)
@@ -341,7 +341,7 @@ class CoordinatorCore:
     def _greet(self, identity: bytes, sequence: int, message: Message) -> None:
         if not isinstance(message, Connect | Register) or sequence != 0:
             if not isinstance(message, Disconnect):
-                text = "no session of this coordinator: connect anew (it was restarted, or has given you up)"
+                text = "no session at this coordinator: reconnect (it was restarted, or has closed the session)"
                 self.refuse(identity, "unknown_peer", text)
             return
         if message.protocol_version != PROTOCOL_VERSION:
@@ -446,7 +446,7 @@ class CoordinatorCore:
                 )
 
     def _count_empty_time(self) -> None:
-        self._without_rank_since = _since(self._without_rank_since, not self.dispatcher.somebody_ready, self._now)
+        self._without_rank_since = _since(self._without_rank_since, not self.dispatcher.any_rank_ready, self._now)
         self._without_peer_since = _since(self._without_peer_since, not len(self.peers), self._now)
         if self._without_peer_since is not None:
             idle = self._now - self._without_peer_since >= self.config.idle_exit_s

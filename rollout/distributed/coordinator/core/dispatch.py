@@ -83,7 +83,7 @@ class Dispatcher:
         return sum(len(request.queued) for request in waiting.union(self.too_new))
 
     @property
-    def somebody_ready(self) -> bool:
+    def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, now or when it has room."""
         if self._deterministic:
             # The set of ranks connected so far would depend on timing.
@@ -184,7 +184,7 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Assign queued samples to ranks until no rank has room."""
         blocked: int | None = None
-        while self.somebody_ready and (key := self._next_queue(blocked)) is not None:
+        while self.any_rank_ready and (key := self._next_queue(blocked)) is not None:
             request = cast(OpenRequest, self._queues[key].head())
             if request.prompt is None:
                 return

@@ -195,7 +195,7 @@ class OpenRequest:
                 raise SerializationError(f"sample {index} of request {self.request_id} is not open")
             if start not in (length, 0):
                 raise SerializationError(
-                    f"sample {index} of request {self.request_id} goes on at token {start}: must be {length} or 0"
+                    f"sample {index} of request {self.request_id} continues at token {start}: must be {length} or 0"
                 )
 
     def known(self, samples: Collection[int]) -> list[Stretch]:
