@@ -1,14 +1,13 @@
 """Append-only journal of finished groups, with checkpoints.
 
     journal = Journal("run/journal-rank0", job="run 17")
-    journal.append(samples)                          a group has ended; on the disk from here
-    mark = journal.checkpoint(step)                  goes into the trainer's checkpoint
-    for group in journal.since(mark): ...            after a restart from that checkpoint: what ended since
+    journal.append(samples)                          write a finished group
+    mark = journal.checkpoint(step)                  start a new segment; save the mark in the trainer's checkpoint
+    for group in journal.since(mark): ...            after a restart: groups finished since that checkpoint
 
-A journal is a folder of files (`rollout.journal.segment`), one more for each checkpoint. Always true: what `append` has
-returned from is read again, in order, exactly once per `since`, or named in its `damage`; nothing else is ever read. A
-file older than the oldest checkpoint that is kept is removed, so that the disk holds what `keep_checkpoints` of them
-need. Nothing in it is ever unpickled.
+A journal is a folder of segment files (`rollout.journal.segment`), one per checkpoint. Always true: every appended group
+is read back in order, exactly once per `since`, or reported in its `damage`; nothing else is read. Segments older than
+the oldest of `keep_checkpoints` checkpoints are removed. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Append finished groups; read those that ended since a checkpoint. For one thread.
+    """Writer and reader of finished groups since a checkpoint. Not thread-safe.
 
     Args:
-        folder: made where it is missing. One writer each: several ranks need several.
-        job: a name of the run, so that the groups of another are never taken for its own.
+        folder: created if missing. Exclusive to one writer: every rank needs its own.
+        job: name of the run; a folder of another job is rejected.
         fsync: when appended groups are forced onto the disk. `always`: before `append` returns; `interval`: by the first
-            `append` after `fsync_interval_s`, by `checkpoint` and by `close`; `never`: when the system likes. It matters
-            when the machine goes down: groups survive the end of the process in any case.
+            `append` after `fsync_interval_s`, by `checkpoint` and by `close`; `never`: left to the operating system. It
+            matters for a crash of the machine only: groups survive the end of the process in any case.
         fsync_interval_s: seconds.
-        keep_checkpoints: of how many checkpoints, counted from the newest, `since` still works. At least 2: the newest
-            is not yet written by whoever asked for its mark.
-        clock: seconds that never run backwards; a seam for tests.
+        keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not yet
+            saved the newest mark when `checkpoint` returns.
+        clock: monotonic seconds; replaceable in tests.
 
     Attributes:
-        damage: what was cut off the newest file when it was opened: half a record, if anything.
+        damage: the torn record cut off the newest file when it was opened, if any.
 
     Raises:
-        ConfigError: an option out of range, or the folder holds the journal of another job.
+        ConfigError: an option is out of range, or the folder holds the journal of another job.
         EngineStateError: another process, or another object here, is writing it; names it.
         JournalError: the folder cannot be written.
         SerializationError: written by another version.
@@ -98,15 +97,15 @@ class Journal:
         self._synced = clock()
 
     def append(self, samples: Sequence[DynamicInferenceRequest], key: bytes = b"") -> Place:
-        """A group has ended.
+        """Append a finished group; returns its place, for `read`.
 
         Args:
-            samples: all of them, merged.
-            key: the caller's own, given back with the group.
+            samples: all samples of the group, merged.
+            key: opaque bytes of the caller, returned with the group.
 
         Raises:
-            JournalError: the disk is full, say: nothing was added, and a later call may succeed. Or the journal is closed,
-                or this process a forked copy of the one that opened it.
+            JournalError: the write failed (disk full, for example): nothing was added, and a later call may succeed. Or
+                the journal is closed, or was opened before a fork.
         """
         self._check_mine()
         record = self._writer.append(pack_group(samples, key))
@@ -116,14 +115,14 @@ class Journal:
         return Place(self._writer.path, record)
 
     def checkpoint(self, step: int) -> str:
-        """The trainer is about to save itself: what has ended so far is in that checkpoint, or was used before it.
+        """Start a new segment, just before the trainer saves a checkpoint that covers all groups appended so far.
 
         Returns:
-            The mark, which belongs into the checkpoint. Until `keep_checkpoints` later ones, `since(mark)` gives what
-            was appended after this call.
+            The mark, to be saved in the checkpoint. `since(mark)` returns the groups appended after this call, until
+            `keep_checkpoints` later checkpoints.
 
         Raises:
-            JournalError: a new file cannot be made; the journal goes on as it was.
+            JournalError: the new file cannot be created; the journal stays as it was.
         """
         self._check_mine()
         if self._fsync != "never":
@@ -136,12 +135,12 @@ class Journal:
         return self._writer.mark
 
     def since(self, mark: str | None) -> GroupReader:
-        """What ended after the checkpoint with this mark. None: everything that is there.
+        """Return a reader of the groups appended after the checkpoint with this mark; None: of all groups.
 
-        Until the next `checkpoint`, all of this stays on the disk, also if another mark has been made since.
+        All of them stay on the disk until the next `checkpoint`, even if later marks exist.
 
         Raises:
-            ConfigError: no such mark; names those that there are.
+            ConfigError: unknown mark; names the known ones.
         """
         names = segments_of(self.folder)
         if mark is None:
@@ -149,14 +148,14 @@ class Journal:
         marks = [name.mark for name in names]
         if mark not in marks:
             raise ConfigError(
-                f"{self.folder} knows no checkpoint {mark!r}, only {', '.join(marks)}: go on from one of these, raise "
-                f"keep_checkpoints={self._keep}, or go on without what ended since"
+                f"{self.folder} has no checkpoint {mark!r}, only {', '.join(marks)}: continue from one of these, raise "
+                f"keep_checkpoints={self._keep}, or continue without the groups finished since"
             )
         self._line = [mark]
         return GroupReader(self.folder, names[marks.index(mark) :], self.job)
 
     def read(self, place: Place) -> FinishedGroup | None:
-        """A group again; None: its file was removed since, or is damaged."""
+        """Read one group again; None: its file was removed since, or is damaged."""
         try:
             with place.path.open("rb") as file:
                 samples, key = unpack_group(read_body(file, place.record))
@@ -167,16 +166,16 @@ class Journal:
         return FinishedGroup(samples, key, place)
 
     def sync(self) -> None:
-        """Return when everything appended is on the disk.
+        """Force all appended groups onto the disk.
 
         Raises:
-            JournalError: the disk failed; nothing more can be appended until the journal is opened anew.
+            JournalError: the disk failed; nothing can be appended until the journal is reopened.
         """
         self._writer.sync()
         self._synced = self._clock()
 
     def close(self) -> None:
-        """End, and let others write. Harmless when repeated."""
+        """Sync, close the file and release the lock. Idempotent."""
         if not self._lock.is_mine():
             return
         try:
@@ -203,7 +202,7 @@ class Journal:
         try:
             writer = self._open(names[-1])
         except DamagedHeaderError as exc:
-            # Its records can be read; what comes now goes into a file of its own.
+            # Its records can still be read; new groups go into a new file.
             _log.warning("journal: %s", exc)
             return self._begin(0, names)
         if writer.cut is not None:
@@ -227,7 +226,7 @@ class Journal:
         return writer
 
     def _remove_older(self, names: Sequence[SegmentName]) -> None:
-        """Remove what no checkpoint needs that is kept, or whose line of checkpoints was left for an earlier one."""
+        """Remove segments that no kept checkpoint needs, counting along the current line of checkpoints."""
         if len(self._line) < self._keep:
             return
         oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
@@ -241,12 +240,12 @@ class Journal:
         if not self._lock.is_intact():
             raise JournalError(
                 f"{self.folder}: its lock file was removed or replaced, so that another process may be writing it; end "
-                "that one, if there is one, and open the journal anew"
+                "that one, if there is one, and reopen the journal"
             )
 
 
 def _sync_folder(folder: Path) -> None:
-    # A file is on the disk when its name is, too.
+    # A new file is durable only when its directory entry is synced too.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

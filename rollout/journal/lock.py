@@ -1,7 +1,7 @@
 """Exclusive lock of a folder by one process.
 
-Always true: the lock ends with the process that took it, however that ends, also where children of it live on (a forked
-data loader inherits an open file, but not this lock).
+Always true: the lock ends with the process that took it, however that ends, even if its children live on: a forked data
+loader inherits open files but not POSIX record locks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from rollout.errors import EngineStateError
 
 FILE = "lock"
 _held: dict[tuple[int, int], int] = {}
-"""(device, inode) of the lock files held by this process → its id: the system's lock does not exclude its own holder."""
+"""(device, inode) of the lock files held here → process id: a POSIX lock does not exclude its own process."""
 
 _folders: dict[tuple[int, int], int] = {}
-"""The same for the folders: a lock file that was removed is no reason to let a second writer in."""
+"""The same for the folders: removing the lock file must not admit a second writer."""
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock`: type, whence, start, length, process."""
 
 
 class FolderLock:
-    """Taken when built, until `release` or the end of the process.
+    """Exclusive lock of a folder, acquired by the constructor and held until `release` or the end of the process.
 
     Raises:
-        EngineStateError: somebody has it, names the process; or what is there is no lock file.
+        EngineStateError: the folder is locked, names the process; or the lock's path is not a regular file.
         OSError: the folder cannot be written.
     """
 
@@ -36,11 +36,11 @@ class FolderLock:
         path = folder / FILE
         self._folder = _identity(os.stat(folder))
         if _held_here(path) or _folders.get(self._folder) == os.getpid():
-            # Not even opened: closing it again would release the lock that is held.
+            # Do not open the file: closing any descriptor of it would release this process's lock.
             raise EngineStateError(f"{folder} is open in this process already: close() the other one first")
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise EngineStateError(f"{path} is no regular file, and so no lock: remove it, or choose another folder")
-        # Through a link, whoever can write the folder would choose which file of ours is overwritten.
+        # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another of its files.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         self._path = path
         try:
@@ -58,18 +58,18 @@ class FolderLock:
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let others in. Harmless when repeated, and in a forked child, which does not have it."""
+        """Release the lock. Idempotent; no-op in a forked child, which does not hold it."""
         if _held.get(self._key) == os.getpid():
             del _held[self._key]
             _folders.pop(self._folder, None)
             os.close(self._file)
 
     def is_mine(self) -> bool:
-        """Whether this process has it."""
+        """Whether this process holds the lock."""
         return _held.get(self._key) == os.getpid()
 
     def is_intact(self) -> bool:
-        """Whether the file is still the one that another process would lock."""
+        """Whether the lock's path still leads to the locked file."""
         try:
             return _identity(os.stat(self._path, follow_symlinks=False)) == self._key
         except OSError:
@@ -77,7 +77,7 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether somebody has the lock of a folder, be it this process; False where nobody can tell."""
+    """Whether any process, including this one, holds the lock of a folder; False if that cannot be determined."""
     path = folder / FILE
     if _held_here(path):
         return True

@@ -1,6 +1,6 @@
 """Reads a journal: its groups in order, and every byte range that failed its checksum.
 
-Always true: what is damaged is named and passed over; it never raises, and nothing of it is ever taken for a group.
+Always true: damaged ranges are reported and skipped; they neither raise nor yield a group.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Damage:
-    """A range of bytes that could not be believed."""
+    """A byte range that failed its checksum."""
 
     path: Path
     start: int
     end: int
     lost: int | None
-    """Groups that were there; None: nobody can know."""
+    """Number of lost groups; None: unknown."""
     what: str
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a group lies, for `Journal.read`."""
+    """Location of a group, for `Journal.read`."""
 
     path: Path
     record: Record
@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """What `append` was given."""
+    """A group as given to `Journal.append`."""
 
     samples: list[DynamicInferenceRequest]
     key: bytes
@@ -57,14 +57,14 @@ class FinishedGroup:
 
 
 class GroupReader:
-    """The groups of a journal, one at a time: the memory it needs is that of the largest.
+    """Iterates over the groups of a journal, with at most one in memory.
 
     Args:
-        live: somebody may be writing: a file that was removed since is no longer needed, and half a record at the end
-            of the newest is on its way.
+        live: a writer may be active: removed files are skipped, and a partial record at the end of the newest file is not
+            damage.
 
     Attributes:
-        damage: what could not be read so far; complete when the iteration has ended.
+        damage: byte ranges that could not be read so far; complete after the iteration.
     """
 
     def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None, *, live: bool = False) -> None:
@@ -81,7 +81,7 @@ class GroupReader:
             try:
                 yield from self._groups(path, name.mark)
             except FileNotFoundError as exc:
-                # Its writer has made checkpoints meanwhile, and no longer needs it.
+                # The writer has made checkpoints meanwhile and removed it.
                 if not self._live or not any(each > name for each in segments_of(self._folder)):
                     raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
             except OSError as exc:
@@ -93,7 +93,7 @@ class GroupReader:
             tail: Gap | None = Gap(0, 0, None)
             while tail is not None:
                 header = read_header(file, path, self._job)
-                # The name repeats what is needed of a header that is damaged.
+                # The file's name repeats the mark, in case the header is damaged.
                 start, mark = header or (0, mark)
                 tail = None
                 for found in walk(file, mark, max(start, reached), expected):
@@ -116,11 +116,11 @@ class GroupReader:
                     return
 
     def _grows(self, file: BinaryIO, tail: Gap) -> bool:
-        """Whether it has changed since a tail was found that is no record: one that was on its way has come."""
+        """Whether the file has grown since the partial tail was read, so that reading must continue."""
         return self._live and os.fstat(file.fileno()).st_size != tail.end
 
     def _is_being_written(self, path: Path) -> bool:
-        """Whether a tail that is no record is one on its way."""
+        """Whether a partial tail of this file is a record being written."""
         return self._live and is_locked(self._folder) and segments_of(self._folder)[-1].path(self._folder) == path
 
     def _note(self, path: Path, gap: Gap, what: str) -> None:
@@ -129,10 +129,10 @@ class GroupReader:
 
 
 def read_groups(folder: str | os.PathLike[str], *, job: str | None = None) -> GroupReader:
-    """All groups of a journal, oldest first, whoever is writing it meanwhile.
+    """Return a reader of all groups of a journal, oldest first, without a lock; safe while a writer is active.
 
     Raises:
-        JournalError: there is no such folder; while iterating: a file cannot be read.
+        JournalError: no such folder; while iterating: a file cannot be read.
         SerializationError: while iterating: a file of another version.
         ConfigError: while iterating: the journal of another job.
     """
@@ -140,10 +140,10 @@ def read_groups(folder: str | os.PathLike[str], *, job: str | None = None) -> Gr
 
 
 def segments_of(folder: Path) -> list[SegmentName]:
-    """The files of a journal, oldest first.
+    """Return the segment names of a journal, oldest first.
 
     Raises:
-        JournalError: there is no such folder.
+        JournalError: no such folder.
     """
     try:
         return segments(folder)
@@ -152,20 +152,20 @@ def segments_of(folder: Path) -> list[SegmentName]:
 
 
 def pack_group(samples: Sequence[DynamicInferenceRequest], key: bytes) -> bytes:
-    """The body of a record."""
+    """Encode a group as the body of a record."""
     fields = {"key": key, "samples": [sample.serialize() for sample in samples]}
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
 
 
 def unpack_group(body: bytes | None) -> tuple[list[DynamicInferenceRequest], bytes]:
-    """The inverse of `pack_group`.
+    """Decode (samples, key) from a record's body; the inverse of `pack_group`.
 
     Args:
-        body: None: it is damaged.
+        body: None: its checksum failed.
 
     Raises:
-        RolloutError: it is no such body.
+        RolloutError: damaged or malformed.
     """
     if body is None:
         raise SerializationError("its checksum is wrong")

@@ -3,10 +3,10 @@
     header   magic, version, length, CRC of these | job and mark | CRC
     record   marker, sequence number, length, CRC of the body, CRC of these | body
 
-Always true: a record is believed only where marker, both checksums and the order of sequence numbers agree; where they
-do not, reading goes on at the next marker, so that a damaged length costs one record like any other damage. The marker
-is made from the file's own random mark (which its name repeats, so that a damaged header costs no record): no text that
-a record may hold looks like one. A file only grows, but for an append that failed, which is taken back.
+Always true: a record is accepted only if its marker, both checksums and the order of sequence numbers are valid;
+otherwise reading resumes at the next marker, so that any damage, even of a length field, costs one record. The marker is
+a hash of the file's random mark, so that record contents cannot imitate it; the file name repeats the mark, so that a
+damaged header costs no record. A file only grows, except that a failed append is truncated.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _WINDOW_BYTES = 1 << 20
 
 
 class SegmentName(NamedTuple):
-    """What a file's name says: `000003-40-9f86d081884c7d65.journal`."""
+    """Parsed file name, such as `000003-40-9f86d081884c7d65.journal`."""
 
     number: int
     mark: str
-    """The step of the checkpoint it begins with, and a random part."""
+    """Step of the checkpoint that the segment begins with, and a random part."""
 
     def path(self, folder: Path) -> Path:
-        """Where it lies."""
+        """Path of the segment in a folder."""
         return folder / f"{self.number:06d}-{self.mark}{SUFFIX}"
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """Parsed header of a file."""
 
     start: int
     """Offset of the first record."""
@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Where a record lies; the body is still to be read."""
+    """Location and checksum of a record; the body is not read yet."""
 
     sequence: int
     start: int
@@ -67,22 +67,22 @@ class Record(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset behind its last byte."""
+        """Offset after its last byte."""
         return self.start + _HEAD_BYTES + self.length
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Bytes that are no record."""
+    """A byte range without a valid record."""
 
     start: int
     end: int
     lost: int | None
-    """Records that were there; None: nobody can know."""
+    """Number of lost records; None: unknown."""
 
 
 def segments(folder: Path) -> list[SegmentName]:
-    """The files of a journal, oldest first. Others are ignored, and what is no file: opening a pipe waits."""
+    """Return the segment names in a folder, oldest first. Other entries and non-regular files (pipes) are ignored."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -93,20 +93,20 @@ def segments(folder: Path) -> list[SegmentName]:
 
 
 def pack_header(job: str, mark: str) -> bytes:
-    """The header of a file."""
+    """Encode the header of a file."""
     body: bytes = msgpack.packb([job, mark], use_bin_type=True)
     prelude = _PRELUDE.pack(MAGIC, VERSION, len(body))
     return prelude + _CRC.pack(zlib.crc32(prelude)) + body + _CRC.pack(zlib.crc32(body))
 
 
 def read_header(file: BinaryIO, path: Path, job: str | None) -> Header | None:
-    """The header; None: it is damaged.
+    """Read the header; None: damaged.
 
     Args:
-        job: whose journal it must be; None: anybody's.
+        job: required job; None: any.
 
     Raises:
-        SerializationError: an intact header of another version, or not of such a journal.
+        SerializationError: an intact header of another version or file type.
         ConfigError: the journal of another job.
     """
     file.seek(0)
@@ -131,12 +131,12 @@ def read_header(file: BinaryIO, path: Path, job: str | None) -> Header | None:
 
 
 def walk(file: BinaryIO, mark: str, start: int, expected: int = 0) -> Iterator[Record | Gap]:
-    """Records and gaps in the order of their bytes, which they cover from `start` to the end without overlap.
+    """Yield records and gaps in file order; together they cover `start` to the end of the file without overlap.
 
     Args:
-        mark: of the header or, where that is damaged, of the file's name.
-        start: of the first record; 0: not known.
-        expected: its sequence number.
+        mark: of the header or, if that is damaged, of the file's name.
+        start: offset of the first record; 0: unknown.
+        expected: sequence number of the first record.
     """
     marker, size = _marker(mark), file.seek(0, os.SEEK_END)
     reached = position = start
@@ -155,7 +155,7 @@ def walk(file: BinaryIO, mark: str, start: int, expected: int = 0) -> Iterator[R
 
 
 def read_body(file: BinaryIO, record: Record) -> bytes | None:
-    """The body of a record; None: it is damaged."""
+    """Read the body of a record; None: its checksum failed."""
     file.seek(record.end - record.length)
     body = file.read(record.length)
     return body if len(body) == record.length and zlib.crc32(body) == record.checksum else None
@@ -179,7 +179,7 @@ def _record_at(file: BinaryIO, marker: bytes, position: int, size: int) -> Recor
 
 
 def _next_marker(file: BinaryIO, marker: bytes, position: int, size: int) -> int:
-    """Offset of the next marker at or after `position`; `size`: there is none."""
+    """Offset of the next marker at or after `position`, or `size` if there is none."""
     while position < size:
         file.seek(position)
         window = file.read(_WINDOW_BYTES)
@@ -194,19 +194,19 @@ def _next_marker(file: BinaryIO, marker: bytes, position: int, size: int) -> int
 
 
 class SegmentWriter:
-    """Appends to one file. What `append` has returned from is with the operating system: killing the process loses none.
+    """Appends records to one file. Records are written unbuffered: they survive a kill of the process.
 
     Args:
-        path: an empty file gets a header; another is continued, and what lies behind its last whole record is cut.
-        mark: of the checkpoint it begins with, where it is empty.
-        job: whose journal it is.
+        path: an empty or new file gets a header; another is continued after its last whole record and truncated there.
+        mark: of the checkpoint that a new file begins with.
+        job: name of the job.
 
     Attributes:
-        cut: what was cut.
+        cut: the truncated range, if any.
 
     Raises:
         JournalError: the file cannot be written.
-        DamagedHeaderError: it is not touched: who knows what it is.
+        DamagedHeaderError: the header is damaged; the file is left untouched.
         SerializationError, ConfigError: see `read_header`.
     """
 
@@ -220,7 +220,7 @@ class SegmentWriter:
         except OSError as exc:
             raise _trouble(path, "opened for writing", exc) from exc
         try:
-            # (offset, sequence number) of the next record: one value, because Ctrl-C may come between two.
+            # (offset, sequence number) of the next record, one tuple: Ctrl-C may interrupt between two assignments.
             self._next = self._continue(job) if os.fstat(self._file).st_size else self._begin(job)
         except DamagedHeaderError:
             os.close(self._file)
@@ -234,14 +234,14 @@ class SegmentWriter:
         self._marker = _marker(self.mark)
 
     def append(self, body: bytes) -> Record:
-        """Add a record.
+        """Append a record.
 
         Raises:
-            JournalError: the disk is full, say. Nothing was added, and the next call tries again.
-            SerializationError: more than 4 GiB.
+            JournalError: the write failed (disk full, for example). Nothing was added; a later call may succeed.
+            SerializationError: the body exceeds 4 GiB.
         """
         if self._broken:
-            raise JournalError(f"{self.path} takes no more records, because {self._broken}: open the journal anew")
+            raise JournalError(f"{self.path} takes no more records, because {self._broken}: reopen the journal")
         if len(body) > MAX_BODY_BYTES:
             raise SerializationError(f"a record of {len(body)} bytes: at most {MAX_BODY_BYTES} fit; log smaller groups")
         start, sequence = self._next
@@ -257,10 +257,10 @@ class SegmentWriter:
         return record
 
     def sync(self) -> None:
-        """Return when everything is on the disk.
+        """Force all records onto the disk.
 
         Raises:
-            JournalError: the disk failed: what is on it is not known, so nothing more is added.
+            JournalError: the disk failed; its contents are unknown, so further appends are refused.
         """
         try:
             os.fsync(self._file)
@@ -269,7 +269,7 @@ class SegmentWriter:
             raise _trouble(self.path, "synchronised", exc) from exc
 
     def close(self) -> None:
-        """End. Harmless when repeated."""
+        """Close the file. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -307,13 +307,13 @@ class SegmentWriter:
 
 
 def _end_of_records(file: BinaryIO, header: Header) -> tuple[int, int]:
-    """(offset behind the last whole record, its sequence number + 1)."""
+    """(offset after the last whole record, its sequence number + 1)."""
     last = None
     for found in walk(file, header.mark, header.start):
         last = found if isinstance(found, Record) else last
     if last is None:
         return header.start, 0
-    # A machine that went down may have written the head of the last record, and not its body.
+    # A crash of the machine may have left the head of the last record without its body.
     if last.end == file.seek(0, os.SEEK_END) and read_body(file, last) is None:
         return last.start, last.sequence
     return last.end, last.sequence + 1

@@ -630,9 +630,7 @@ def test_half_a_record_that_cannot_be_taken_back_ends_the_journal_until_it_is_op
     with failing(monkeypatch, "ftruncate", after=0), failing(monkeypatch, "pwrite", after=0):
         with pytest.raises(JournalError):
             journal.append(group(2))
-        with pytest.raises(
-            JournalError, match=r"takes no more records, because half a record .*: open the journal anew"
-        ):
+        with pytest.raises(JournalError, match=r"takes no more records, because half a record .*: reopen the journal"):
             journal.append(group(3))
     journal.close()
     with Journal(tmp_path) as journal:

@@ -1,10 +1,9 @@
 """Asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
 
-Always true: every future ends, with a result or with an error that says why; nothing is polled, so that a reply wakes
-whoever waits for it in the same turn of the loop; once the connection is lost, every call raises
-`ConnectionLostError` at once.
+Always true: every future ends, with a result or with an error that gives the reason; nothing is polled: a reply resolves
+its future in the same loop iteration; after the connection is lost, every call raises `ConnectionLostError` immediately.
 
-Not thread-safe: one client belongs to one event loop. For other threads there is `rollout.threads.loop_thread`.
+Not thread-safe: a client is bound to one event loop. `rollout.threads.loop_thread` makes it usable from other threads.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 CONTROL_TIMEOUT_S = InferenceConfig.control_timeout_s
-"""Deadline of a control call that brings none, in seconds."""
+"""Default deadline of a control call, in seconds."""
 ANSWER_MARGIN_S = 5.0
-"""Longer than the coordinator, which names the engines that are late, so that it can say so."""
+"""Added to the coordinator's own deadline, so that its error, which names the late engines, arrives first."""
 QUERY_TIMEOUT_S = 30.0
-"""Deadline of a question that the coordinator answers by itself."""
+"""Deadline of a query that the coordinator answers without the engines."""
 
 
 class InferenceClient:
@@ -41,12 +40,13 @@ class InferenceClient:
 
     Args:
         address: `tcp://host:port`.
-        name: by which logs know it.
-        keys: of the job, where the coordinator asks for them.
-        member: barriers wait for this client: it is the training loop of this rank, in [0, data_parallel_size).
-        deserialize: results are requests; False: plain dicts.
-        dial: makes the connection; a coordinator in this process brings its own.
-        control_timeout_s: deadline of a control call that brings none.
+        name: shown in logs.
+        keys: of the job, if the coordinator requires them.
+        member: rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a
+            member.
+        deserialize: return results as requests; False: as plain dicts.
+        dial: connection factory; a coordinator in this process provides its own.
+        control_timeout_s: default deadline of a control call.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class InferenceClient:
     # --- the connection -----------------------------------------------------------------------------------------
 
     async def start(self, timeout_s: float = 30.0) -> None:
-        """Shake hands with the coordinator. Harmless when it is done already.
+        """Connect and perform the handshake. Idempotent.
 
         Raises:
-            DeadlineError: nobody answered within `timeout_s`.
-            ConnectionLostError: the coordinator refused, speaks another version, or the connection was lost or stopped
-                before; build another client.
-            ConfigError: no such address can be.
+            DeadlineError: no answer within `timeout_s`.
+            ConnectionLostError: the coordinator refused or has another protocol version, or the connection was lost or
+                stopped before; create another client.
+            ConfigError: invalid address.
         """
         if self.lost is not None:
             raise ConnectionLostError(f"{self.lost}; build another client")
@@ -102,7 +102,7 @@ class InferenceClient:
             if not done:
                 raise DeadlineError(
                     f"no coordinator answered at {self.address} within timeout_s={timeout_s}; is it running there, and "
-                    "has this client the keys of its job?"
+                    "does this client have the keys of its job?"
                 )
             welcome = self._greeting.result()
         except BaseException as exc:
@@ -117,7 +117,7 @@ class InferenceClient:
         self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
 
     async def stop(self) -> None:
-        """Leave; what is open fails with `ConnectionLostError`. Harmless when repeated."""
+        """Disconnect; open requests and calls fail with `ConnectionLostError`. Idempotent."""
         self._dealer.close(f"client {self.name!r} has stopped")
         self._lost(ConnectionLostError(f"{self.address}: client {self.name!r} was stopped"))
 
@@ -132,32 +132,32 @@ class InferenceClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the handshake is done and the connection stands."""
+        """Whether the handshake is done and the connection is alive."""
         return self._welcome is not None and self.lost is None
 
     @property
     def lost(self) -> ConnectionLostError | None:
-        """Why the connection is gone, if it is."""
+        """Why the connection was lost, or None."""
         return self._session.error
 
     @property
     def instance(self) -> str | None:
-        """Which life of which coordinator this is; None before `start`."""
+        """Unique id of the coordinator's run; None before `start`."""
         return None if self._welcome is None else self._welcome.instance
 
     @property
     def next_barrier(self) -> int:
-        """The first barrier that is not known to be passed; 0 before `start`."""
+        """Index of the first barrier not known to be passed; 0 before `start`."""
         return self._next_barrier
 
     @property
     def state(self) -> CoordinatorState | None:
-        """At the handshake, then after this client's own calls; `status` asks. None before `start`."""
+        """Coordinator state at the handshake, updated by this client's own calls only; None before `start`."""
         return self._state
 
     @property
     def policy_version(self) -> int | None:
-        """At the handshake, then after this client's own calls; `status` asks. None before `start`."""
+        """Policy version at the handshake, updated by this client's own calls only; None before `start`."""
         return self._policy_version
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -168,16 +168,16 @@ class InferenceClient:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestFuture:
-        """Ask for a prompt's n samples; cancelling the future aborts them.
+        """Submit a group of n samples of a prompt; cancelling the future aborts it.
 
         Returns:
-            A future of a `Result`. It fails with a `RequestError` where the group ended without one, and with
-            `ConnectionLostError`; a sample that failed alone is in the result with its `error`.
+            A future of a `Result`. It fails with a `RequestError` if the whole group failed, or `ConnectionLostError`; a
+            sample that failed alone is in the result with its `error`.
 
         Raises:
             InvalidRequestError: a value is out of range; nothing was sent.
-            ConnectionLostError: there is no connection.
-            TypeError: there is no such option.
+            ConnectionLostError: not connected.
+            TypeError: unknown option.
         """
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
         return RequestFuture(group, self._abort, self._present)
@@ -188,19 +188,19 @@ class InferenceClient:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
-        """Ask for a prompt's n samples, `interval` tokens at a time, 1 unless said; raises as `add_request` does."""
+        """Submit a group and stream its deltas, every `interval` tokens (default 1); raises as `add_request` does."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
         return RequestStream(group, self._abort, self._present)
 
     def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
-        """End a request; it fails with `RequestAbortedError`, unless it has just ended.
+        """Abort a request; it fails with `RequestAbortedError` unless it has just ended.
 
         Returns:
             Whether it was open.
 
         Raises:
-            ConnectionLostError: there is no connection.
+            ConnectionLostError: not connected.
         """
         self._refuse_unless_connected()
         return self._session.abort(request if isinstance(request, int) else request.group.request_id)
@@ -213,7 +213,7 @@ class InferenceClient:
         wanted: Collection[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> OpenGroup:
-        """What `add_request` and `add_request_streaming` are made of, for whoever sets `on_update` and `on_done` himself.
+        """Submit a group and return its record; the caller sets `on_update` and `on_done` on it.
 
         `wanted` as of `ClientSession.submit`; raises as `add_request` does.
         """
@@ -236,49 +236,49 @@ class InferenceClient:
     # --- control ------------------------------------------------------------------------------------------------
 
     async def pause_engines(self, timeout_s: float | None = None) -> None:
-        """Stop every engine at its next step boundary; done when all have. Like all control calls:
+        """Pause every engine at its next step boundary; returns when all are paused.
 
         Args:
-            timeout_s: deadline; None: this client's `control_timeout_s`.
+            timeout_s: deadline, as of every control call; None: this client's `control_timeout_s`.
 
         Raises:
-            ControlError: not allowed in the coordinator's present state, or some engines have not done it in time;
-                the message and `engines` name them.
-            DeadlineError: the coordinator itself has not answered.
-            ConnectionLostError: there is no connection.
+            ControlError: not allowed in the coordinator's current state, or some engines failed or did not answer in
+                time; the message and `engines` name them.
+            DeadlineError: the coordinator itself did not answer.
+            ConnectionLostError: not connected.
         """
         await self._signal(ControlSignal.PAUSE, None, timeout_s)
 
     async def unpause_engines(self, timeout_s: float | None = None) -> None:
-        """Have every engine go on."""
+        """Unpause every engine. Raises as `pause_engines` does."""
         await self._signal(ControlSignal.UNPAUSE, None, timeout_s)
 
     async def suspend_engines(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Give every paused engine's KV memory back.
+        """Suspend every paused engine, which releases its KV memory. Also raises as `pause_engines` does.
 
         Args:
-            mode: what becomes of the KV cache; None: as each engine is configured.
+            mode: how the KV cache is kept; None: as each engine is configured.
 
         Raises:
-            ConfigError: there is no such mode.
+            ConfigError: unknown mode.
         """
         chosen = KVCacheManagementMode.parse(mode)
         await self._signal(ControlSignal.SUSPEND, None if chosen is None else chosen.value, timeout_s)
 
     async def resume_engines(self, timeout_s: float | None = None) -> None:
-        """Have every suspended engine's KV back; leads to PAUSED.
+        """Resume every suspended engine, which restores its KV memory; leads to PAUSED.
 
-        An engine that its own training loop has suspended stays so, since the memory is that loop's until it gives it
-        back, and the call succeeds: `status()` tells the state of every rank.
+        An engine suspended by its own training loop stays suspended until that loop resumes it, and the call succeeds;
+        `status()` has the state of every rank.
         """
         await self._signal(ControlSignal.RESUME, None, timeout_s)
 
     async def stop_engines(self, timeout_s: float | None = None) -> None:
-        """End every paused or suspended engine; what is unfinished fails."""
+        """Stop every paused or suspended engine; unfinished requests fail."""
         await self._signal(ControlSignal.STOP, None, timeout_s)
 
     async def set_policy_version(self, version: int, timeout_s: float | None = None) -> None:
-        """Tell every engine that its weights are those of `version`.
+        """Set the policy version of every engine's weights.
 
         Raises:
             ConfigError: not an integer in [0, 2**63).
@@ -289,16 +289,16 @@ class InferenceClient:
         self._policy_version = version
 
     async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
-        """Have every engine forget the cached blocks that no request holds; how many they were together."""
+        """Drop all unreferenced cached blocks of every engine; returns their total number."""
         done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
         return int((done or {})["amount"])
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
-        """How things stand at the coordinator, for people.
+        """Snapshot of the coordinator: states, queue, ranks, clients, barrier; `parse_status` makes it typed.
 
         Raises:
             DeadlineError: no answer within `timeout_s`.
-            ConnectionLostError: there is no connection.
+            ConnectionLostError: not connected.
         """
         self._refuse_unless_connected()
         return await self._answer(self._session.status(), timeout_s, "status()") or {}
@@ -306,16 +306,16 @@ class InferenceClient:
     async def barrier(
         self, index: int, timeout_s: float = CONTROL_TIMEOUT_S, *, what: str = "", policy_version: int = 0
     ) -> None:
-        """Wait until every member has come to barrier `index` or further.
+        """Wait until every member has arrived at barrier `index` or a later one.
 
         Args:
-            what, policy_version: the call that ends there, and the version of the weights; the same at every member.
+            what, policy_version: name of the collective call and version of the weights; must agree on all members.
 
         Raises:
-            DeadlineError: some member has not within `timeout_s`. That this one has remains said.
-            EngineStateError: all have come, and `what` or `policy_version` differ.
-            ConfigError: not an integer in [0, 2**63).
-            ConnectionLostError: there is no connection.
+            DeadlineError: some member did not arrive within `timeout_s`. This member's arrival stays registered.
+            EngineStateError: all have arrived, but `what` or `policy_version` differ.
+            ConfigError: `index` is not an integer in [0, 2**63).
+            ConnectionLostError: not connected.
         """
         if type(index) is not int or not 0 <= index < 2**63:
             raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
@@ -324,10 +324,10 @@ class InferenceClient:
         self._next_barrier = max(self._next_barrier, index + 1)
 
     def shutdown_coordinator(self) -> None:
-        """End the coordinator's process; what is open fails by name.
+        """End the coordinator's process; open requests fail with a named error.
 
         Raises:
-            ConnectionLostError: there is no connection.
+            ConnectionLostError: not connected.
         """
         self._refuse_unless_connected()
         self._dealer.send(Shutdown())
@@ -385,7 +385,7 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: Refused) -> None:
-        # Which of them it was is not known, and what it asked for would be waited for in vain.
+        # Which frame it was is unknown, so its reply would be waited for in vain.
         why = f"the coordinator could not take a frame ({message.code}): {message.text}"
         self._dealer.close(why)
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))

@@ -1,7 +1,7 @@
 """Futures and streams of `InferenceClient`.
 
-Always true: each listens to one group and ends when it does, with its result or with the error that says why; whoever
-turns away from an unfinished one (`cancel`, `aclose`) ends the request. What travels is not known here.
+Always true: each observes one group and ends with it, with its result or its error; cancelling or closing an unfinished
+one aborts the request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout.requests.spans import VersionSpans
 
 
 class SerializedResult(Sequence[dict[str, Any]]):
-    """The n samples of a group as plain dicts, each made when it is read."""
+    """The n samples of a group as plain dicts, each built when it is read."""
 
     def __init__(self, result: GroupResult) -> None:
         self._result = result
@@ -40,14 +40,14 @@ class SerializedResult(Sequence[dict[str, Any]]):
 
 
 Result = Sequence[DynamicInferenceRequest] | Sequence[dict[str, Any]]
-"""A `GroupResult`, or, from a client with `deserialize=False`, a `SerializedResult`."""
+"""A `GroupResult`, or a `SerializedResult` from a client with `deserialize=False`."""
 
 
 class RequestFuture(asyncio.Future[Any]):
-    """A future that ends a group's computation when it is cancelled.
+    """Future of a group's result; cancelling it aborts the request.
 
     Attributes:
-        group: what is known of the group, from the first token on.
+        group: the tokens received so far.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RequestFuture(asyncio.Future[Any]):
         group.on_done = self._end
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel it, and abort the request."""
+        """Cancel the future and abort the request."""
         cancelled = super().cancel(msg)
         if cancelled:
             self._abort(self.group.request_id)
@@ -77,21 +77,21 @@ class RequestFuture(asyncio.Future[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one sample. Lists are as long as there are new tokens."""
+    """New tokens of one sample. Lists have one entry per new token."""
 
     sample_index: int
     token_ids: list[int]
     log_probs: list[float]
     policy_versions: list[int]
     restarted: bool
-    """The sample has started afresh: forget its earlier tokens."""
+    """Whether the sample was restarted: discard its earlier tokens."""
 
 
 class RequestStream:
-    """A group's tokens as they come: `async for delta in stream`, then `stream.result`.
+    """Async iterator of a group's deltas; `result` after the last one.
 
-    Leaving the loop before the end aborts the request, as `aclose` does (`contextlib.aclosing` makes that immediate
-    where an exception leaves the loop).
+    Leaving the loop early aborts the request, as `aclose` does (use `contextlib.aclosing` to make that immediate when an
+    exception leaves the loop).
     """
 
     def __init__(
@@ -109,24 +109,24 @@ class RequestStream:
 
     @property
     def request_id(self) -> int:
-        """What `abort_request` takes."""
+        """Id of the request, for `abort_request`."""
         return self.group.request_id
 
     @property
     def result(self) -> Result:
-        """The group's samples, once it has ended.
+        """The group's samples, after it has ended.
 
         Raises:
-            RolloutError: why it ended without a result.
+            RolloutError: the group failed.
             RuntimeError: it has not ended.
         """
         return self._present(self.group)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """The deltas, in order.
+        """Yield the deltas in order.
 
         Raises:
-            RolloutError: why the group ended without a result, after its last delta.
+            RolloutError: the group failed; raised after its last delta.
         """
         try:
             while not self._closed:
@@ -143,7 +143,7 @@ class RequestStream:
             await self.aclose()
 
     async def aclose(self) -> None:
-        """End the iteration and, if it has not ended, the request. Harmless when repeated."""
+        """End the iteration, and abort the request if it has not ended. Idempotent."""
         self._closed = True
         self._wake.set()
         if not self.group.done:

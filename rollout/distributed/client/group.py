@@ -1,8 +1,7 @@
 """Client side of one group: the deltas received for its samples, and the merged requests built from them.
 
-Always true: a sample's stretches follow each other without gap and overlap; one that starts afresh is known only from
-there on. A stretch is kept as it came and cut up only when somebody reads a sample, so that a group of many samples
-costs little until then.
+Always true: a sample's stretches are contiguous; a restart discards the earlier ones. Stretches are stored as received
+and split by sample only when a sample is read, so that receiving costs little for groups of many samples.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from rollout.state import FinishReason
 from rollout.state import Status as RequestStatus
 
 PIECES_TOGETHER = 64
-"""So many pieces of a sample become one: whoever streams gets one per token, and objects are what memory goes to."""
+"""Stretches per sample after which they are merged: a stream receives one per token, and each object costs memory."""
 
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
-def nobody(*_: object) -> None:
-    """What is called where nobody listens."""
+def noop(*_: object) -> None:
+    """Default callback: do nothing."""
 
 
 class OpenGroup:
-    """A prompt, what was asked of it, and all that is known of its n samples.
+    """A prompt, its parameters, and everything received for its n samples.
 
     Attributes:
-        request_id: of the client.
-        text: the prompt, where it was given as text.
+        request_id: client-side id.
+        text: the prompt, if given as text.
         prompt_tokens: little-endian int32; None until the coordinator has tokenised a text.
-        params: the caller's.
+        params: the caller's sampling parameters.
         arrival_time: wall-clock seconds.
-        error: why it ended without a result.
-        on_update: called with (group, stretch) when tokens have come and when samples have ended.
-        on_done: called with the group when it has ended, with or without a result.
+        error: why the group failed, or None.
+        on_update: called with (group, stretch) when tokens arrive or samples end.
+        on_done: called with the group when it has ended or failed.
     """
 
     __slots__ = (
@@ -80,9 +79,9 @@ class OpenGroup:
         self.priority = priority
         self.arrival_time = arrival_time
         self.error: RolloutError | None = None
-        self.on_update: Callable[[OpenGroup, Stretch], object] = nobody
-        self.on_done: Callable[[OpenGroup], object] = nobody
-        # Of a sample that came in one piece, the stretch itself: a list for each would keep the garbage collector busy.
+        self.on_update: Callable[[OpenGroup, Stretch], object] = noop
+        self.on_done: Callable[[OpenGroup], object] = noop
+        # A single stretch is stored without a list: one list per sample would burden the garbage collector.
         self._pieces: dict[int, Stretch | list[Stretch]] = {}
         self._lengths: dict[int, int] = {}
         self._prompt_list: list[int] | None = None
@@ -93,12 +92,12 @@ class OpenGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample that was wanted has ended."""
+        """Whether every wanted sample has ended."""
         return len(self._ended) + len(self._unwanted) == self.params.n
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the group is complete or has failed."""
         return self.complete or self.error is not None
 
     def open_samples(self) -> list[int]:
@@ -106,10 +105,10 @@ class OpenGroup:
         return [index for index in range(self.params.n) if index not in self._ended and index not in self._unwanted]
 
     def want_only(self, wanted: Collection[int]) -> None:
-        """Wait for these samples alone; of the others, those that have ended stay readable.
+        """Restrict the wanted samples; of the others, those that have ended stay readable.
 
         Raises:
-            InvalidRequestError: some of them are none of the group's.
+            InvalidRequestError: an index is outside the group.
         """
         foreign = [index for index in wanted if type(index) is not int or not 0 <= index < self.params.n]
         if foreign:
@@ -117,16 +116,16 @@ class OpenGroup:
         self._unwanted = frozenset(range(self.params.n)).difference(wanted, self._ended)
 
     def oldest_version(self) -> int | None:
-        """The lowest policy version of a token of a wanted sample that has not ended; None: they have no token."""
+        """Lowest policy version of any token of the open samples; None: no token yet."""
         rows = (_Sample(self._pieces[index], index) for index in self.open_samples() if index in self._pieces)
         return min((version for row in rows for version in row.versions()[1::2]), default=None)
 
     def take(self, stretch: Stretch) -> None:
-        """Add new tokens to the record.
+        """Add a stretch of new tokens.
 
         Raises:
-            LostFramesError: they do not follow what is known.
-            SerializationError: there is no such sample, or it had ended.
+            LostFramesError: a gap to the tokens received so far.
+            SerializationError: no such sample, or it has already ended.
         """
         outcomes, starts, counts = stretch.outcomes, stretch.starts, stretch.counts
         pieces, lengths, ended = self._pieces, self._lengths, self._ended
@@ -150,15 +149,14 @@ class OpenGroup:
                     pieces[index] = [earlier, stretch]
             else:
                 raise LostFramesError(
-                    f"request {self.request_id} sample {index}: tokens from {start} on arrived where "
-                    f"{lengths.get(index, 0)} are known"
+                    f"request {self.request_id} sample {index}: expected tokens from {lengths.get(index, 0)}, got {start}"
                 )
             lengths[index] = start + counts[column]
             if outcomes is not None and outcomes[column] is not None:
                 ended.add(index)
 
     def _forget_tokens(self, index: int) -> None:
-        """It starts afresh; what happened to it before has happened."""
+        """Discard a restarted sample's tokens; its earlier events are kept."""
         if events := self._events(_Sample(self._pieces[index], index), index):
             self._earlier_events[index] = events
 
@@ -166,9 +164,9 @@ class OpenGroup:
         return self._earlier_events.get(index, b"") + sample.events()
 
     def known(self) -> list[Stretch]:
-        """Everything known of its samples, for `ClientSession.submit(…, known=…)` elsewhere: at most one stretch.
+        """Return everything received, merged into at most one stretch, for `ClientSession.submit(…, known=…)`.
 
-        Samples that have ended are in it with their outcomes: they are not computed again.
+        Ended samples are included with their outcomes and are not computed again.
         """
         return [self._joined(sorted(self._pieces))] if self._pieces else []
 
@@ -192,10 +190,10 @@ class OpenGroup:
         )
 
     def result(self) -> GroupResult:
-        """The samples' requests.
+        """Return the samples as requests.
 
         Raises:
-            RolloutError: why it ended without a result.
+            RolloutError: the group failed.
             RuntimeError: it has not ended.
         """
         if self.error is not None:
@@ -208,10 +206,10 @@ class OpenGroup:
         return GroupResult(self)
 
     def request(self, index: int) -> DynamicInferenceRequest:
-        """What a direct engine's merged request says of this sample.
+        """Build the request of an ended sample, equal to the merged request of a direct engine.
 
         Raises:
-            RuntimeError: it has not ended.
+            RuntimeError: the sample has not ended.
             SerializationError: its outcome is malformed.
         """
         if index not in self._ended:
@@ -260,10 +258,10 @@ class OpenGroup:
         return request
 
     def record(self, index: int) -> DynamicInferenceRequestRecord:
-        """The sample's record: a segment for each time it was interrupted, where one engine has computed it from then on.
+        """Build the record of an ended sample: one segment per interruption on the engine that finished it.
 
         Raises:
-            RuntimeError: it has not ended.
+            RuntimeError: the sample has not ended.
             SerializationError: its outcome is malformed.
         """
         whole = self.request(index)
@@ -279,7 +277,7 @@ class OpenGroup:
 class GroupResult(Sequence[DynamicInferenceRequest]):
     """The n samples of a group, in order; each is built when it is first read.
 
-    The samples' `prompt_tokens` are one and the same list.
+    All samples share one `prompt_tokens` list.
     """
 
     __slots__ = ("_built", "_group")
@@ -305,7 +303,7 @@ class GroupResult(Sequence[DynamicInferenceRequest]):
 
     @property
     def records(self) -> list[DynamicInferenceRequestRecord]:
-        """The samples' records, in order; made anew at each reading."""
+        """The samples' records, in order; rebuilt at each access."""
         return [self._group.record(index) for index in range(len(self))]
 
     def __repr__(self) -> str:
@@ -313,7 +311,7 @@ class GroupResult(Sequence[DynamicInferenceRequest]):
 
 
 class _Sample:
-    """One sample's pieces of stretches, read."""
+    """Columns of one sample, concatenated over its stretches."""
 
     def __init__(self, pieces: Stretch | list[Stretch], index: int) -> None:
         stretches = pieces if isinstance(pieces, list) else [pieces]
@@ -328,7 +326,7 @@ class _Sample:
     def versions(self) -> list[int]:
         rows = [stretch.versions[column] for stretch, column in self._pieces]
         spans = VersionSpans(pair for row in rows for pair in zip(row[1::2], row[2::2], strict=True))
-        # Without a token the prompt is still to be admitted again, so the last word counts.
+        # The last prompt version counts: without a token, the prompt may have been admitted again.
         return [rows[-1][0], *spans.serialize()]
 
     def top_n(self) -> TopN:

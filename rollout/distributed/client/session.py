@@ -1,11 +1,9 @@
 """Client side of the protocol as a state machine: open groups and pending control calls. No I/O.
 
 Always true:
-- an open group ends once: complete, or with an error that says why; its record stays readable afterwards;
-- a message for a group that has ended already is dropped, one that contradicts the record is a `SerializationError`,
-  which ends the connection.
-
-No sockets, no event loop, no threads.
+- an open group ends exactly once, complete or with an error; it stays readable afterwards;
+- a message for an ended group is dropped; one that contradicts the tokens received raises a `SerializationError`, which
+  ends the connection.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout import errors
-from rollout.distributed.client.group import OpenGroup, nobody
+from rollout.distributed.client.group import OpenGroup, noop
 from rollout.distributed.protocol.fields import TOKEN_BYTES
 from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
 from rollout.distributed.protocol.messages import (
@@ -66,21 +64,20 @@ MAX_PRIORITY = 2**31
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may be said of a group beside its prompt and its sampling parameters."""
+    """Options of a group besides its prompt and sampling parameters; all are optional."""
 
     priority: int
-    """Higher runs first; 0 unless said."""
+    """Higher runs first. Default 0."""
     timeout_s: float | None
-    """Fail so long after arrival. None, as unless said: never, while there is some rank."""
+    """Deadline in seconds after arrival. Default None: no deadline while any rank is connected."""
     interval: int
-    """Report every so many tokens of a sample. 0, as unless said (1 where it is streamed): as the coordinator is
-    configured."""
+    """Tokens per sample between two reports. Default 0 (1 for streams): the coordinator's configured interval."""
     arrival_time: float | None
-    """Wall-clock seconds. None, as unless said: now."""
+    """Wall-clock seconds. Default None: now."""
     known: Iterable[Stretch]
-    """What another session knew of the group (`OpenGroup.known`); it goes on from there. Nothing unless said."""
+    """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: none."""
     min_policy_version: int
-    """Weights of an older version do not compute it: it waits for an engine that has reached this one. 0 unless said."""
+    """Lowest policy version of an engine that may compute it; the group waits for one. Default 0."""
 
 
 _DEFAULTS: RequestOptions = {
@@ -89,13 +86,13 @@ _DEFAULTS: RequestOptions = {
 
 
 class Call:
-    """A question to the coordinator.
+    """Pending call to the coordinator: control, status or barrier.
 
     Attributes:
         done: whether it was answered.
-        value: the answer, where there is one to see.
+        value: the reply's content, if it has any.
         error: why it failed.
-        on_done: called with the call when it was answered.
+        on_done: called with the call when it is answered.
     """
 
     def __init__(self, call_id: int) -> None:
@@ -103,21 +100,21 @@ class Call:
         self.done = False
         self.value: dict[str, Any] | None = None
         self.error: RolloutError | None = None
-        self.on_done: Callable[[Call], object] = nobody
+        self.on_done: Callable[[Call], object] = noop
 
     def finish(self, error: RolloutError | None = None, value: dict[str, Any] | None = None) -> None:
-        """It was answered."""
+        """Complete the call and invoke `on_done`."""
         self.done, self.error, self.value = True, error, value
         self.on_done(self)
 
 
 class ClientSession:
-    """One connection's life, from its handshake to its loss.
+    """Client state of one session, from the handshake to the loss of the connection.
 
     Args:
-        send: takes the messages for the coordinator.
+        send: called with every message to the coordinator.
         clock: wall-clock seconds, for arrival times.
-        on_refused: gets the words of a coordinator that refuses a frame and goes on.
+        on_refused: called when the coordinator rejects a frame without ending the session.
     """
 
     def __init__(
@@ -125,10 +122,10 @@ class ClientSession:
         send: Callable[[Message], None],
         *,
         clock: Callable[[], float] = time.time,
-        on_refused: Callable[[Refused], object] = nobody,
+        on_refused: Callable[[Refused], object] = noop,
     ) -> None:
         self.error: ConnectionLostError | None = None
-        """Why the session has ended."""
+        """Why the session has ended, or None."""
         self._send = send
         self._clock = clock
         self._on_refused = on_refused
@@ -153,17 +150,17 @@ class ClientSession:
         wanted: Collection[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> OpenGroup:
-        """Ask for a group.
+        """Submit a group.
 
         Args:
             prompt: text, or token ids in [0, 2**31).
-            wanted: samples to compute. None: all that have not ended in what is known.
-            options: as `RequestOptions` says.
+            wanted: samples to compute. None: all that have not ended in `known`.
+            options: see `RequestOptions`.
 
         Raises:
-            InvalidRequestError: a value is out of range, or what is known does not fit; nothing was sent.
+            InvalidRequestError: a value is out of range, or `known` is inconsistent; nothing was sent.
             ConnectionLostError: the session has ended.
-            TypeError: there is no such option.
+            TypeError: unknown option.
         """
         chosen = _complete(options)
         self._refuse_when_lost()
@@ -207,10 +204,10 @@ class ClientSession:
         return len(stretch.token_ids) + len(stretch.log_probs) + sum(map(len, filter(None, stretch.top_n or ())))
 
     def abort(self, request_id: int) -> bool:
-        """Ask for a group's end, which comes as a `RequestAbortedError` or, if it was ending anyway, as its result.
+        """Request that a group is aborted; it ends with `RequestAbortedError`, or with its result if that came first.
 
         Returns:
-            False where no such group is open.
+            Whether the group was open.
 
         Raises:
             ConnectionLostError: the session has ended.
@@ -222,21 +219,21 @@ class ClientSession:
         return True
 
     def control(self, signal: str, argument: int | str | None, timeout_s: float) -> Call:
-        """Ask every engine for something; done when all have done it, or not within `timeout_s`."""
+        """Send a control call; it completes when all engines have answered, or fails after `timeout_s`."""
         call = self._call()
         self._send(Control(call.call_id, signal, argument, timeout_s))
         return call
 
     def status(self) -> Call:
-        """Ask how things stand; the answer is the call's value."""
+        """Request a status snapshot; the call's value is the table."""
         call = self._call()
         self._send(StatusQuery(call.call_id))
         return call
 
     def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:
-        """Say that this member has come to barrier `index`; done when every member has come there or further.
+        """Report arrival at barrier `index`; the call completes when every member has arrived there or at a later one.
 
-        It fails with an `EngineStateError` where `what` (the call that ends there) or the version are not everybody's.
+        It fails with an `EngineStateError` if `what` (the collective call) or the version differ between members.
         """
         self._refuse_when_lost()
         call = Call(-1)
@@ -245,7 +242,7 @@ class ClientSession:
         return call
 
     def forget(self, call: Call) -> None:
-        """Nobody waits for this call any more."""
+        """Drop a pending call; its reply is ignored."""
         self._calls.pop(call.call_id, None)
         for index, calls in list(self._barriers.items()):
             self._barriers[index] = [each for each in calls if each is not call]
@@ -265,10 +262,10 @@ class ClientSession:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def receive(self, message: Message) -> None:
-        """Take in a message of the coordinator.
+        """Handle a message of the coordinator.
 
         Raises:
-            SerializationError: it contradicts what is known, or is none for a client; the connection is of no use.
+            SerializationError: it contradicts the tokens received, or is not a client's message; the connection must end.
         """
         handler = self._HANDLERS.get(type(message))
         if handler is None:
@@ -276,7 +273,7 @@ class ClientSession:
         handler(self, message)
 
     def lost(self, error: ConnectionLostError) -> None:
-        """The connection is gone: everything open fails with `error`. Harmless when repeated."""
+        """Handle the loss of the connection: fail all open groups and calls with `error`. Idempotent."""
         if self.error is not None:
             return
         self.error = error
@@ -300,7 +297,7 @@ class ClientSession:
             if group is None:
                 continue
             group.take(stretch)
-            if group.on_update is not nobody:
+            if group.on_update is not noop:
                 group.on_update(group, stretch)
             if group.complete:
                 if group.prompt_tokens is None:
@@ -319,8 +316,8 @@ class ClientSession:
 
     def _tell_the_end(self, group: OpenGroup) -> None:
         on_done = group.on_done
-        # Whoever listens often holds the group: a circle that only the garbage collector would find.
-        group.on_done = group.on_update = nobody
+        # A callback often references the group: break the reference cycle.
+        group.on_done = group.on_update = noop
         on_done(group)
 
     def _control_done(self, message: ControlDone) -> None:
@@ -341,7 +338,7 @@ class ClientSession:
         error = None
         if message.differences:
             error = EngineStateError(
-                f"the ranks have not come together: {message.differences}; every rank must make the same calls in the same "
+                f"the ranks made different calls: {message.differences}; every rank must make the same calls in the same "
                 "order, and count the same weight updates (is the optimizer hook attached on all of them?)"
             )
         for index in [index for index in self._barriers if index <= message.index]:
@@ -370,11 +367,11 @@ class ClientSession:
 
 
 def exception_named(name: str, text: str, request_id: int | None = None, engines: tuple[str, ...] = ()) -> RolloutError:
-    """The exception that a message names: one of `rollout.errors`, or one of them that says the name it did not know.
+    """Build the exception that a message names; an unknown name becomes a `RequestError` or `ControlError` with it.
 
     Args:
-        request_id: of the request that failed; None for a control call.
-        engines: that the error of a control call names.
+        request_id: of the failed request; None for a control call.
+        engines: named by the error of a control call.
     """
     kind = getattr(errors, name, None)
     if not isinstance(kind, type) or not issubclass(kind, RolloutError) or kind is RolloutFailedError:

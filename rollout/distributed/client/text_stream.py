@@ -1,12 +1,9 @@
 """Incremental detokenisation of a group's deltas: text, log-probs and finish reasons per sample.
 
 Always true:
-- the text of a sample's deltas since it last began, joined, is the text that it ended with;
-- nothing shown is taken back: bytes that may still become another character wait, and so does what may become a stop
-  string;
-- the work per token does not grow with the completion.
-
-Knows no loop and no socket: whoever listens to a group hands over what it hears.
+- the concatenated text of a sample's deltas since its last restart is its final text;
+- emitted text is final: incomplete UTF-8 sequences and possible beginnings of a stop string are held back;
+- the work per token is constant, independent of the completion's length.
 """
 
 from __future__ import annotations
@@ -24,15 +21,15 @@ from rollout.requests.growth import TopN
 from rollout.sampling_params import SamplingParams
 
 _Row = tuple[int, int, int, bytes, bytes, int]
-"""As `Stretch.samples` gives it."""
+"""A row of `Stretch.samples`."""
 _Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new of one sample. Per-token lists are as long as there are new tokens.
+    """New text and tokens of one sample. Per-token lists have one entry per new token.
 
-    A token's text may come with a later delta than the token, so a delta may have either without the other.
+    A token's text may come in a later delta than the token, so a delta may have either without the other.
     """
 
     sample_index: int
@@ -40,13 +37,13 @@ class TextDelta:
     token_ids: list[int]
     log_probs: list[float]
     policy_versions: list[int]
-    """Of the weights that made each token."""
+    """Policy version of the weights that sampled each token."""
     top_log_probs: TopN | None = None
-    """(token id, log-prob) of the likeliest tokens, best first, per new token; None unless `params.logprobs` >= 1."""
+    """(token id, log-prob) of the most probable tokens, best first, per new token; None unless `params.logprobs` >= 1."""
     restarted: bool = False
-    """The sample has begun afresh: forget its earlier text and tokens."""
+    """Whether the sample was restarted: discard its earlier text and tokens."""
     finish_reason: str | None = None
-    """A `FinishReason`'s value, in the sample's last delta; before, None."""
+    """A `FinishReason` value in the sample's last delta, else None."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it, in its last delta."""
     error: str | None = None
@@ -54,15 +51,15 @@ class TextDelta:
 
 
 class GroupText:
-    """The deltas of one group.
+    """Builds the text deltas of one group.
 
-    A sample of which tokens were known before anybody listened (`ClientSession.submit(…, known=…)`) begins with all of
-    them in its first delta. Where a sample's engine and this tokenizer disagree about a text already shown, the last
-    delta is `restarted` and holds the sample whole, with the engine's text.
+    A sample with tokens known at submission (`ClientSession.submit(…, known=…)`) has all of them in its first delta. If
+    the engine's final text differs from what was emitted, the last delta is `restarted` and holds the whole sample with
+    the engine's text.
 
     Args:
-        params: the group's.
-        tokenizer: what the engine detokenises with; None: a sample's text, if it has any, comes with its end.
+        params: the group's sampling parameters.
+        tokenizer: the engine's tokenizer; None: a sample's text, if any, comes in its last delta.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -71,7 +68,7 @@ class GroupText:
         self._samples: dict[int, _Sample] = {}
 
     def take(self, group: OpenGroup, stretch: Stretch) -> list[TextDelta]:
-        """What a stretch that the group has just taken adds, in its order: at most one delta per sample.
+        """Return the deltas of a stretch that the group has just taken, at most one per sample, in its order.
 
         The arguments are those of `OpenGroup.on_update`.
 
@@ -99,13 +96,13 @@ class GroupText:
         return sample
 
     def _whole(self, group: OpenGroup, index: int, restarted: bool = False) -> TextDelta | None:
-        """All that is known of a sample, as one delta."""
+        """Return the whole sample as one delta."""
         stretch = group.known()[0].only({index})
         (row,) = stretch.samples()
         return self._delta(stretch, row, self._begin(index), restarted)
 
     def _delta(self, stretch: Stretch, row: _Row, sample: _Sample, restarted: bool) -> TextDelta | None:
-        """What a stretch adds to a sample; None: its text has ended differently from what was shown."""
+        """Return a stretch's delta for a sample; None: its final text differs from the emitted text."""
         index, _, count, token_ids, log_probs, column = row
         tokens = list(unpack_from(f"<{count}i", token_ids))
         going_on = _entry(stretch.outcomes, column) is None
@@ -127,7 +124,7 @@ class GroupText:
 
 
 class _Sample:
-    """One sample: how many of its tokens are known, and what of its text was shown."""
+    """Incremental detokenisation of one sample: token count and emitted text."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.length = 0
@@ -146,10 +143,10 @@ class _Sample:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """The last text; None: what was shown is not how `text` begins.
+        """Return the remaining text; None: the emitted text is not a prefix of `text`.
 
         Args:
-            text: the whole completion's, where its engine detokenises.
+            text: of the whole completion, if the engine detokenises.
         """
         if self._text is None:
             return text or ""

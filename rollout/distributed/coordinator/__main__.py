@@ -1,4 +1,4 @@
-"""Entry point of the child process that `launch` starts: orders on stdin, the address on stdout, then the loop."""
+"""Entry point of the coordinator's process: reads its configuration from stdin, writes its address to stdout, serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> int:
     """Serve until the job ends.
 
     Returns:
-        The exit code: 2 when the orders cannot be obeyed.
+        The exit code: 2 for an invalid configuration.
     """
     try:
         coordinator = DataParallelInferenceCoordinator(*read_orders(sys.stdin.buffer))
@@ -29,7 +29,7 @@ def main() -> int:
 
 def _announce(address: str) -> None:
     write_answer(STDOUT, address)
-    # The launcher reads to the end; what somebody prints later must not fill a pipe that nobody reads.
+    # The launcher reads stdout to its end; later output must not fill a pipe without a reader.
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, STDOUT)
     os.close(nothing)

@@ -1,13 +1,13 @@
 """Bounds what libzmq buffers of a TCP connection before a message can be read.
 
-libzmq hands over a message when its last frame is there. It limits neither the frames that it collects until then nor
-the handshakes of strangers, only the length of each frame. So the kernel's count of what libzmq has read from a
-connection (`tcp_info`) is looked at beside what was taken: one that has sent more than the longest messages have, and
-nothing of it is there when everything has been taken that can be, is closed. Of strangers, who have not said anything
-yet, much less is waited for, and where all of them together hold too much, the one that holds most is closed.
+libzmq delivers a message when its last frame has arrived. It limits the length of each frame, but neither the number of
+frames buffered until then nor the handshakes of unknown peers. So a thread compares the bytes that libzmq has read from
+each connection (`tcp_info`) with the messages delivered: a connection that has sent more than the longest messages,
+without one of them being delivered when the socket is drained, is closed. Connections without any delivered message have
+a much lower limit, and a limit on their total, beyond which the largest is closed.
 
-Always true: a peer whose messages are no longer than they may be is never closed, however long nobody reads. Costs a
-thread that looks once a second while nothing arrives. Where the kernel does not count (not Linux), nothing is watched.
+Always true: a peer that respects the message limits is never closed, however long the socket is not read. The thread
+checks once a second while nothing arrives. On kernels without the counter (not Linux) nothing is watched.
 """
 
 from __future__ import annotations
@@ -31,99 +31,99 @@ from zmq.utils.monitor import recv_monitor_message
 from rollout.distributed.transport.keys import Socket
 
 LOOK_EVERY_S = 0.01
-"""While something arrives: at a gigabyte per second, ten megabytes too late."""
+"""Interval between two checks while data arrives; at 1 GB/s a limit is exceeded by 10 MB at most."""
 
 SWEEP_EVERY_S = 1.0
-"""Every connection is looked at after so long without an arrival."""
+"""Interval of checks of all connections while nothing arrives."""
 
 STRANGER_BYTES = 4 << 20
-"""Of a connection of which nothing was taken yet: a greeting, with the hashes that a rank may bring."""
+"""Limit of a connection without a delivered message; a handshake with a rank's block hashes fits."""
 
 STRANGERS_BYTES = 64 << 20
-"""Of all of these together."""
+"""Limit of all such connections together."""
 
 _RECEIVED = struct.Struct("Q")
 _RECEIVED_AT = 128
-"""Where `struct tcp_info` has `tcpi_bytes_received`, since Linux 4.1."""
+"""Offset of `tcpi_bytes_received` in `struct tcp_info`, since Linux 4.1."""
 
 
 class _Connection:
-    """One connection of libzmq's. `taken` is the loop's, the rest is the thread's, once it has been greeted."""
+    """Counters of one TCP connection. `taken` belongs to the loop; the rest to the thread, after `greet`."""
 
     __slots__ = ("counted", "mark", "received", "suspected", "taken")
 
     def __init__(self) -> None:
         self.taken = 0
-        """Messages."""
+        """Messages delivered."""
         self.counted = 0
-        """`taken`, when it was last looked at."""
+        """`taken` at the last check."""
         self.mark = 0
-        """Bytes received when something was last seen to have been taken."""
+        """Bytes received when the last delivery was noticed."""
         self.received = 0
         self.suspected: int | None = None
-        """`ConnectionWatch._emptied`, when more was waiting than the longest messages have."""
+        """Value of `ConnectionWatch._emptied` when the limit was first exceeded."""
 
     @property
     def waiting(self) -> int:
-        """Bytes that came since something was taken."""
+        """Bytes received since the last delivery."""
         return self.received - self.mark
 
 
 class ConnectionWatch:
-    """Closes connections of a ROUTER that send and never complete a message.
+    """Closes connections of a ROUTER that send without ever completing a message.
 
-    Its owner watches `events`, calls `greet` when there is something to read, and tells what was taken.
+    The owner polls `events`, calls `greet` when it is readable, and reports delivered messages by `took`.
 
     Args:
-        router: not listening yet.
-        limit_bytes: of two of the longest messages, one read and one on its way. A connection that holds more is closed
-            if nothing of it was there when everything had been taken that could be.
-        read_ahead: messages of a connection that libzmq reads before they are taken.
-        wake: makes the owner take what is there; from any thread.
+        router: a socket that is not bound yet.
+        limit_bytes: size of two of the longest messages, one read and one in transit. A connection with more is closed if
+            draining the socket delivers none of it.
+        read_ahead: messages per connection that libzmq buffers.
+        wake: makes the owner drain the socket; thread-safe.
     """
 
     def __init__(self, router: Socket, limit_bytes: int, read_ahead: int, wake: Callable[[], None]) -> None:
         self.closed = 0
-        """Connections so far."""
+        """Number of connections closed."""
         self._router = router
         self._limit_bytes = limit_bytes
         self._hard_limit_bytes = limit_bytes * (read_ahead + 1)
         self._wake = wake
         self._emptied = 0
         self._connections: dict[int, _Connection] = {}
-        """By libzmq's descriptor."""
+        """Connections by libzmq's descriptor."""
         self.events: Socket = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._arrivals = select.epoll()
         self._again: set[int] = set()
-        """Descriptors to look at though nothing arrives; the thread's alone."""
+        """Descriptors to check again even if nothing arrives; used by the thread alone."""
         self._accepted: deque[int] = deque()
-        """Descriptors that the thread has not looked at yet; a byte in the pipe wakes it."""
+        """Descriptors that the thread has not checked yet; a byte in the pipe wakes it."""
         self._over, self._end = os.pipe()
         self._arrivals.register(self._over, select.EPOLLIN)
         self._thread = threading.Thread(target=self._work, name="coordinator-connections", daemon=True)
         if sys.platform == "linux":
             self._thread.start()
 
-    # --- the loop's -------------------------------------------------------------------------------------------------
+    # --- called by the loop -----------------------------------------------------------------------------------------
 
     def greet(self) -> None:
-        """Watch those that have connected, without waiting."""
+        """Start watching new connections, without blocking."""
         while int(self.events.get(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self.events, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 descriptor = int(event["value"])
                 self._connections[descriptor] = _Connection()
-                # Closed again already: the descriptor is free, or that of another connection.
+                # An OSError means that the connection is closed already; its descriptor may have been reused.
                 with suppress(OSError):
                     self._arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
-                # What libzmq has read before is no arrival.
+                # Data that libzmq has read before the registration causes no event.
                 self._accepted.append(descriptor)
                 if self._thread.ident is not None:
                     os.write(self._end, b"\0")
 
     def took(self, messages: Mapping[int, int], emptied: bool) -> None:
-        """So many messages that came over these descriptors were read; `emptied`: no further one was there."""
-        # Whoever has sent one was accepted before: a descriptor that is in use again starts afresh.
+        """Report messages delivered per descriptor; `emptied`: the socket was drained."""
+        # Senders were accepted before: greet first, so that a reused descriptor starts with new counters.
         self.greet()
         for descriptor, count in messages.items():
             connection = self._connections.get(descriptor)
@@ -132,7 +132,7 @@ class ConnectionWatch:
         self._emptied += emptied
 
     def close(self) -> None:
-        """End; before the socket is closed. Harmless when repeated."""
+        """Stop watching; to be called before the socket is closed. Idempotent."""
         if self._end < 0:
             return
         os.close(self._end)
@@ -143,7 +143,7 @@ class ConnectionWatch:
         self._arrivals.close()
         os.close(self._over)
 
-    # --- the thread's -----------------------------------------------------------------------------------------------
+    # --- on the thread ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
@@ -154,7 +154,7 @@ class ConnectionWatch:
             arrived.discard(self._over)
             while self._accepted:
                 arrived.add(self._accepted.popleft())
-            # Nothing for so long: an arrival that was read at once may have been missed.
+            # After a quiet interval check all: data that libzmq read at once may have caused no event.
             looked_at, self._again = arrived | self._again or set(self._connections), set()
             for descriptor in looked_at:
                 self._look(descriptor, self._limit_bytes)
@@ -165,7 +165,7 @@ class ConnectionWatch:
         if sum(self._strangers().values()) <= STRANGERS_BYTES:
             return
         for descriptor in self._strangers():
-            # Those that have left are forgotten.
+            # A check removes closed connections.
             self._look(descriptor, self._limit_bytes)
         strangers = self._strangers()
         excess = sum(strangers.values()) - STRANGERS_BYTES
@@ -184,13 +184,13 @@ class ConnectionWatch:
         if known is None:
             return
         try:
-            # A copy: what is looked at and what is closed is one connection, whatever libzmq does meanwhile.
+            # A duplicate, so that the same connection is checked and closed, even if libzmq closes its descriptor.
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(descriptor)) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
                 unread = int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
                 received = _RECEIVED.unpack_from(info, _RECEIVED_AT)[0] - unread
                 if unread or received != known.received:
-                    # epoll reports no arrival that libzmq has read before it is asked.
+                    # epoll does not report data that libzmq has read before epoll_wait.
                     self._again.add(descriptor)
                 known.received = received
                 if known.taken != known.counted:
@@ -200,7 +200,7 @@ class ConnectionWatch:
                     connection.shutdown(socket.SHUT_RDWR)
                     known.mark = known.received
         except (OSError, struct.error):
-            # It has left; or the kernel does not count.
+            # The connection is closed, or the kernel lacks the counter.
             if self._connections.get(descriptor) is known:
                 del self._connections[descriptor]
 
@@ -211,7 +211,7 @@ class ConnectionWatch:
             return known.waiting > limit_bytes
         if known.suspected is None:
             known.suspected = self._emptied
-        # The first may have begun before.
+        # The first drain may have begun before the limit was exceeded.
         if self._emptied >= known.suspected + 2:
             return True
         self._again.add(descriptor)

@@ -1,12 +1,12 @@
-"""Starts the coordinator's process and returns its address and a handle.
+"""Starts the coordinator in a child process and returns its address and a handle.
 
     launcher                                        child (`python -m rollout.distributed.coordinator`)
-    stdin   ── length, msgpack of options and keys ──▶   held open: it closes when the launcher dies
-    stdout  ◀── msgpack of the address, or why not ──    closed after it
+    stdin   ── length, msgpack of options and keys ──▶   kept open: it closes when the launcher dies
+    stdout  ◀── msgpack of the address, or an error ─    then closed
     stderr  inherited
 
-Secrets travel through the pipe only: arguments and environment can be read by others. Orders and answer are written and
-read here, side by side.
+Secrets are sent through the pipe only, because other users can read arguments and environment. Encoding and decoding of
+both messages are in this module.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHandle:
-    """A coordinator's process, seen from its launcher. It lives as long as this does, or some peer of it."""
+    """Handle of the coordinator's process. The process runs until its launcher and its last peer have gone."""
 
     address: str
     process: subprocess.Popen[bytes]
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
         return self.process.poll() is None
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """End it in order: what is open fails by name, peers are told. One that does not end in time is killed.
+        """Terminate the process in order: open requests fail with a named error. It is killed after `timeout_s`.
 
         Returns:
-            Its exit code: 0, or minus the signal that killed it.
+            The exit code: 0, or minus the signal that killed it.
         """
         self.process.terminate()
         try:
@@ -58,26 +58,26 @@ class CoordinatorHandle:
             return self.kill()
 
     def let_go(self) -> None:
-        """It ends when its last peer has left; nobody waits for it."""
+        """Detach from the process: it ends when its last peer has disconnected."""
         cast(IO[bytes], self.process.stdin).close()
 
     def kill(self) -> int:
-        """End it at once.
+        """Kill the process.
 
         Returns:
-            Its exit code.
+            The exit code.
         """
         self.process.kill()
         return self.wait(STOP_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until it has ended.
+        """Wait until the process has ended.
 
         Returns:
-            Its exit code.
+            The exit code.
 
         Raises:
-            DeadlineError: it has not.
+            DeadlineError: it still runs after `timeout_s`.
         """
         try:
             code = self.process.wait(timeout_s)
@@ -92,12 +92,12 @@ class CoordinatorHandle:
 def launch_coordinator(
     config: CoordinatorConfig, keys: JobKeys | None = None, timeout_s: float = 30.0
 ) -> CoordinatorHandle:
-    """Start a coordinator in a process of its own, in a session of its own.
+    """Start a coordinator in a child process and a new process session; returns when it listens.
 
     Raises:
         ConfigError: it cannot listen as configured.
-        DeadlineError: it has not listened within `timeout_s`.
-        ConnectionLostError: it ended before it listened.
+        DeadlineError: it does not listen within `timeout_s`.
+        ConnectionLostError: it ended before listening.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "rollout.distributed.coordinator"],
@@ -113,7 +113,7 @@ def launch_coordinator(
         late.set()
         process.kill()
 
-    # One deadline for both directions: a pipe whose other end was killed blocks nobody.
+    # One deadline for both directions: killing the process unblocks both pipes.
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
@@ -141,14 +141,14 @@ def _exchange(process: subprocess.Popen[bytes], config: CoordinatorConfig, keys:
 
 
 def _environment() -> dict[str, str]:
-    """The launcher's, and this very package; no thread pools, which a process that multiplies nothing starts in vain."""
+    """Environment of the child: the launcher's, with this package importable and numeric thread pools disabled."""
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return os.environ | single | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def write_orders(pipe: IO[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> None:
-    """Options and keys, for the child; the pipe stays open."""
+    """Send options and keys to the child; the pipe stays open."""
     options = {name: _plain(getattr(config, name)) for name in config.names()}
     orders = msgpack.packb([options, None if keys is None else keys.serialize()])
     unsent = memoryview(len(orders).to_bytes(LENGTH_BYTES, "little") + orders)
@@ -157,10 +157,10 @@ def write_orders(pipe: IO[bytes], config: CoordinatorConfig, keys: JobKeys | Non
 
 
 def read_orders(pipe: IO[bytes]) -> tuple[CoordinatorConfig, JobKeys | None]:
-    """The inverse of `write_orders`.
+    """Read options and keys; the inverse of `write_orders`.
 
     Raises:
-        SerializationError: the launcher has died, or has sent something else.
+        SerializationError: truncated or malformed: the launcher has died.
         ConfigError: an option is out of range.
     """
     length = int.from_bytes(pipe.read(LENGTH_BYTES), "little")
@@ -172,20 +172,20 @@ def read_orders(pipe: IO[bytes]) -> tuple[CoordinatorConfig, JobKeys | None]:
 
 
 def write_answer(descriptor: int, address: str | None, error: str | None = None) -> None:
-    """Where the coordinator listens, or why it does not."""
+    """Send the coordinator's address, or an error, to the launcher."""
     os.write(descriptor, msgpack.packb([address, error]))
 
 
 def read_answer(pipe: IO[bytes]) -> str:
-    """The inverse of `write_answer`, up to the end of the pipe.
+    """Read the address up to the end of the pipe; the inverse of `write_answer`.
 
     Raises:
-        ConfigError: the child refused what is configured.
-        ConnectionLostError: it has died.
+        ConfigError: the child refused its configuration.
+        ConnectionLostError: the child has died.
     """
     packed = pipe.read()
     if not packed:
-        raise ConnectionLostError("coordinator: its process ended before it listened; its last words are on stderr")
+        raise ConnectionLostError("coordinator: its process ended before it listened; see its error output on stderr")
     address, error = unpack_msgpack("answer", packed)
     if error is not None:
         raise ConfigError(error)

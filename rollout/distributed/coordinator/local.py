@@ -1,11 +1,11 @@
-"""A coordinator in this process: its deciding part on an event loop, its peers connected in memory.
+"""In-process coordinator: `CoordinatorCore` on an event loop, with its peers connected in memory.
 
     client ── wire ──┐
-                     ├── CoordinatorCore        one loop, no socket, no process, nothing encoded
+                     ├── CoordinatorCore        one loop; no socket, process or encoding
     worker ── wire ──┘
 
-Always true: messages arrive in order and as they were sent, in a later turn of the loop; nothing is lost and nobody is
-silent, so that only what peers do and the clock decides. Who ends a connection hears no more of it.
+Always true: messages are delivered in order and unmodified, in a later iteration of the loop; none is lost, and no
+heartbeats are needed. A peer that has closed its connection receives nothing more.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MESSAGES_AT_ONCE = 32
-"""Messages that are taken in, or handed out, before whoever else lives on the loop has his turn."""
+"""Messages received or delivered before yielding to the loop's other callbacks."""
 
 NEVER_SILENT_S = 1e9
-"""Peers in memory are there or have left: their silence means nothing."""
+"""Heartbeat timeout in memory: effectively none, because a peer cannot vanish without a `Disconnect`."""
 
 
 class LocalCoordinator:
-    """Every method belongs to the loop's thread, but `dial`, which only builds.
+    """Coordinator for clients and workers in this process. Bound to the loop's thread, except `dial`.
 
     Args:
-        config: its address, its tokenizer and its heartbeats mean nothing here.
-        clock: seconds that never run backwards.
+        config: address, tokenizer and heartbeat options are ignored.
+        clock: monotonic seconds.
     """
 
     def __init__(self, config: CoordinatorConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,23 +67,23 @@ class LocalCoordinator:
         on_message: Callable[[Message], None],
         on_lost: Callable[[ConnectionLostError], None],
     ) -> LocalWire:
-        """What a client or a worker takes for its connection."""
+        """Connection factory for clients and workers."""
         return LocalWire(self, address, identity_name, on_message, on_lost)
 
     def shutdown(self, why: str) -> None:
-        """Take leave of everybody: what is open fails at its client, with `why`."""
+        """Disconnect all peers with a reason; open requests fail at their clients."""
         self._core.shutdown(why, self._clock())
         self._said.extend(self._core.take_outbox())
-        # The loop may end with this turn.
+        # Deliver now: the loop may end with this iteration.
         while self._said:
             self._deliver_some()
 
     def add(self, wire: LocalWire) -> None:
-        """A connection has been opened."""
+        """Add an opened connection."""
         self._wires[wire.identity] = wire
 
     def take(self, wire: LocalWire, message: Message) -> None:
-        """A message of a peer; it counts in the loop's next turn."""
+        """Queue a message of a peer for the loop's next iteration."""
         self._sent.append((wire, message))
         self._have_a_turn()
 
@@ -95,7 +95,7 @@ class LocalCoordinator:
     def _turn(self) -> None:
         self._turn_is_due = False
         with self._failing_by_name():
-            # What the peers answer to this turn is sent while it lasts, and belongs to the next.
+            # Bounded by the present length: messages sent during this turn belong to the next.
             for _ in range(min(len(self._sent), MESSAGES_AT_ONCE)):
                 wire, message = self._sent.popleft()
                 self._core.receive(wire.identity, wire.count(), message, self._clock())
@@ -108,10 +108,10 @@ class LocalCoordinator:
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
-        """A bug of the deciding part must not leave its peers waiting: their sessions end with it."""
+        """Context manager: end all sessions if the core raises, so that no peer waits forever."""
         try:
             yield
-        except Exception as exc:  # noqa: BLE001 - whatever it is, whoever waits has to hear of it
+        except Exception as exc:  # noqa: BLE001 - any error must end the sessions
             _log.exception("the coordinator in this process has failed")
             wires, self._wires = self._wires, {}
             for wire in wires.values():
@@ -119,7 +119,7 @@ class LocalCoordinator:
 
     def _deliver(self) -> None:
         self._said.extend(self._core.take_outbox())
-        # Nothing overtakes what is on its way.
+        # Messages already scheduled for delivery go first.
         if not self._delivery_is_due:
             self._deliver_some()
 
@@ -132,7 +132,7 @@ class LocalCoordinator:
                 if wire is not None and not wire.hear(message):
                     self._wires.pop(identity, None)
         finally:
-            # Also where a peer's callback has raised, which is no reason for the others not to hear theirs.
+            # Also when a peer's callback has raised: the others still get their messages.
             if self._said and not self._delivery_is_due:
                 self._delivery_is_due = True
                 asyncio.get_running_loop().call_soon(self._deliver_some)
@@ -152,7 +152,7 @@ class LocalCoordinator:
 
 
 class LocalWire:
-    """One peer's connection; the counterpart of `Dealer`, with the same words."""
+    """In-memory connection of one peer, with the interface of `Dealer`."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class LocalWire:
         """Connect.
 
         Raises:
-            RuntimeError: it was opened before; dial anew.
+            RuntimeError: opened before; an in-memory connection cannot be reopened.
         """
         if self._open or self._end != "open() it first":
             raise RuntimeError(f"{self._address}: open() again; a connection in memory is opened once, dial another")
@@ -198,34 +198,34 @@ class LocalWire:
         self._coordinator.take(self, message)
 
     def heartbeat(self, interval_s: float, timeout_s: float) -> None:
-        """Nothing to do: in one process nobody falls silent."""
+        """No-op: connections in memory need no heartbeats."""
 
     def close(self, reason: str, *, quietly: bool = False) -> None:
-        """Take leave of the coordinator, which hears of it in any case. Harmless when repeated."""
+        """Send a `Disconnect`, even if `quietly`, and close. Idempotent."""
         if self._open:
             self._coordinator.take(self, Disconnect(reason[:256]))
             self._shut(f"the connection was closed ({reason})")
 
     def count(self) -> int:
-        """The number of its next message."""
+        """Return the sequence number of the next message."""
         return self._frames.next()
 
     def hear(self, message: Message) -> bool:
-        """A message from the coordinator; whether the session goes on."""
+        """Deliver a message from the coordinator; returns whether the session continues."""
         if self._open:
             error = farewell(message)
             try:
                 if error is None:
                     self._on_message(message)
             except SerializationError as exc:
-                error = ConnectionLostError(f"what arrived is no good: {exc}")
+                error = ConnectionLostError(f"a malformed frame was received: {exc}")
                 self.close(str(error))
             if error is not None:
                 self.lose(error)
         return self._open
 
     def lose(self, error: ConnectionLostError) -> None:
-        """The session has ended, not from here."""
+        """End the session from the coordinator's side and call `on_lost`."""
         self._shut(str(error))
         self._on_lost(ConnectionLostError(f"{self._address}: {error}", error.final))
 

@@ -1,7 +1,7 @@
 """Outgoing frames: one bounded queue per peer, several frames per message (backpressure).
 
-Always true: a peer gets its frames in the order in which they were put; a peer that does not read costs at most the
-limit, and no other peer anything. Knows no sockets but the call that sends one message or raises.
+Always true: a peer receives its frames in order; a peer that does not read holds at most `limit_bytes` and does not delay
+other peers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import zmq
 
 MAX_FRAMES_PER_MESSAGE = 512
 MAX_BYTES_PER_MESSAGE = 1 << 20
-"""Of several frames together; a longer one goes alone."""
+"""Maximum size of several frames in one message; a longer frame is sent alone."""
 
 FRAME_OVERHEAD_BYTES = 64
-"""What a waiting frame costs besides its bytes."""
+"""Memory overhead counted per queued frame."""
 
 
 class _Queue:
@@ -43,12 +43,12 @@ class _Queue:
 
 
 class Outgoing:
-    """What has not been sent yet.
+    """Outgoing frame queues, one per peer.
 
     Args:
-        send: takes [identity, frame, frame, …]; raises `zmq.Again` when the peer's pipe is full, and a `zmq.ZMQError`
-            with EHOSTUNREACH when it is gone.
-        limit_bytes: most that may wait for one peer.
+        send: sends [identity, frame, frame, …] as one message; raises `zmq.Again` if the peer's pipe is full, and a
+            `zmq.ZMQError` with EHOSTUNREACH if it is gone.
+        limit_bytes: maximum queue size per peer.
     """
 
     def __init__(self, send: Callable[[list[bytes]], object], limit_bytes: int) -> None:
@@ -59,11 +59,11 @@ class Outgoing:
 
     @property
     def waiting(self) -> bool:
-        """Whether some peer has not taken what is there for it."""
+        """Whether any frame is queued."""
         return bool(self._queues)
 
     def put(self, peer: bytes, frame: bytes) -> None:
-        """Queue a frame."""
+        """Queue a frame for a peer."""
         queue = self._queues.get(peer)
         if queue is None:
             queue = self._queues[peer] = _Queue()
@@ -71,11 +71,11 @@ class Outgoing:
         queue.size += len(frame) + FRAME_OVERHEAD_BYTES
 
     def flush(self) -> list[tuple[bytes, str]]:
-        """Send what can be sent now.
+        """Send as many frames as the peers' pipes accept, without blocking.
 
         Returns:
-            (identity, reason) of peers that are gone or take nothing; what was queued for them is dropped. A peer that
-            took nothing is sent to again while it is there, but nothing waits for it any more.
+            (identity, reason) of peers that are gone or exceed the limit; their queues are dropped. Later frames for a peer
+            that exceeded the limit are still tried, but no longer queued.
         """
         lost = []
         for peer, queue in list(self._queues.items()):

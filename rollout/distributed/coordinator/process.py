@@ -1,16 +1,15 @@
 """The coordinator as a process: a ROUTER socket, timers, a tokenizer and the schedule file around `CoordinatorCore`.
 
-    one turn      wait → take what has arrived → texts that are ready → timers → send → schedule file
+    one turn      poll → receive → tokenizer results → timers → send → schedule file
 
-Promises:
-- nothing in a turn waits but its beginning, which a frame, a text, a signal or a deadline ends;
-- work and memory of a turn are bounded, and libzmq takes turns between peers: one that floods starves nobody, and what
-  libzmq itself holds of a peer before that is bounded by `ConnectionWatch`;
-- a peer that does not read is given up after `max_backlog_mb`; one that was killed, at the next heartbeat to it.
+Always true:
+- a turn blocks only in its initial poll, which a frame, a text, a signal or a deadline ends;
+- work and memory of a turn are bounded, and libzmq receives fairly from its peers, so that a flooding peer does not
+  starve others; data buffered by libzmq itself is bounded by `ConnectionWatch`;
+- backpressure: a peer that does not read is dropped after `max_backlog_mb`; a killed one at the next heartbeat to it.
 
-A full pipe of a ROUTER empties without an event of its own. Its reader's progress wakes the socket's descriptor most
-times, but libzmq may have digested that inside an earlier call; so while something waits for a peer, and only then, it
-is tried again every `RETRY_S`.
+A ROUTER gives no reliable event when a full pipe empties: libzmq may have consumed the wake-up inside an earlier call. So
+while frames are queued for a peer, and only then, sending is retried every `RETRY_S`.
 """
 
 from __future__ import annotations
@@ -50,42 +49,42 @@ if TYPE_CHECKING:
 
 FRAMES_PER_TURN = 64
 BYTES_PER_TURN = 32 << 20
-"""Taken from the socket before anything is sent: few, so that ranks and clients work while the next ones are taken."""
+"""Maximum input of a turn: small, so that ranks and clients get their messages early."""
 
 TURN_S = 0.05
-"""After so long no further message is taken in a turn; one message takes some tenths of a second at worst."""
+"""Time after which a turn receives no further message; one message takes some tenths of a second at worst."""
 
 MAX_FRAMES_PER_MESSAGE = 512
 MAX_BYTES_TOGETHER = 2 << 20
-"""Of a message's frames besides the longest. A message of more is refused unread: libzmq takes turns by messages."""
+"""Maximum size of a message's frames besides the longest. A larger one is refused undecoded: libzmq is fair per message."""
 
 PIPE_MESSAGES = 16
-"""Messages of one peer that libzmq holds in either direction; small, because one may be as long as a frame may be."""
+"""High-water mark per peer and direction; small, because a message may be as long as the longest frame."""
 
 LONGEST_MESSAGE = MAX_FRAME_BYTES + MAX_BYTES_TOGETHER + (64 << 10)
 
 RETRY_S = 0.02
 LONGEST_WAIT_S = 60.0
 GOODBYE_S = 1.0
-"""For the last frames, when the process ends."""
+"""Deadline for sending the last frames when the process ends."""
 
 HANDSHAKE_S = 10
-"""A connection that has not introduced itself by then is closed."""
+"""Timeout of the ZMTP handshake."""
 
 PENDING_CONNECTIONS = 4096
 
 
 class DataParallelInferenceCoordinator:
-    """Routes the requests of a job over its ranks; see `rollout.distributed.protocol.messages` for what it hears and says.
+    """Routes the requests of a job to its ranks, over the messages of `rollout.distributed.protocol.messages`.
 
-    Either `start()` and `stop()`, in a thread of this process, or `bind()` and `run()`. The methods about ranks and
-    hashes are for whoever has not started it, or calls from its own thread.
+    Use `start()` and `stop()` for a thread of this process, or `bind()` and `run()`. The methods about ranks and hashes
+    are not thread-safe: call them before it is started, or on its thread.
 
     Args:
         keys: of the job, with the server's secret. None on loopback.
 
     Raises:
-        ConfigError: others could reach it, and there are neither keys nor `insecure`.
+        ConfigError: the host is not loopback, and there are neither keys nor `insecure`.
     """
 
     def __init__(self, config: CoordinatorConfig, keys: JobKeys | None = None) -> None:
@@ -93,7 +92,7 @@ class DataParallelInferenceCoordinator:
         if keys is None and not config.insecure and not is_loopback(self._interface):
             raise ConfigError(
                 f"CoordinatorConfig.host={config.host!r}: off loopback keys are needed; pass JobKeys.generate() to the "
-                "coordinator and its client_side() to everybody else, or set insecure=True where nobody else can "
+                "coordinator and its client_side() to all other processes, or set insecure=True if no other user can "
                 "reach the port"
             )
         self._config = config
@@ -120,13 +119,13 @@ class DataParallelInferenceCoordinator:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def bind(self) -> str:
-        """Listen.
+        """Open the socket and the schedule file.
 
         Returns:
-            `tcp://address:port`. Listening everywhere, the address is a wildcard: others put this machine's name there.
+            `tcp://address:port`; the address is a wildcard when listening on all interfaces.
 
         Raises:
-            ConfigError: the port is taken, the address is not this machine's, or the schedule file cannot be made.
+            ConfigError: the port is taken, the address is not this machine's, or the schedule file cannot be created.
         """
         config = self._config
         if config.schedule_output_path is not None:
@@ -136,7 +135,7 @@ class DataParallelInferenceCoordinator:
                 config.data_parallel_size,
                 append=config.schedule_append,
             )
-        # Its own: a context has room for one gatekeeper.
+        # Not the global context: a context has one ZAP handler.
         self._context = Context()
         if self._keys is not None:
             self._gatekeeper = Gatekeeper(self._context, self._keys)
@@ -151,17 +150,17 @@ class DataParallelInferenceCoordinator:
         return _listen(self._router, self._interface, config)
 
     def run(self) -> None:
-        """Serve until everything has been shut down, `stop()`, `idle_exit_s` without peers, or nobody is left of the job."""
+        """Serve until shut down, `stop()`, `idle_exit_s` without peers, or the end of the launcher and all peers."""
         try:
             self._loop()
         finally:
             self.close()
 
     def start(self) -> str:
-        """Listen, and serve in a thread.
+        """Bind, and serve in a daemon thread.
 
         Returns:
-            The address, as `bind` gives it.
+            The address, as of `bind`.
         """
         address = self.bind()
         self._thread = threading.Thread(target=self.run, name="coordinator", daemon=True)
@@ -169,10 +168,10 @@ class DataParallelInferenceCoordinator:
         return address
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End what `start` began: what is open fails by name, every peer is told. From any other thread.
+        """Stop serving: disconnect all peers; open requests fail with a named error. Call it from another thread.
 
         Raises:
-            DeadlineError: it has not ended within `timeout_s`.
+            DeadlineError: it still runs after `timeout_s`.
         """
         self._ask_to_stop("the coordinator was stopped")
         if self._thread is not None:
@@ -181,7 +180,7 @@ class DataParallelInferenceCoordinator:
                 raise DeadlineError(f"coordinator: has not ended within timeout_s={timeout_s}")
 
     def close(self) -> None:
-        """Give back sockets and files; whoever has called `run` or `start` need not. A second time it does nothing."""
+        """Close sockets and files; `run` does so itself. Idempotent."""
         self._texts.close()
         if self._schedule is not None:
             self._schedule.close()
@@ -198,7 +197,7 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         """Target of a `multiprocessing.Process`: sends the address through the pipe, sets the event, serves.
 
-        It ends by itself when the process that started it has died and no peer is left.
+        It ends when the parent process has died and no peer is connected.
         """
         from multiprocessing import parent_process
 
@@ -212,19 +211,19 @@ class DataParallelInferenceCoordinator:
         coordinator.serve(announce, None if parent is None else parent.sentinel)
 
     def serve(self, announce: Callable[[str], None], launcher: int | None) -> None:
-        """Be the main thread of a process of one's own: listen, tell, run. SIGTERM ends it in order.
+        """Bind, announce the address and run on the main thread of a dedicated process. SIGTERM ends it in order.
 
         Args:
             announce: called with the address.
             launcher: a descriptor that becomes readable or closes when the launcher dies.
         """
-        # Ctrl-C in a terminal reaches every process of it, but it is the trainer's to handle.
+        # Ctrl-C in a terminal reaches all its processes; only the trainer handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("the coordinator was terminated"))
-        # Without it a signal that comes just before the wait would be seen only after it.
+        # Otherwise a signal just before the poll would be handled only after it.
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         _allow_many_connections()
-        # Nothing here forms cycles, and a collection would stop everything for a third of a second per 100,000 requests.
+        # No reference cycles are created here, and a collection would block for 0.3 s per 100,000 requests.
         gc.freeze()
         gc.disable()
         if launcher is not None:
@@ -251,7 +250,7 @@ class DataParallelInferenceCoordinator:
         self._wake()
 
     def _wake(self) -> None:
-        # Full: it will wake anyway. Closed: it has ended.
+        # A full pipe will wake the loop anyway; a closed one belongs to a loop that has ended.
         with suppress(BlockingIOError, OSError):
             self._wake_end.send(b"\0")
 
@@ -278,7 +277,7 @@ class DataParallelInferenceCoordinator:
         seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
         if self._outgoing.waiting:
             seconds = min(seconds, RETRY_S)
-        # The descriptors tell of changes only: what has already arrived must be asked for.
+        # The descriptors are edge-triggered: pending input must be queried.
         if _has_input(self._router) or (self._gatekeeper is not None and _has_input(self._gatekeeper.socket)):
             seconds = 0.0
         for descriptor, _ in self._poll.poll(math.ceil(max(0.0, seconds) * 1000)):
@@ -295,12 +294,12 @@ class DataParallelInferenceCoordinator:
         emptied = False
         while frames_left > 0 and room > 0 and time.monotonic() < now + TURN_S:
             try:
-                # Not copied: what libzmq knows of a message (where it came from) is not known of its bytes.
+                # copy=False: only the message object has the source descriptor.
                 address, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 emptied = True
                 break
-            # Unknown of a peer that speaks a protocol older than ours can be: it stays a stranger.
+            # Not available for a peer with an older ZMTP version: it counts as unknown.
             with suppress(zmq.ZMQError):
                 taken[int(address.get(zmq.SRCFD))] += 1
             frames_left -= max(1, len(frames))
@@ -341,7 +340,7 @@ class DataParallelInferenceCoordinator:
                     self._core.too_long(peer, message, len(frame), now)
                     frame = encode(sequence, Heartbeat())
                 self._outgoing.put(peer, frame)
-            # What was theirs goes elsewhere, or is to be cancelled.
+            # Their samples are requeued or cancelled, which may queue further messages.
             for peer, why in self._outgoing.flush():
                 self._core.unreachable(peer, why, now)
             if not self._core.has_more_to_say:
@@ -361,11 +360,11 @@ class DataParallelInferenceCoordinator:
     # --- for people and tests ---------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> str | None:
-        """The rank that a request without a known prefix would go to; None when nobody has room."""
+        """Rank that a request without a cached prefix would go to; None if no rank has room."""
         return self.get_best_data_parallel_rank(())
 
     def get_best_data_parallel_rank(self, hashes: Sequence[int]) -> str | None:
-        """The rank that a request with these block hashes would go to; None when nobody has room."""
+        """Rank that a request with these block hashes would go to; None if no rank has room."""
         placements = self._core.router.place(hashes, 1)
         return placements[0].rank if placements else None
 
@@ -373,7 +372,7 @@ class DataParallelInferenceCoordinator:
         """Block hashes of a prompt, as ranks compute them; [] without prefix caching.
 
         Raises:
-            InvalidRequestError: a text, and the tokenizer cannot read it, or there is none.
+            InvalidRequestError: a text that cannot be tokenised, or no tokenizer is configured.
         """
         if not self._config.enable_prefix_caching:
             return []
@@ -381,7 +380,7 @@ class DataParallelInferenceCoordinator:
         return compute_block_hashes_batched(tokens, self._config.block_size_tokens)
 
     def detokenize(self, token_ids: Sequence[int]) -> str | None:
-        """The text of a completion, special tokens skipped; None when there is none."""
+        """Text of a completion, special tokens skipped; None if it cannot be decoded."""
         return self._codec.detokenize([np.asarray(token_ids, "<i4").tobytes()])[0]
 
     def _update_rank_hashes(self, name: str, hashes: Sequence[int]) -> None:
@@ -392,7 +391,7 @@ class DataParallelInferenceCoordinator:
         self._core.unreachable(identity, "it was removed", time.monotonic())
 
     def _send_to_engine(self, name: str, message: Message) -> bool:
-        """Whether it could be sent: False where no such rank is here, or it has just been found to be gone."""
+        """Send a message to a rank; returns whether the rank is still connected."""
         if not self._core.peers.has_rank(name):
             return False
         self._core.peers.say(self._core.peers.rank_named(name), message)
@@ -403,7 +402,7 @@ class DataParallelInferenceCoordinator:
 def _router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | None, ipv6: bool) -> Socket:
     router: Socket = context.socket(zmq.ROUTER)
     router.router_mandatory = True
-    # A peer whose connection broke is back before this side has noticed.
+    # A peer may reconnect before this side has noticed that its connection broke.
     router.router_handover = True
     router.maxmsgsize = MAX_FRAME_BYTES + (64 << 10)
     router.sndhwm = router.rcvhwm = PIPE_MESSAGES
@@ -436,7 +435,7 @@ def _listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
 
 
 def _resolved(host: str) -> str:
-    """An address for a name: libzmq listens on addresses only."""
+    """Resolve a host name to an address, because libzmq binds to addresses only."""
     bare = host.removeprefix("[").removesuffix("]")
     if bare == "*":
         return bare
@@ -453,7 +452,7 @@ def _has_input(router: Socket) -> bool:
 
 
 def _allow_many_connections() -> None:
-    """One descriptor per peer: the usual soft limit is 1024."""
+    """Raise the soft limit of open files (usually 1024) to the hard limit: each peer takes one descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -5,10 +5,10 @@
     {"request_id": 1, …}
     ], "num_requests": 2}
 
-New records are written over the closing line and followed by another, in one write: the process may be killed at any
-moment. `num_requests` counts requests: one whose samples went to two ranks, or came back from one, has several records. A
-coordinator that follows another one goes on behind its records, with request ids behind its own. A disk that takes no more
-costs the rest of the file and nothing else.
+New records overwrite the closing line and are followed by a new one, in one write, so that the file is valid even if the
+process is killed. `num_requests` counts requests: one that was split or reassigned has several records. A coordinator
+that replaces a lost one appends to its records, with higher request ids. A write error (disk full) ends the file with a
+warning; serving continues.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 class ScheduleFile:
-    """The file, made anew or continued.
+    """Writer of the schedule file.
 
     Args:
-        append: what is there already stays. Where nothing is, or nothing that can be read, it is made anew.
+        append: keep existing records. A missing or unreadable file is created.
 
     Raises:
-        ConfigError: nothing can be written there, or what is there was decided by another policy or for another size.
+        ConfigError: the file cannot be written, or its records are of another policy or job size.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ScheduleFile:
         earlier, end = before or (set(), len(text))
         self._count = len(earlier)
         self._first_id = max(earlier, default=-1) + 1
-        """What request 0 of this coordinator is called here."""
+        """Id in the file of this coordinator's request 0."""
         self._end = end
         if before is None:
             self._usable = self._write(text + _closing(0), 0)
@@ -59,7 +59,7 @@ class ScheduleFile:
             os.truncate(self._file.fileno(), end + len(_closing(self._count)))
 
     def append(self, records: Sequence[ScheduleRecord]) -> None:
-        """Write records."""
+        """Append records."""
         if not records or not self._usable:
             return
         lines = ",".join(_line(record, record.request_id + self._first_id) for record in records)
@@ -71,13 +71,13 @@ class ScheduleFile:
             return
         self._usable = False
         before = _closing(self._count)
-        # What was there is allocated already: it can be written again on a disk that is full.
+        # Restore the closing line: its space is allocated already, even on a full disk.
         with suppress(OSError):
             os.pwrite(self._file.fileno(), before, self._end)
             os.truncate(self._file.fileno(), self._end + len(before))
 
     def close(self) -> None:
-        """Nothing more is written. A second time it does nothing."""
+        """Close the file. Idempotent."""
         self._usable = False
         self._file.close()
 
@@ -107,10 +107,10 @@ def _line(record: ScheduleRecord, request_id: int) -> str:
 
 
 def _read(path: str, text: bytes) -> tuple[set[int], int] | None:
-    """Ids of the requests in a file, and where its last whole record ends; None: it is not there, or has no beginning.
+    """Return (request ids, offset after the last whole record) of a file; None: missing, or without a complete head.
 
     Raises:
-        ConfigError: it begins with something else than `text`.
+        ConfigError: its head differs from `text`.
         OSError: it cannot be read.
     """
     ids: set[int] = set()

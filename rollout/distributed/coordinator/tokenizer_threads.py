@@ -1,9 +1,9 @@
 """Tokenisation and detokenisation in threads beside the coordinator's loop.
 
-Promises:
-- a text or a tokenizer that is no good fails the one request, as its result;
-- the tokenizer is read when the first job needs it, in its thread;
-- long work lets the loop run: the batched calls of `tokenizers` are used, which release the interpreter.
+Always true:
+- an invalid text or tokenizer fails only the one request;
+- the tokenizer is loaded lazily, on the thread of the first job;
+- long jobs do not block the loop: the batched calls of `tokenizers` release the GIL.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LONG_TEXT = 100_000
-"""Characters; about a tenth of a second of work."""
+"""Characters above which a text counts as long: about a tenth of a second of work."""
 
 CLOSE_TIMEOUT_S = 1.0
-"""Patience with a job that is being done when the coordinator ends."""
+"""Deadline for a running job when the coordinator ends."""
 
 
 class TextResult(NamedTuple):
-    """What became of a `TextJob`: `tokens` (int32) or why there are none, or one text or None per completion."""
+    """Result of a `TextJob`: `tokens` (int32) or an exception, or `texts` with one text or None per completion."""
 
     job_id: int
     tokens: Sequence[int] | Exception | None
@@ -45,10 +45,10 @@ class TextResult(NamedTuple):
 
 
 class TextCodec:
-    """A tokenizer of the `tokenizers` library.
+    """Lazily loaded tokenizer of the `tokenizers` library. Thread-safe.
 
     Args:
-        tokenizer: path of a `tokenizer.json`, or its content; None where every prompt comes as tokens.
+        tokenizer: path of a `tokenizer.json`, or its content; None: token prompts only.
     """
 
     def __init__(self, tokenizer: str | None) -> None:
@@ -57,10 +57,10 @@ class TextCodec:
         self._read: Tokenizer | None = None
 
     def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids (int32) of a text, with the special tokens that the tokenizer's template adds.
+        """Token ids (int32) of a text, with the special tokens of the tokenizer's template.
 
         Raises:
-            InvalidRequestError: there is no tokenizer, or it cannot read this.
+            InvalidRequestError: no tokenizer, or it cannot encode the text.
         """
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text])
@@ -69,7 +69,7 @@ class TextCodec:
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
-        """The text of each completion, special tokens skipped; None for one that has none.
+        """Text of each completion, special tokens skipped; None for one that cannot be decoded.
 
         Args:
             completions: little-endian int32 token ids.
@@ -103,12 +103,12 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
 
 
 class TextWorker:
-    """Does `TextJob`s in threads: completions, texts and long texts each in their own, each in order.
+    """Runs `TextJob`s in three threads, for completions, short texts and long texts, each in order.
 
-    So nothing short waits for something long, and what is said of one request stays in order.
+    Short jobs do not wait for long ones, and the results of one request stay in order.
 
     Args:
-        wake: called from a thread when a result is there.
+        wake: called on a thread when a result is ready.
     """
 
     def __init__(self, codec: TextCodec, wake: Callable[[], None]) -> None:
@@ -132,11 +132,11 @@ class TextWorker:
             self._long_texts.put(job)
 
     def take_results(self) -> list[TextResult]:
-        """What has been done since the last call."""
+        """Return the results since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Begin no further job. One that takes longer than `CLOSE_TIMEOUT_S` is left to die with the process."""
+        """Start no further jobs and wait up to `CLOSE_TIMEOUT_S` for the running ones (daemon threads)."""
         lanes = (self._completions, self._texts, self._long_texts)
         for lane in lanes:
             lane.end()
@@ -146,7 +146,7 @@ class TextWorker:
 
 
 class _Lane:
-    """One thread, started by the first job."""
+    """A job queue with one thread, started by the first job."""
 
     def __init__(self, name: str, codec: TextCodec, done: Callable[[TextResult], None]) -> None:
         self._name = f"coordinator-{name}"
@@ -173,7 +173,7 @@ class _Lane:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None and not self._ended:
             self._done(self._result(job))
-            # This thread may wait long for the next job, and would keep the text meanwhile.
+            # Release the text: this thread may wait long for the next job.
             job.drop()
 
     def _result(self, job: TextJob) -> TextResult:

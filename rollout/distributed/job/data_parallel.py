@@ -1,15 +1,15 @@
 """Backend of `RolloutManager` on several ranks: a client and a worker beside the engine, a coordinator in between.
 
-    generate() on every rank     submit own groups → step the engine for whatever is assigned here → own results
-    own results complete         go on stepping for the others, until every rank says the same (a barrier)
-    between two generates        nothing steps; the worker's threads keep the sessions alive
+    generate() on every rank     submit own groups → step the engine for assigned samples → own results
+    own results complete         keep stepping for the other ranks until all arrive at the barrier
+    between two generates        no steps; the worker's threads keep the sessions alive
 
-Promises:
-- a group that was submitted stays on record here, token by token: a lost rank costs nothing that is known, and neither
-  does a lost coordinator, for rank 0 starts another and every rank submits its open groups again;
-- what a group's samples become does not depend on where they are computed: each group has its seed before it leaves;
-- calls that all ranks make together are counted here, and the others hear of the last one through the store, so that
-  a rank that was cut off at the very end of one does not wait in it for ever.
+Always true:
+- every submitted group is recorded here, token by token: losing a rank loses no received token, and neither does losing
+  the coordinator: rank 0 starts another and every rank resubmits its open groups;
+- the samples of a group do not depend on the rank that computes them: its seed is set before it is submitted;
+- collective calls are counted here and the count is published in the store, so that a rank that is disconnected at the
+  end of a call does not wait in it forever.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rollout.distributed.job.own_groups import EarlierTokens, OwnGroup
 from rollout.distributed.job.world import World
 from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.partial import stretch_of
+from rollout.distributed.protocol.status import JobStatus, parse_status
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
@@ -52,7 +53,7 @@ from rollout.threads.loop_thread import LoopThread
 _log = logging.getLogger(__name__)
 
 ATTEMPT_S = 5.0
-"""For one attempt to begin anew, before a look for another coordinator."""
+"""Seconds for one attempt to reconnect, before looking for another coordinator."""
 
 T = TypeVar("T")
 
@@ -62,12 +63,12 @@ class DataParallelBackend:
 
     Args:
         engine: this rank's.
-        config: of the coordinator; None: defaults. Size and block size are the job's, and so is the host where it is
-            loopback and the ranks are on several.
+        config: of the coordinator; None: defaults. Size and block size are set from the job, and so is a loopback host if
+            the ranks are on several hosts.
         world: the ranks.
 
     Raises:
-        DeadlineError: the ranks did not find each other.
+        DeadlineError: the ranks did not connect to each other in time.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, config: CoordinatorConfig | None, world: World) -> None:
@@ -83,11 +84,11 @@ class DataParallelBackend:
         self._ended: deque[tuple[OwnGroup, int]] = deque()
         self._failed: deque[OwnGroup] = deque()
         self._calls_ended = 0
-        """Calls that all ranks have made, to their end."""
+        """Number of completed collective calls."""
         self._barrier: Future[None] | None = None
-        """Of the end of the present one."""
-        self._began_anew = False
-        """Since the last one has ended: its end may have been said to a session that is gone."""
+        """Barrier at the end of the current call."""
+        self._reconnected = False
+        """Whether it reconnected since the last call ended: the barrier's reply may have gone to the old session."""
         self._earlier_tokens = EarlierTokens(self._start_asking)
         self._client: InferenceClient | None = None
         self._worker: EngineWorker | None = None
@@ -103,11 +104,11 @@ class DataParallelBackend:
                 on_lost=lambda error: self._wake(),
                 follows_version=False,
             )
-            # What comes before the first `generate` is computed by whoever calls it first.
+            # Samples assigned before the first `generate` belong to the rank that calls it first.
             self._worker.rest()
             self._worker.start(START_TIMEOUT_S)
             self._join(START_TIMEOUT_S)
-            # Whoever begins alone gets all of its own work: what is assigned is not given to those who come later.
+            # A rank that began alone would get all of its own work: assignments are not moved to ranks that join later.
             self._meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
             self.close()
@@ -126,7 +127,7 @@ class DataParallelBackend:
             self._watch(self._job.handle)
 
     def _watch(self, coordinator: CoordinatorHandle) -> None:
-        """Notice its end at once; nothing is left of it then."""
+        """Start a thread that wakes this rank when the coordinator's process ends."""
 
         def wait() -> None:
             coordinator.process.wait()
@@ -135,7 +136,7 @@ class DataParallelBackend:
         threading.Thread(target=wait, name="rollout-coordinator-watch", daemon=True).start()
 
     def _join(self, timeout_s: float) -> None:
-        """Connect, and submit what is open."""
+        """Connect the client and submit the open groups."""
 
         async def join() -> None:
             client = InferenceClient(self._job.address, name=self._name, keys=self._job.keys, member=self._world.rank)
@@ -151,24 +152,24 @@ class DataParallelBackend:
             code = self._job.handle.process.returncode
             return ConnectionLostError(f"{self._job.address}: the coordinator's process has ended with code {code}")
         if self._client is None:
-            return ConnectionLostError(f"{self._job.address}: the last session has ended, and no other was begun")
+            return ConnectionLostError(f"{self._job.address}: the last session has ended, and none was started since")
         return self._its_worker().lost or self._client.lost
 
     def _recover(self, why: Exception) -> None:
-        """Go on after a session, or the coordinator itself, was lost.
+        """Reconnect after a session, or the coordinator itself, was lost.
 
         Raises:
-            ConnectionLostError: no coordinator took this rank back in time, or ever will.
-            EngineDeadError: that was why.
+            ConnectionLostError: no coordinator accepted this rank in time, or the loss is final.
+            EngineDeadError: `why` is one.
         """
         if not isinstance(why, ConnectionLostError | DeadlineError) or _is_final(why):
             raise why
-        _log.warning("%s: %s; %d groups are open here and go on", self._name, why, len(self._groups))
+        _log.warning("%s: %s; %d open groups continue", self._name, why, len(self._groups))
         deadline = time.monotonic() + self._timeout_s
         attempts = 0
         while True:
             try:
-                self._begin_anew(again=attempts > 0)
+                self._reconnect(again=attempts > 0)
                 return
             except (ConnectionLostError, DeadlineError) as exc:
                 if time.monotonic() > deadline or _is_final(exc):
@@ -178,11 +179,11 @@ class DataParallelBackend:
                     ) from exc
                 attempts += 1
 
-    def _begin_anew(self, again: bool) -> None:
+    def _reconnect(self, again: bool) -> None:
         replaced = self._find_coordinator(again)
-        # A session that stands is kept: the others would take its end for this rank's.
+        # A live session is kept: the other ranks would take its end for this rank's.
         if replaced or self._client is None or self._client.lost is not None:
-            self._barrier, self._began_anew = None, True
+            self._barrier, self._reconnected = None, True
             self._leave_client()
             self._join(ATTEMPT_S)
         worker = self._its_worker()
@@ -190,13 +191,13 @@ class DataParallelBackend:
             worker.reconnect(self._job.address, self._job.keys, ATTEMPT_S)
 
     def _find_coordinator(self, again: bool) -> bool:
-        """Whether there is another one than before."""
+        """Look for a new coordinator, or start one on rank 0; returns whether address or keys changed."""
         before = self._job.address, self._job.keys
         if self._job.handle is not None:
             if self._job.handle.alive and not again:
                 return False
             if self._job.handle.alive:
-                # It does not answer its own host.
+                # It runs, but does not answer on its own host.
                 self._job.handle.kill()
             self._job.handle.let_go()
             self._launch_or_learn()
@@ -210,11 +211,11 @@ class DataParallelBackend:
 
     @property
     def next_group_id(self) -> int:
-        """The id the next group gets."""
+        """Id of the next group."""
         return self._next_group_id
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
-        """Queue a group at the coordinator."""
+        """Submit a group to the coordinator."""
         tokens = self._engine.check_request(prompt, params)
         if params.seed is None:
             params = params.replace(seed=stream_key(self._base_seed, group_id))
@@ -227,7 +228,7 @@ class DataParallelBackend:
         self._next_group_id = max(self._next_group_id, until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Continue saved samples where they stand."""
+        """Submit the saved samples of unfinished groups, which continue where they stopped."""
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
@@ -268,7 +269,7 @@ class DataParallelBackend:
     def _send(self, group: OwnGroup) -> None:
         client, wanted = self._client, tuple(group.missing)
         if client is None or client.lost is not None or group.ended or not wanted:
-            # Aborted or handed out meanwhile; or lost, and whoever begins anew sends it again.
+            # Aborted or handed out meanwhile; or the connection is lost, and `_join` sends it again.
             return
         try:
             opened = client.open_group(
@@ -309,11 +310,11 @@ class DataParallelBackend:
     # --- computing --------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the engine has work, samples have ended, or the barrier is passed; recover what was lost."""
+        """Wait until the engine has work, samples have ended, or the barrier is passed; reconnect if necessary."""
         self._its_worker().attend()
         if (why := self._lost()) is not None:
             self._recover(why)
-            # Where this rank has come to is said again, before anything is waited for.
+            # The barrier is sent again before anything is waited for.
             return
         if not self._happened:
             self._engine.refuse_when_stopped()
@@ -323,21 +324,21 @@ class DataParallelBackend:
         try:
             status = self._status()
         except (ConnectionLostError, DeadlineError):
-            # The next call begins anew, as soon as the session counts as lost.
+            # The next call reconnects, as soon as the session counts as lost.
             return
-        self._refuse_if_somebody_is_missing(status)
+        self._refuse_if_ranks_are_missing(status)
 
     def _something_is_due(self) -> bool:
         return self._happened or (self._engine.state is EngineState.SUSPENDED and not self.held_by_coordinator)
 
     def advance(self) -> list[DynamicInferenceRequest]:
-        """At most one step of the engine; then whatever of this rank's groups has ended, anywhere."""
+        """Make at most one engine step; return this rank's samples that have ended on any rank."""
         self._happened = False
         self._its_worker().step()
         return self.take_ended()
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Samples of this rank's groups that have ended."""
+        """Return samples of this rank's groups that have ended, each once."""
         results = []
         while self._ended:
             group, index = self._ended.popleft()
@@ -356,7 +357,7 @@ class DataParallelBackend:
         return result
 
     def abort(self, group_id: int) -> None:
-        """End a group everywhere; its results are dropped from here on, and its blocks are free soon."""
+        """Abort a group on all ranks; its results are dropped from here on. Blocks are freed asynchronously."""
         group = self._groups.pop(group_id, None)
         if group is not None:
             group.missing.clear()
@@ -367,17 +368,21 @@ class DataParallelBackend:
             self._client.abort_request(group.open.request_id)
 
     def rest(self) -> None:
-        """This rank makes no steps for a while."""
+        """Report this rank as idle: it makes no steps until the next `wait`."""
         if self._worker is not None:
             self._worker.rest()
 
     def samples_here(self, samples_missing: int) -> int:
-        """Samples this engine has, whoever asked for them."""
+        """Number of samples in this rank's engine, including those of other ranks."""
         scheduler = self._engine.context.scheduler
         return scheduler.num_active + scheduler.num_waiting
 
     def leave(self) -> bool:
-        """Whether every rank has come to the end of its groups; until then this one works for the others."""
+        """Whether every rank has finished its groups (the barrier is passed); this one computes for the others until then.
+
+        Raises:
+            EngineStateError: the ranks are in different calls or have different policy versions.
+        """
         if self._has_ended_elsewhere():
             self._barrier = None
             self._end_call()
@@ -389,7 +394,7 @@ class DataParallelBackend:
         if not self._barrier.done():
             return False
         barrier, self._barrier = self._barrier, None
-        # Of a deadline `wait` has spoken already, and this rank remains where it has come to.
+        # `wait` has raised for the deadline already, and the arrival at the barrier stays valid.
         if isinstance(barrier.exception(), ConnectionLostError | DeadlineError):
             self._happened = True
             return False
@@ -398,9 +403,9 @@ class DataParallelBackend:
         return True
 
     def moved_together(self, what: str) -> None:
-        """Wait until all ranks have done the same."""
+        """Barrier: wait until all ranks have made the same call."""
         if self._barrier is not None and self._barrier.done() and not self._barrier.exception():
-            # Of a generate that was given up here; it has ended everywhere else.
+            # Barrier of a `generate` that was interrupted here; it has ended on all other ranks.
             self._end_call()
         self._barrier = None
         self._meet(f"{what}()", self._timeout_s)
@@ -415,7 +420,7 @@ class DataParallelBackend:
             except DeadlineError as exc:
                 late = "some ranks"
                 with suppress(ConnectionLostError, DeadlineError):
-                    late = ", ".join(self._status()["barrier_waits_for"]) or late
+                    late = ", ".join(self._status().barrier_waits_for) or late
                 raise DeadlineError(
                     f"{call}: {late} did not do the same within {timeout_s} s; every rank must (where it only needs longer: "
                     "InferenceConfig.control_timeout_s)"
@@ -429,13 +434,13 @@ class DataParallelBackend:
         self._end_call()
 
     def _has_ended_elsewhere(self) -> bool:
-        """Whether the present call is over, as this rank could not hear."""
-        cut_off = self._began_anew or self._lost() is not None
+        """Whether the current call ended on the other ranks while this one was disconnected."""
+        cut_off = self._reconnected or self._lost() is not None
         return cut_off and self._world.calls_ended() > self._calls_ended
 
     @property
     def held_by_coordinator(self) -> bool:
-        """Whether a control call has paused or suspended the engine: another one sets it going."""
+        """Whether a control call has paused or suspended the engine; another one must resume it."""
         return self._its_worker().held_by_coordinator
 
     def _come_to_barrier(self, call: str, timeout_s: float) -> Future[None]:
@@ -448,13 +453,13 @@ class DataParallelBackend:
 
     def _end_call(self) -> None:
         self._calls_ended += 1
-        self._began_anew = False
+        self._reconnected = False
         self._world.publish_calls_ended(self._calls_ended)
 
-    def _refuse_if_somebody_is_missing(self, status: dict[str, Any]) -> None:
-        """Nothing has happened for long: fine while some rank computes or all are held, else somebody will never come."""
-        computing = (rank["running"] and rank["since_progress_s"] < self._timeout_s for rank in status["ranks"])
-        if status["state"] != CoordinatorState.RUNNING or any(computing):
+    def _refuse_if_ranks_are_missing(self, status: JobStatus) -> None:
+        """Raise `DeadlineError` after a wait without events, unless some rank computes or all are held."""
+        computing = (rank.running and rank.since_progress_s < self._timeout_s for rank in status.ranks)
+        if status.state != CoordinatorState.RUNNING or any(computing):
             return
         if self._has_ended_elsewhere():
             raise DeadlineError(
@@ -463,16 +468,16 @@ class DataParallelBackend:
                 "it and have gone on, and what is still open here found no engine; make heartbeat_timeout_s longer than a "
                 "rank may stall"
             )
-        idle = [rank["name"] for rank in status["ranks"] if rank["assigned_samples"]]
-        late = [name for name in dict.fromkeys((*status["barrier_waits_for"], *idle)) if name != self._name]
+        idle = [rank.name for rank in status.ranks if rank.assigned_samples]
+        late = [name for name in dict.fromkeys((*status.barrier_waits_for, *idle)) if name != self._name]
         raise DeadlineError(
             f"{self._name}: nothing has happened for {self._timeout_s} s (control_timeout_s), waiting for "
-            f"{', '.join(late) or 'nobody in particular'} in generate(); every rank must call it, with an empty list where "
+            f"{', '.join(late) or 'no rank in particular'} in generate(); every rank must call it, with an empty list where "
             "it has no prompts"
         )
 
-    def _status(self) -> dict[str, Any]:
-        return self._loop.run(self._connected().status(), self._timeout_s)
+    def _status(self) -> JobStatus:
+        return parse_status(self._loop.run(self._connected().status(), self._timeout_s))
 
     def _its_worker(self) -> EngineWorker:
         if self._worker is None:
@@ -487,7 +492,7 @@ class DataParallelBackend:
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def ages(self) -> Iterable[tuple[int, int]] | None:
-        """(group id, updates since the oldest token of its unfinished samples was sampled); None: ask again."""
+        """(group id, policy updates since the oldest token of its unfinished samples); None: not known yet, call again."""
         version = self._engine.policy_version
         if not self._groups:
             return []
@@ -495,14 +500,14 @@ class DataParallelBackend:
             return None
         return self._known_ages(version)
 
-    def _start_asking(self, after_s: float) -> Future[dict[str, Any]] | None:
+    def _start_asking(self, after_s: float) -> Future[JobStatus] | None:
         client = self._client
         if client is None:
             return None
 
-        async def ask() -> dict[str, Any]:
+        async def ask() -> JobStatus:
             await asyncio.sleep(after_s)
-            return await client.status()
+            return parse_status(await client.status())
 
         asked = self._loop.start(ask())
         asked.add_done_callback(lambda _: self._wake())
@@ -519,12 +524,12 @@ class DataParallelBackend:
         async def read() -> list[DynamicInferenceRequest]:
             return [request for group in list(self._groups.values()) for request in group.interrupted()]
 
-        # On the thread that adds to what is known.
+        # On the loop's thread, the only one that adds tokens.
         requests = [] if self._closed else self._loop.run(read(), self._timeout_s)
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 
     def close(self) -> None:
-        """Leave the others, who take over what this rank was computing. Harmless when repeated."""
+        """Disconnect; the other ranks take over what this rank was computing. Idempotent."""
         if self._closed:
             return
         self._closed = True

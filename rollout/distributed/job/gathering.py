@@ -1,10 +1,10 @@
 """Gathers sharded weights on all ranks for the length of a `generate`, or on none.
 
-Gathering is a collective: a rank that entered it alone would wait in the process group for whatever timeout that has. So
-the ranks meet before: at the coordinator's barrier, where there is one and waiting costs nothing, then in the store,
-where it is decided once, by whoever is first: `go` by the last to come, or off by one that has waited too long. (The
-barrier alone will not do: whoever has come to it and given up still counts as there.) Always true: what was decided holds
-for all; after it is off, every rank that waited has raised a `DeadlineError`, and the next attempt is another meeting.
+Gathering is a collective operation: a rank that entered it alone would block in the process group until its timeout. So
+the ranks agree before: first at the coordinator's barrier, if there is one, where waiting is cheap; then by one atomic
+decision in the store: the last rank to arrive writes `go`, a rank that has waited too long writes why not. (The barrier
+alone is not enough: a rank that has arrived and given up still counts as arrived.) Always true: a decision holds for all
+ranks; after a refusal every waiting rank raises `DeadlineError`, and the next attempt uses a new key.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rollout.threads.interrupts import interrupt_deferred, interrupt_pending
 
 _GO = b"go"
 LOOK_S = 5.0
-"""How soon Ctrl-C is noticed while the others are waited for."""
+"""Polling interval for Ctrl-C while waiting for the other ranks."""
 
 
 class Gathering:
-    """Of one manager's engine.
+    """Gathered weights of one manager's engine, held by nested `held` blocks.
 
     Args:
-        meet: a barrier of all ranks where there is one; takes what the wait is for.
-        world: the ranks; None: this one is alone, or its weights need nobody else.
+        meet: barrier of all ranks, called with the name of the call; a no-op without a coordinator.
+        world: the ranks; None: a single rank, or weights that are gathered without the others.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, meet: Callable[[str], object], world: World | None) -> None:
@@ -40,12 +40,12 @@ class Gathering:
 
     @property
     def collective(self) -> bool:
-        """Whether the ranks meet before."""
+        """Whether the ranks must agree before gathering."""
         return self._world is not None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Whatever `ensure` gathers inside stays until the end of the outermost such block, however that ends."""
+        """Context manager: weights gathered inside are kept until the outermost such block ends."""
         self._holders += 1
         try:
             yield
@@ -55,11 +55,11 @@ class Gathering:
                 self._engine.release_weights()
 
     def ensure(self) -> None:
-        """Have whole weights, together with all other ranks where they are needed.
+        """Gather the weights if they are not, together with all other ranks if that is collective.
 
         Raises:
-            DeadlineError: some have not come within `control_timeout_s`; names them. It is raised on all that have.
-            EngineStateError: some are at the end of a call that another one has given up; raised on all.
+            DeadlineError: some ranks did not arrive within `control_timeout_s`; names them. Raised on all that did.
+            EngineStateError: some ranks are at the barrier of another call; raised on all.
         """
         if self._engine.weights.ready:
             return
@@ -70,9 +70,9 @@ class Gathering:
                 self._engine.gather_weights()
 
     def _meet(self, world: World, timeout_s: float) -> bool:
-        """False: Ctrl-C has come instead."""
+        """Agree with the other ranks to gather; False: interrupted by Ctrl-C."""
         while world.is_published(self._decision):
-            # Off before this rank came.
+            # Decided before this rank arrived: that attempt is over.
             self._meetings += 1
         world.publish(self._place(world.rank), b"here")
         if not (late := self._late(world)):

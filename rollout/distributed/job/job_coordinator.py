@@ -1,4 +1,4 @@
-"""The coordinator of a job: rank 0 starts it and leaves its address in the job's store, where the others find it."""
+"""Launches the coordinator on rank 0 and publishes its address and keys in the job's store for the other ranks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 START_TIMEOUT_S = 120.0
-"""For all ranks to find each other: they may load their models one after the other."""
+"""Deadline for all ranks to connect: they may load their models one after the other."""
 
 
 class JobCoordinator:
-    """Where the coordinator is, and on rank 0 its process.
+    """Address and keys of the job's coordinator, and its process on rank 0.
 
     Args:
-        config: the user's options; size, block size and seed are the job's, and so is the host where it is loopback and
-            the ranks are on several.
+        config: the user's options; size, block size and seed are set from the job, and so is a loopback host if the ranks
+            are on several hosts.
         world: the ranks; None: this process alone.
 
     Raises:
-        ConfigError: an option says something else than the engine, or than the number of ranks.
+        ConfigError: an option contradicts the engine's configuration or the number of ranks.
 
     Attributes:
-        address: of the present one.
-        keys: of the job, where the ranks are on several hosts.
-        handle: its process, on rank 0.
+        address: of the current coordinator.
+        keys: of the job, if the ranks are on several hosts.
+        handle: process handle, on rank 0.
     """
 
     def __init__(self, config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World | None) -> None:
@@ -45,15 +45,15 @@ class JobCoordinator:
 
     @property
     def primary(self) -> bool:
-        """Whether this rank starts it."""
+        """Whether this rank launches the coordinator."""
         return self._world is None or self._world.rank == 0
 
     def launch_or_learn(self) -> None:
-        """The first one, or the next after a lost one.
+        """Launch the first or the next coordinator on rank 0; wait for its address on the others.
 
         Raises:
-            DeadlineError: rank 0 did not say where it is, or it did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or has ended at once; said on every rank.
+            DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately; raised on every rank.
         """
         key = self._key(self._incarnation + 1)
         if self.primary:
@@ -61,7 +61,7 @@ class JobCoordinator:
                 self._launch()
             except Exception as exc:
                 if self._incarnation < 0:
-                    # The others need not wait for what will not come.
+                    # Let the other ranks fail now instead of at their deadline.
                     self._publish(key, f"{type(exc).__name__}: {exc}")
                 raise
             self._publish(key)
@@ -71,14 +71,14 @@ class JobCoordinator:
 
     @property
     def next_is_published(self) -> bool:
-        """Whether rank 0 has started another one."""
+        """Whether rank 0 has published a successor."""
         return self._world is not None and self._world.is_published(self._key(self._incarnation + 1))
 
     def _launch(self) -> None:
         config = self._config
         if self.address:
             config = config.replace(schedule_append=True)
-            # Whoever still talks to the old address is told at once that its session is over.
+            # The same port: peers that still use the old address are refused and reconnect immediately.
             with suppress(ConfigError):
                 port = int(self.address.rpartition(":")[2])
                 self.handle = launch_coordinator(config.replace(inference_coordinator_port=port), self.keys)
@@ -110,7 +110,7 @@ class JobCoordinator:
 
 
 def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World | None) -> CoordinatorConfig:
-    """The user's options, with what the job knows better."""
+    """Return the user's options completed from the job: size, block size, seed, host."""
     host = config.host
     if world is not None and world.rank == 0 and not world.one_host and is_loopback(host):
         host = world.address_for_others()
@@ -129,6 +129,6 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
 
 
 def _refuse_conflict(name: str, said: int, known: int, where: str) -> None:
-    """A value that differs from its default was meant."""
+    """Refuse a value set by the user (it differs from its default) that differs from the job's."""
     if said not in (known, getattr(CoordinatorConfig, name)):
         raise ConfigError(f"CoordinatorConfig.{name}={said}: {where} is {known}; leave it out, or give the same")

@@ -1,6 +1,6 @@
 """Groups submitted by this rank: deltas received so far, until the group is handed out.
 
-Always true: a sample can be given back where it stands, with every token that is known here, wherever it was computed.
+Always true: an unfinished sample can be exported with every token received so far, whichever rank computed it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.partial import pieces
-from rollout.errors import RequestAbortedError, RolloutError
+from rollout.distributed.protocol.status import JobStatus
+from rollout.errors import RequestAbortedError, RolloutError, SerializationError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
 
 ASK_AGAIN_S = 0.01
-"""Between two looks at how far the other ranks are."""
+"""Seconds between two status requests while other ranks are behind."""
 
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A group of this rank's, until each of its samples has been handed out."""
+    """A group submitted by this rank, until each of its samples has been handed out."""
 
     group_id: int
     prompt: list[int]
@@ -35,31 +36,31 @@ class OwnGroup:
     missing: set[int]
     """Samples that have not been handed out."""
     saved: list[Stretch]
-    """What was known of it before it was sent."""
+    """Tokens known before it was sent."""
     open: OpenGroup | None = None
-    """What is known of it since; None until it was sent."""
+    """Tokens received since; None until it was sent."""
     error: RolloutError | None = None
-    """Why it has ended without the samples that are missing."""
+    """Why the missing samples have no result."""
     priority: int = 0
 
     @property
     def ended(self) -> bool:
-        """Whether nobody has anything to compute for it any more."""
+        """Whether no rank computes it any more: complete or failed."""
         return self.error is not None or (self.open is not None and self.open.complete)
 
     def known(self) -> list[Stretch]:
-        """Its tokens."""
+        """All tokens known so far, as stretches."""
         return self.saved if self.open is None else self.open.known()
 
     def oldest_version(self) -> int | None:
-        """The lowest policy version of a token of a sample that has not ended; None: they have no token."""
+        """Lowest policy version of any token of an unfinished sample; None: no token yet."""
         if self.open is not None:
             return self.open.oldest_version()
         rows = (runs for stretch in self.saved for runs in stretch.versions)
         return min((version for runs in rows for version in runs[1::2]), default=None)
 
     def interrupted(self) -> list[DynamicInferenceRequest]:
-        """The samples that have not been handed out, where they stand."""
+        """Requests of the samples that have not been handed out, with the tokens known so far."""
         samples = sorted(self.missing)
         known = pieces(self.known(), samples)
         requests = []
@@ -89,7 +90,7 @@ class OwnGroup:
         return requests
 
     def failed(self, index: int) -> DynamicInferenceRequest:
-        """A sample that it has ended without, with the tokens that are known of it."""
+        """Request of a sample that failed with the group's error, with the tokens known so far."""
         (request,) = [each for each in self.interrupted() if each.sample_index == index]
         error = self.error
         request.status = Status.FAILED
@@ -100,34 +101,41 @@ class OwnGroup:
 
 
 class EarlierTokens:
-    """Whether every rank has come to a version of the weights, and so has said what it computed under those before.
+    """Whether every rank has reached a policy version, and so has reported all tokens of earlier versions.
 
     Args:
-        ask: starts to ask for the coordinator's status, after so many seconds; None: nobody is there to ask.
+        ask: requests the job's status after so many seconds; returns None without a connection.
     """
 
-    def __init__(self, ask: Callable[[float], Future[dict[str, Any]] | None]) -> None:
+    def __init__(self, ask: Callable[[float], Future[JobStatus] | None]) -> None:
         self._ask = ask
-        self._asked: Future[dict[str, Any]] | None = None
+        self._asked: Future[JobStatus] | None = None
         self._known_before = 0
 
     def are_known(self, version: int) -> bool:
-        """Never waits. False: the question is on its way, ask again when it has ended."""
+        """Return immediately. False: a status request is pending, or some rank is behind; call again later.
+
+        Raises:
+            SerializationError: the status cannot be read.
+        """
         if self._known_before == version:
             return True
         asked, self._asked = self._asked, None
         if asked is None or not asked.done():
             self._asked = asked or self._ask(0.0)
             return False
-        if asked.exception() is None and _all_have_come_to(version, asked.result()):
+        error = asked.exception()
+        if isinstance(error, SerializationError):
+            raise error
+        if error is None and _all_have_reached(version, asked.result()):
             self._known_before = version
             return True
         self._asked = self._ask(ASK_AGAIN_S)
         return False
 
 
-def _all_have_come_to(version: int, status: dict[str, Any]) -> bool:
-    awaited = status["barrier_waits_for"]
-    behind = [each["name"] for each in status["ranks"] if each["policy_version"] < version]
-    # Whoever has come to the end of the call already will not come to this version: the barrier says so.
+def _all_have_reached(version: int, status: JobStatus) -> bool:
+    awaited = status.barrier_waits_for
+    behind = [rank.name for rank in status.ranks if rank.policy_version < version]
+    # A rank that waits at the end of the call while others do not will not reach this version within it.
     return all(awaited and name not in awaited for name in behind)

@@ -1,4 +1,4 @@
-"""Ranks of the job and its key-value store, from torch.distributed."""
+"""Rank, world size and key-value store of the job, from torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
 
 _numbers = count()
 WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
-"""Hosts that mean: listen everywhere."""
+"""Host values that mean all interfaces."""
 _CALLS_ENDED = "calls_ended"
 HOSTS_TIMEOUT_S = 120.0
-"""For all ranks to say on which host they are."""
+"""Deadline for all ranks to publish their host names."""
 
 
 class Store(Protocol):
-    """What is used of a `torch.distributed.Store`."""
+    """Subset of `torch.distributed.Store` that is used."""
 
     def set(self, key: str, value: Any) -> object:
-        """Leave a value."""
+        """Store a value."""
 
     def get(self, key: str) -> bytes:
-        """Its value."""
+        """Return the value of a key; blocks until it exists."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Whether all keys exist."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Leave `desired` where `expected` is (empty: nothing); the value that is there then."""
+        """Atomically replace `expected` (empty: no value) by `desired`; returns the resulting value."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> object:
-        """Return when all are there; raise when they are not in time."""
+        """Wait until all keys exist; raises after `timeout`."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Who takes part.
+    """The ranks of one manager and their shared store.
 
     Attributes:
         rank: of this process, from 0.
-        size: how many there are.
-        store: shared by all of them.
-        prefix: of this manager's keys in the store; equal on all ranks that build their managers in the same order.
-        one_host: all ranks run on this host.
+        size: number of ranks.
+        store: key-value store shared by all ranks.
+        prefix: of this manager's keys in the store; equal on all ranks that create their managers in the same order.
+        one_host: whether all ranks run on this host.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class World:
 
     @classmethod
     def of_torch(cls) -> World | None:
-        """The process group's; None where there is none, or one rank only."""
+        """Create it from the default process group; None without one, or with a single rank."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
         size = dist.get_world_size()
@@ -79,29 +79,29 @@ class World:
         return all(self.wait_for(f"host/{rank}", HOSTS_TIMEOUT_S) == mine for rank in range(self.size))
 
     def publish(self, key: str, value: bytes) -> None:
-        """Leave a value for the others."""
+        """Publish a value to the other ranks."""
         self.store.set(f"{self.prefix}/{key}", value)
 
     def is_published(self, key: str) -> bool:
-        """Whether it is there; nothing is in a store that has gone with the process that held it."""
+        """Whether a key has a value; False if the store's process has ended."""
         try:
             return self.store.check([f"{self.prefix}/{key}"])
         except dist.DistError:
             return False
 
     def settle(self, key: str, value: bytes) -> None:
-        """Leave a value where there is none: of several ranks that try, one succeeds."""
+        """Publish a value unless the key has one: of several ranks, exactly one succeeds."""
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
-        """Whether a value is there within that time.
+        """Wait for a key; returns whether it has a value within `timeout_s`.
 
         Raises:
-            ConnectionLostError: the store has gone with the process that held it.
+            ConnectionLostError: the store's process has ended.
         """
         full = f"{self.prefix}/{key}"
         try:
-            # Nothing, in whole milliseconds, means for ever.
+            # A timeout that rounds to 0 ms would mean to wait forever.
             self.store.wait([full], timedelta(seconds=max(0.001, timeout_s)))
         except dist.DistNetworkError as exc:
             raise ConnectionLostError(
@@ -113,21 +113,21 @@ class World:
         return True
 
     def publish_calls_ended(self, count: int) -> None:
-        """So many calls of all ranks together have ended. Every rank says so of each, before it makes the next."""
-        # The store dies with the process that holds it; whoever goes on without can do without this, too.
+        """Publish the number of completed collective calls; every rank does so before its next call."""
+        # Best effort: the store ends with the process that holds it.
         with suppress(dist.DistError):
             self.publish(_CALLS_ENDED, str(count).encode())
 
     def calls_ended(self) -> int:
-        """The highest count that any rank has published."""
+        """Number of completed collective calls published last by any rank."""
         return int(self.store.get(f"{self.prefix}/{_CALLS_ENDED}")) if self.is_published(_CALLS_ENDED) else 0
 
     def wait_for(self, key: str, timeout_s: float) -> bytes:
-        """The value, as soon as it is there.
+        """Wait for a key and return its value.
 
         Raises:
-            DeadlineError: it is not, after `timeout_s`.
-            ConnectionLostError: the store has gone with the process that held it.
+            DeadlineError: no value within `timeout_s`.
+            ConnectionLostError: the store's process has ended.
         """
         if not self.wait_until(key, timeout_s):
             raise DeadlineError(
@@ -137,16 +137,16 @@ class World:
         return bytes(self.store.get(f"{self.prefix}/{key}"))
 
     def address_for_others(self) -> str:
-        """This host's address, as the other hosts of the job reach it.
+        """Return this host's address as reachable from the job's other hosts.
 
         Raises:
-            ConfigError: it cannot be told.
+            ConfigError: it cannot be determined.
         """
         master = os.environ.get("MASTER_ADDR", "")
         try:
             family, _, _, _, target = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Sends nothing: it asks the kernel which of its addresses leads there.
+                # Connecting a datagram socket sends nothing; the kernel selects the local address of the route.
                 probe.connect(target)
                 mine = str(probe.getsockname()[0])
         except OSError as exc:
@@ -161,10 +161,10 @@ class World:
         return mine
 
     def reachable(self, address: str) -> str:
-        """`tcp://host:port` with a host that the other ranks can connect to, where it is a wildcard.
+        """Replace a wildcard host in `tcp://host:port` by an address that the other ranks can connect to.
 
         Raises:
-            ConfigError: it cannot be told.
+            ConfigError: it cannot be determined.
         """
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         if host not in WILDCARDS:

@@ -14,18 +14,18 @@ from typing import Annotated, Any
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 SET_VERSION = "set_version"
-"""The control call that is no lifecycle signal: its argument is the policy version."""
+"""Control call that sets the policy version, given as its argument; not a lifecycle signal."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
-"""A command to every engine, in any state."""
+"""Control call that drops all unreferenced cached blocks of every engine, in any state."""
 
 TOKEN_BYTES = 4
-"""Of a token id on the wire, and of a log-prob."""
+"""Size of a token id or a log-prob on the wire."""
 
 Check = Callable[[Any], bool]
 
 
 class Rule:
-    """What a field must be."""
+    """Validation rule of a field: a predicate and its description in words."""
 
     __slots__ = ("holds", "text")
 
@@ -58,7 +58,7 @@ def _or_none(holds: Check) -> Check:
     return lambda value: value is None or holds(value)
 
 
-# Columns are checked by what C does with them whole: a call of ours per entry would cost more than everything else.
+# Columns are checked with C-level operations on the whole list: a Python call per entry would dominate decoding.
 
 
 def _only(values: Iterable[Any], *kinds: type) -> bool:

@@ -1,6 +1,6 @@
 """Encoding and decoding of messages as msgpack frames, with sequence numbers per connection.
 
-A decoder trusts nothing: what is not a frame of `messages` is a `SerializationError` that names the field.
+Decoding validates every field; a malformed frame raises a `SerializationError` that names the field.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 MAX_FRAME_BYTES = 64 << 20
-"""Longest frame; a longer one is refused unread."""
+"""Maximum frame size; a longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""Of a prompt and what is known of its samples: with all the rest it must fit into one frame again."""
+"""Maximum size of a prompt with the known tokens of its samples, so that an `Assign` fits into one frame."""
 SMALL_BYTES = 1 << 17
-"""Up to here a frame's values need no counting."""
+"""Frames up to this size are decoded without counting values."""
 MAX_STRETCHES = 1 << 14
-"""In one frame: each takes as long as a hundred numbers."""
+"""Maximum per frame: decoding a stretch costs as much as a hundred numbers."""
 MAX_ITEMS = 1 << 20
-"""Values in the lists and maps of a frame; a legitimate one carries its numbers in buffers."""
+"""Maximum number of list and map values in a frame; long number columns travel as buffers."""
 MAX_KEYS = 1 << 10
-"""Of one map in a large frame."""
+"""Maximum number of keys of one map in a large frame."""
 
 
 class _Row:
-    """How one dataclass becomes a list and back."""
+    """Converts one dataclass to a positional list and back, checking every field."""
 
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
@@ -63,7 +63,7 @@ class _Row:
         if not self.least <= len(row) <= len(self.rules):
             refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
         values = list(row)
-        # All at once, and one by one only to name the field that breaks its rule.
+        # Checked together; one by one only to name the field that breaks its rule.
         if not all(map(call, self._holds, values)):
             for value, (holds, name, text) in zip(values, self._checks, strict=False):
                 if not holds(value):
@@ -76,7 +76,7 @@ class _Row:
 
 
 def _any(value: Any) -> bool:
-    """The check of a field that has another one of its own."""
+    """Accept any value: the field is checked elsewhere."""
     return True
 
 
@@ -100,10 +100,10 @@ def _looked_at(row: list[Any]) -> Stretch:
 
 
 def _surely_right(row: list[Any]) -> bool:
-    """Whether a stretch passes every rule; False: it must be looked at, field by field.
+    """Fast path: whether a stretch of the most common form passes every rule. False: check it field by field.
 
-    Nearly all frames of a job are stretches like these: one run per sample, no top-n. All their numbers are
-    looked at together, in half the time.
+    Nearly all stretches have one version run per sample and no top-n. Checking all their numbers together takes half
+    the time.
     """
     try:
         number, attempt, indices, starts, counts, token_ids, log_probs, versions, ttfts, top_n, *ends = row
@@ -140,21 +140,20 @@ _ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}
 
 
 def encode(sequence: int, message: Message) -> bytes:
-    """One frame.
+    """Encode a message as one frame.
 
     Args:
-        sequence: the number of this frame among those of its sender to its receiver, from 0.
+        sequence: number of this frame in its direction of the connection, from 0.
     """
     packed: bytes = msgpack.packb([message.header, sequence, *_ROWS[message.header].plain(message)])
     return packed
 
 
 def decode(frame: bytes | memoryview) -> tuple[int, Message]:
-    """(sequence, message); the inverse of `encode`.
+    """Decode a frame to (sequence, message); the inverse of `encode`.
 
     Raises:
-        SerializationError: longer than `MAX_FRAME_BYTES`, no msgpack, an unknown header, or a field that is not what
-            it must be.
+        SerializationError: longer than `MAX_FRAME_BYTES`, not msgpack, an unknown header, or a malformed field.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
@@ -171,7 +170,7 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
 
 
 def _limits() -> dict[str, Any]:
-    """For a large frame: each of its bytes can be made into an object of a hundred, so their number is limited."""
+    """msgpack options for a large frame: bound the number of objects, since one byte can become an object of 100 bytes."""
     left = MAX_ITEMS
 
     def count(items: Any) -> Any:
@@ -185,11 +184,11 @@ def _limits() -> dict[str, Any]:
 
 
 class LostFramesError(SerializationError):
-    """A frame's number is not the next one: frames before it were lost with a connection."""
+    """A frame arrived out of sequence: earlier frames were lost with a connection."""
 
 
 class Sequencer:
-    """The frame numbers of one connection, both directions."""
+    """Sequence numbers of one connection, both directions."""
 
     __slots__ = ("_received", "_sent")
 
@@ -198,25 +197,25 @@ class Sequencer:
         self._received = 0
 
     def next(self) -> int:
-        """The number of the next frame to send."""
+        """Return the number of the next frame to send."""
         self._sent += 1
         return self._sent - 1
 
     def skip(self) -> None:
-        """A frame arrived that nobody could read: it was the next one."""
+        """Count an undecodable frame as received in sequence."""
         self._received += 1
 
     def accept(self, sequence: int) -> bool:
-        """Whether a received frame is new; False for a repetition.
+        """Whether a received frame is new; False for a duplicate.
 
         Raises:
-            LostFramesError: frames before it are missing.
+            LostFramesError: earlier frames are missing.
         """
         if sequence < self._received:
             return False
         if sequence > self._received:
             raise LostFramesError(
-                f"frame {sequence} arrived where {self._received} must: {sequence - self._received} were lost with a "
+                f"expected frame {self._received}, got {sequence}: {sequence - self._received} were lost with a "
                 "connection; start a new session"
             )
         self._received += 1

@@ -3,41 +3,41 @@
     frame      msgpack [header, sequence, field, field, …], fields in the order of the dataclass
     message    one ZMQ message carries one or more frames
 
-    header                sender       receiver     what it says
+    header                sender       receiver     content
     ── connection ──────────────────────────────────────────────────────────────────────────────────────────────────
-     0 Connect            client       coordinator  I am here and speak this version
-     1 ConnectAck         coordinator  client       so am I; this is where everything stands
-     2 Register           rank         coordinator  here is an engine with so much room
-     3 RegisterAck        coordinator  rank         welcome; be in this state and of this version before any work
-     4 Heartbeat          anybody      anybody      I live
-     5 Refused            coordinator  anybody      that frame was no good, or I do not know you (`over`: start afresh)
+     0 Connect            client       coordinator  handshake: protocol version, name, rank it is the training loop of
+     1 ConnectAck         coordinator  client       handshake reply: instance, state, policy version, heartbeat intervals
+     2 Register           rank         coordinator  handshake: name, slots, block size, state, policy version, cached blocks
+     3 RegisterAck        coordinator  rank         handshake reply: state and policy version to reach before any work
+     4 Heartbeat          any          any          liveness signal after a silent interval
+     5 Refused            coordinator  any          frame rejected: code and reason; `over`: the session has ended
     ── request ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    20 Submit             client       coordinator  a prompt and its group of n samples
-    21 Accepted           coordinator  client       the tokens of a prompt that came as text
-    22 Assign             coordinator  rank         compute these samples, from here on
-    23 Progress           rank         coordinator  new tokens, ended samples, cached blocks that came and went
+    20 Submit             client       coordinator  new group: prompt, n, sampling parameters, known tokens
+    21 Accepted           coordinator  client       token ids of a prompt submitted as text
+    22 Assign             coordinator  rank         samples to compute, with the tokens known so far
+    23 Progress           rank         coordinator  new tokens, ended samples, prefix cache changes, load
     24 Update             coordinator  client       new tokens, ended samples
-    25 RequestFailed      coordinator  client       the whole group ended without a result
-    26 Abort              client       coordinator  end this group
-    27 Cancel             coordinator  rank         stop computing this request
-    28 Decline            rank         coordinator  the engine refused this request
+    25 RequestFailed      coordinator  client       group failed: error name and text
+    26 Abort              client       coordinator  abort a group
+    27 Cancel             coordinator  rank         cancel an assignment
+    28 Decline            rank         coordinator  assignment rejected by the engine: error name and text
     ── control ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    40 Control            client       coordinator  pause, unpause, suspend, resume, stop, set_version, flush_prefix_cache
-    41 Command            coordinator  rank         the same, to one engine
-    42 CommandAck         rank         coordinator  done, or why not
-    43 ControlDone        coordinator  client       every engine has, or which has not
-    44 EngineMoved        rank         coordinator  state, version or who steps it have changed by themselves
-    45 Barrier            client       coordinator  I have come this far
-    46 BarrierDone        coordinator  client       so has everybody
-    47 StatusQuery        client       coordinator  how do things stand
-    48 Status             coordinator  client       so
+    40 Control            client       coordinator  control call: lifecycle signal, set_version or flush_prefix_cache
+    41 Command            coordinator  rank         a control call's part for one engine
+    42 CommandAck         rank         coordinator  command result: state, policy version, error
+    43 ControlDone        coordinator  client       control call result: error, engines that failed or are late
+    44 EngineMoved        rank         coordinator  state or version changed by the rank's own training loop; idle flag
+    45 Barrier            client       coordinator  barrier reached: index, call, policy version
+    46 BarrierDone        coordinator  client       barrier passed; differences between the members' calls, if any
+    47 StatusQuery        client       coordinator  status request
+    48 Status             coordinator  client       status reply: a table of the job's and every rank's state
     ── lifecycle ───────────────────────────────────────────────────────────────────────────────────────────────────
-    60 Disconnect         anybody      anybody      I am leaving
-    61 Shutdown           client       coordinator  end the coordinator
+    60 Disconnect         any          any          orderly end of the session, with a reason
+    61 Shutdown           client       coordinator  request to end the coordinator's process
 
 Always true: nothing is unpickled; token ids travel as raw little-endian int32, log-probs as float32, block hashes as
-int64; each direction of a connection counts its frames from 0, so that a repeated frame is ignored and a lost one
-noticed (`rollout.distributed.protocol.frames`, which also encodes and decodes). Knows no bytes and no sockets.
+int64; each direction of a connection numbers its frames from 0, so that duplicates are dropped and gaps are detected
+(`rollout.distributed.protocol.frames`, which also encodes and decodes). Independent of encoding and sockets.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PROTOCOL_VERSION = 2
 
 
 class Message:
-    """One row of the table above."""
+    """Base class of all messages; `header` is the message's number on the wire."""
 
     __slots__ = ()
     header: ClassVar[int]
@@ -90,39 +90,39 @@ class Message:
 
 @dataclass(slots=True)
 class Stretch:
-    """New tokens of some samples of one request, and which of them have ended. Lists are parallel to `indices`."""
+    """Columnar batch of new tokens and outcomes for samples of one request. Lists are parallel to `indices`."""
 
     request_id: Count
     attempt: Count
-    """Which assignment made them; a client sees 0."""
+    """Assignment that produced the tokens; 0 towards clients."""
     indices: Counts
-    """Samples of the group."""
+    """Sample indices within the group."""
     starts: Counts
-    """Where in the completion the first new token stands. 0 for a sample known further: it has started afresh."""
+    """Completion offset of the first new token. 0 for a sample with known tokens: it was restarted."""
     counts: Counts
-    """New tokens."""
+    """Number of new tokens."""
     token_ids: Tokens
-    """int32, the samples' new tokens one after the other."""
+    """int32, the samples' new tokens concatenated."""
     log_probs: LogProbs
-    """float32, as many."""
+    """float32, same length as `token_ids`."""
     versions: Versions
-    """The policy version of the prompt, then (version, count) of the new tokens."""
+    """Policy version of the prompt, then (version, count) runs of the new tokens."""
     ttfts: OptionalTimes = None
-    """Seconds from arrival to the first token, once it is there."""
+    """Seconds from arrival to the first token; None before it."""
     top_n: OptionalBlobs = None
-    """Packed `codec.TOP_N` of the new tokens, where asked for."""
+    """Packed `codec.TOP_N` rows of the new tokens, if requested."""
     texts: OptionalTexts = None
-    """The whole completion's text of samples that have ended, from an engine that detokenises."""
+    """Full completion text of ended samples, from an engine that detokenises."""
     outcomes: OptionalBlobs = None
-    """Packed `outcome` row of samples that have ended; None: it goes on."""
+    """Packed `Outcome` of ended samples; None for running ones."""
     events: OptionalBlobs = None
-    """Packed `events` since those that were sent before."""
+    """Packed events since the previous stretch."""
 
     def check(self) -> None:
-        """Refuse columns of different lengths.
+        """Check that the columns agree in length.
 
         Raises:
-            SerializationError: they disagree.
+            SerializationError: they do not; names the column.
         """
         samples = len(self.indices)
         for name in ("starts", "counts", "versions", "ttfts", "top_n", "texts", "outcomes", "events"):
@@ -143,7 +143,7 @@ class Stretch:
             refuse("Stretch.indices", self.indices, "different samples")
 
     def samples(self) -> Iterator[tuple[int, int, int, bytes, bytes, int]]:
-        """(sample index, start, count, its token ids, its log-probs, its column) of each sample."""
+        """Yield (sample index, start, count, token ids, log-probs, column) of each sample."""
         if len(self.indices) == 1:
             yield self.indices[0], self.starts[0], self.counts[0], self.token_ids, self.log_probs, 0
             return
@@ -154,7 +154,7 @@ class Stretch:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of its tokens, log-probs, top-n rows, texts, outcomes and events."""
+        """Size in bytes of tokens, log-probs, top-n rows, texts, outcomes and events."""
         size = len(self.token_ids) + len(self.log_probs)
         for column in (self.top_n, self.texts, self.outcomes, self.events):
             if column is not None:
@@ -162,7 +162,7 @@ class Stretch:
         return size
 
     def only(self, indices: set[int]) -> Stretch:
-        """The columns of some samples."""
+        """Return a stretch with the columns of these samples only."""
         if indices.issuperset(self.indices):
             return self
         rows = [row for row in self.samples() if row[0] in indices]
@@ -196,50 +196,50 @@ Stretches = Annotated[list[Stretch], Stretch]
 
 @dataclass(slots=True)
 class Connect(Message):
-    """A client's first frame."""
+    """Handshake: a client's first frame."""
 
     header = 0
     protocol_version: Count
     name: Name
     member: OptionalCount = None
-    """Barriers wait for it: it is the training loop of this one of the `data_parallel_size` ranks. None: of none."""
+    """Rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a member."""
 
 
 @dataclass(slots=True)
 class ConnectAck(Message):
-    """Where everything stands."""
+    """Handshake reply to a client: state of the job and heartbeat intervals."""
 
     header = 1
     protocol_version: Count
     instance: Name
-    """Of this life of the coordinator."""
+    """Unique id of this run of the coordinator."""
     state: CoordinatorStateName
     policy_version: Count
     heartbeat_interval_s: Seconds
     heartbeat_timeout_s: Seconds
     next_barrier: Count = 0
-    """Barriers before it are passed."""
+    """First barrier that has not been passed."""
 
 
 @dataclass(slots=True)
 class Register(Message):
-    """A rank's first frame."""
+    """Handshake: a rank's first frame, with the engine's capacity and state."""
 
     header = 2
     protocol_version: Count
     name: Name
     slots: Count
-    """Samples that may run at once."""
+    """Maximum number of concurrently running samples."""
     block_size: Count
     state: EngineStateName
     policy_version: Count
     hashes: Hashes = b""
-    """Blocks in its prefix cache under the present version."""
+    """Hashes of the blocks in its prefix cache under the current version."""
 
 
 @dataclass(slots=True)
 class RegisterAck(Message):
-    """State and version to reach before any work; a `Command` follows for each step there."""
+    """Handshake reply to a rank: state and version to reach before any work; a `Command` follows for each step."""
 
     header = 3
     protocol_version: Count
@@ -249,31 +249,31 @@ class RegisterAck(Message):
     heartbeat_interval_s: Seconds
     heartbeat_timeout_s: Seconds
     progress_interval: Count
-    """Tokens of a sample after which they are reported."""
+    """Tokens per sample between two progress reports."""
 
 
 @dataclass(slots=True)
 class Heartbeat(Message):
-    """Sent by whoever has been silent for the interval."""
+    """Liveness signal, sent when nothing else was sent for the heartbeat interval."""
 
     header = 4
 
 
 @dataclass(slots=True)
 class Refused(Message):
-    """A frame could not be served. The sender's other requests are not affected unless `over`."""
+    """Rejection of a frame. The sender's other requests are unaffected unless `over`."""
 
     header = 5
     code: Name
-    """`malformed`, `not_yours`; and of a session that is over: one of `TRY_AGAIN`, or `malformed`, `version`, `full`,
-    `stopping`, `replaced` (another process has its name), where trying again is of no use."""
+    """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or a final code: `malformed`, `version`, `full`,
+    `stopping`, `replaced` (another process registered under the same name)."""
     text: Text
     over: Flag
-    """The connection's session has ended: whoever still wants something connects again."""
+    """Whether the session has ended; a new one needs a new handshake."""
 
 
 TRY_AGAIN = frozenset({"unknown_peer", "lost_frames", "silent"})
-"""Codes of `Refused` after which another session is welcome."""
+"""`Refused` codes after which the peer may open another session."""
 
 
 # --- request ----------------------------------------------------------------------------------------------------------
@@ -281,35 +281,35 @@ TRY_AGAIN = frozenset({"unknown_peer", "lost_frames", "silent"})
 
 @dataclass(slots=True)
 class Submit(Message):
-    """A prompt and its group."""
+    """New group of n samples of one prompt."""
 
     header = 20
     request_id: Count
-    """The client's; rises from message to message."""
+    """Client-side id; increases with every message."""
     prompt: Prompt
     n: Count
     params: Blob
     """msgpack of `SamplingParams.serialize()`."""
     seed: OptionalCount = None
-    """Of the random streams; None: from the coordinator's seed and the order of arrival."""
+    """Seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
     priority: Priority = 0
     arrival_time: OptionalSeconds = None
     """Wall-clock time; None: now."""
     timeout_s: OptionalSeconds = None
-    """Give up so long after arrival. None: never, while some rank is there."""
+    """Deadline in seconds after arrival. None: no deadline while any rank is connected."""
     interval: Count = 0
-    """Report every so many tokens of a sample; 0: the coordinator's interval."""
+    """Tokens per sample between two reports; 0: the coordinator's interval."""
     known: Stretches = field(default_factory=list)
-    """What is there of a group that is continued (its `request_id` and `attempt` are not looked at)."""
+    """Tokens known of a continued group (`request_id` and `attempt` are ignored)."""
     wanted: Counts = field(default_factory=list)
-    """Samples to compute, of a group whose others have ended; empty: all."""
+    """Samples to compute if the others have ended; empty: all."""
     min_policy_version: Count = 0
-    """Of the asker's weights: no engine of an older version computes it."""
+    """Lowest policy version of an engine that may compute it: that of the client's weights."""
 
 
 @dataclass(slots=True)
 class Accepted(Message):
-    """A prompt that came as text, as tokens."""
+    """Token ids of a prompt that was submitted as text."""
 
     header = 21
     request_id: Count
@@ -318,13 +318,13 @@ class Accepted(Message):
 
 @dataclass(slots=True)
 class Assign(Message):
-    """Samples for one rank."""
+    """Samples assigned to one rank."""
 
     header = 22
     request_id: Count
-    """The coordinator's."""
+    """Coordinator-side id."""
     attempt: Count
-    """Never used before: whatever carries an older one is refused."""
+    """Unique, increasing id of the assignment; reports with an older attempt are discarded."""
     indices: Counts
     prompt: Tokens
     params: Blob
@@ -333,29 +333,29 @@ class Assign(Message):
     arrival_time: Seconds
     interval: Count
     known: Stretches
-    """What earlier ranks made, in order; the rank goes on from there."""
+    """Tokens computed by earlier ranks, in order; generation continues after them."""
 
 
 @dataclass(slots=True)
 class Progress(Message):
-    """What has happened at a rank since the last one."""
+    """Report of a rank since its previous one: tokens, prefix cache changes, load."""
 
     header = 23
     stretches: Stretches
     blocks_added: Hashes = b""
-    """int64, prefixes that have become findable; they follow `blocks_removed`."""
+    """int64 hashes of newly cached blocks; applied after `blocks_removed`."""
     blocks_removed: Hashes = b""
-    """int64, prefixes that can no longer be found."""
+    """int64 hashes of evicted blocks."""
     flushed: Flag = False
-    """All earlier ones are gone, before `blocks_added`."""
+    """Whether the cache was flushed before `blocks_added`."""
     running: Count = 0
     waiting: Count = 0
-    """Samples of the engine, foreign to the coordinator or not."""
+    """All samples of the engine, including those not assigned by the coordinator."""
 
 
 @dataclass(slots=True)
 class Update(Message):
-    """What has happened to a client's requests."""
+    """New tokens and ended samples of a client's requests."""
 
     header = 24
     stretches: Stretches
@@ -363,18 +363,18 @@ class Update(Message):
 
 @dataclass(slots=True)
 class RequestFailed(Message):
-    """A group that ended without a result."""
+    """Failure of a whole group."""
 
     header = 25
     request_id: Count
     error: Name
-    """The name of an exception of `rollout.errors`."""
+    """Name of an exception in `rollout.errors`."""
     text: Text
 
 
 @dataclass(slots=True)
 class Abort(Message):
-    """End a group; the answer is `RequestFailed`, unless it has just ended."""
+    """Abort a group; answered by `RequestFailed` unless the group has just ended."""
 
     header = 26
     request_id: Count
@@ -382,7 +382,7 @@ class Abort(Message):
 
 @dataclass(slots=True)
 class Cancel(Message):
-    """Nobody waits for this assignment any more."""
+    """Cancel an assignment whose result is no longer needed."""
 
     header = 27
     request_id: Count
@@ -391,7 +391,7 @@ class Cancel(Message):
 
 @dataclass(slots=True)
 class Decline(Message):
-    """The engine can never serve this."""
+    """Rejection of an assignment that the engine can never serve."""
 
     header = 28
     request_id: Count
@@ -417,7 +417,7 @@ class Control(Message):
 
 @dataclass(slots=True)
 class Command(Message):
-    """One engine's part of a call."""
+    """A control call's part for one engine."""
 
     header = 41
     command_id: Count
@@ -427,7 +427,7 @@ class Command(Message):
 
 @dataclass(slots=True)
 class CommandAck(Message):
-    """Done, or why not."""
+    """Result of a `Command`."""
 
     header = 42
     command_id: Count
@@ -435,59 +435,59 @@ class CommandAck(Message):
     policy_version: Count
     error: OptionalText = None
     amount: Count = 0
-    """Of `flush_prefix_cache`: blocks that were forgotten."""
+    """For `flush_prefix_cache`: number of blocks dropped."""
 
 
 @dataclass(slots=True)
 class ControlDone(Message):
-    """Every engine has done it (`error` is None), or the exception and the engines it names."""
+    """Result of a control call: `error` is None, or an exception name with the engines concerned."""
 
     header = 43
     call_id: Count
     error: OptionalText = None
     text: Text = ""
     engines: Names = field(default_factory=list)
-    """Those that have not done it."""
+    """Engines that failed or did not answer in time."""
     amount: Count = 0
-    """The engines' together."""
+    """Sum of the engines' amounts."""
 
 
 @dataclass(slots=True)
 class EngineMoved(Message):
-    """The training loop beside this engine has paused, suspended, resumed it, changed its weights, left it, or come back."""
+    """Change of state, policy version or idleness made by the rank's own training loop."""
 
     header = 44
     state: EngineStateName
     policy_version: Count
     resting: Flag = False
-    """Nobody steps it: the training loop has left `generate`."""
+    """Whether the engine is idle: the training loop is outside `generate`."""
 
 
 @dataclass(slots=True)
 class Barrier(Message):
-    """This member has come to barrier `index`."""
+    """Arrival of this member at barrier `index`."""
 
     header = 45
     index: Count
     what: Name = ""
-    """The call that ends there."""
+    """Name of the collective call that ends at the barrier."""
     policy_version: Count = 0
-    """Of its weights."""
+    """Policy version of the member's weights."""
 
 
 @dataclass(slots=True)
 class BarrierDone(Message):
-    """Every member has come to barrier `index` or further."""
+    """Barrier `index` passed: every member has arrived there or at a later one."""
 
     header = 46
     index: Count
     differences: Text = ""
-    """Which members came there with which call and version, where they are not the same."""
+    """Members with their call and version, where these differ; empty: all agree."""
 
 
 @dataclass(slots=True)
 class StatusQuery(Message):
-    """Asks for `Status`."""
+    """Request for a `Status`."""
 
     header = 47
     call_id: Count
@@ -495,7 +495,7 @@ class StatusQuery(Message):
 
 @dataclass(slots=True)
 class Status(Message):
-    """A snapshot for people."""
+    """Snapshot of the coordinator; `JobStatus` reads the fields that decisions depend on."""
 
     header = 48
     call_id: Count
@@ -507,7 +507,7 @@ class Status(Message):
 
 @dataclass(slots=True)
 class Disconnect(Message):
-    """An orderly end of the session."""
+    """Orderly end of the session."""
 
     header = 60
     reason: Name = ""
@@ -515,7 +515,7 @@ class Disconnect(Message):
 
 @dataclass(slots=True)
 class Shutdown(Message):
-    """End the coordinator's process; what is open fails by name."""
+    """Request to end the coordinator's process; open requests fail with a named error."""
 
     header = 61
 
@@ -531,10 +531,10 @@ MESSAGES: dict[int, type[Message]] = {kind.header: kind for kind in _KINDS}
 
 
 def farewell(message: Message) -> ConnectionLostError | None:
-    """Why the session ends with this message of the other side, whatever its number; None: it goes on."""
+    """Return the error a message ends the session with, regardless of its sequence number; None: it continues."""
     if isinstance(message, Refused) and message.over:
         text = f"the coordinator has ended the session ({message.code}): {message.text}"
         return ConnectionLostError(text, final=message.code not in TRY_AGAIN)
     if isinstance(message, Disconnect):
-        return ConnectionLostError(f"the other side has left ({message.reason or 'without saying why'})")
+        return ConnectionLostError(f"the peer has disconnected ({message.reason or 'no reason given'})")
     return None

@@ -1,7 +1,6 @@
 """Incremental output (`Growth`) and final result (`Outcome`) of a sample, and their wire form.
 
-Always true: everything is read from the record as it stands, without merging it; what `pack` writes `unpack` reads.
-Knows records and no engine.
+Always true: values are read from the record's segments without merging them; `unpack` is the inverse of `pack`.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ from rollout.state import FinishReason
 
 @dataclass(slots=True)
 class Outcome:
-    """How a sample ended, and what is known only then."""
+    """Final result of a sample: finish reason, version runs, timings."""
 
     finish_reason: str
     stop_reason: str | int | None
     error: str | None
     policy_version: int
-    """Current when it ended."""
+    """Engine's policy version when the sample ended."""
     policy_runs: list[int]
     """[version, count, …] over prompt and completion."""
     kv_runs: list[int]
-    """The same, of the version that computed the KV; positions without any are not covered."""
+    """[version, count, …] of the version that computed the KV; positions without KV are not covered."""
     tpot: list[float]
-    """Seconds between one token and the next. A sample that has moved between ranks has fewer."""
+    """Seconds between consecutive tokens. Incomplete for a sample that moved between ranks."""
     ttft: float | None
     """Seconds from arrival to the first token."""
     latency: float | None
-    """Seconds from arrival to the end."""
+    """Seconds from arrival to completion."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     prompt_log_probs: list[float] | None
     prompt_top_n: TopN | None
     max_tokens: int
-    """The budget, clamped to what the engine has room for."""
+    """Token budget, clamped to the engine's capacity."""
     seed: int
-    """Of the request's random streams."""
+    """Seed of the request's random streams."""
     segments: list[list[int]] = field(default_factory=list)
-    """`record.segment_rows`: where it was interrupted; empty: never."""
+    """`record.segment_rows`, one row per interruption; empty if never interrupted."""
     block_size_tokens: int | None = None
-    """Of the engine, where it keeps a prefix cache: block hashes follow from it and the prompt. None: it keeps none."""
+    """The engine's block size, from which block hashes are computed; None: prefix caching is off."""
 
 
 def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
-    """How an ended record ended."""
+    """Return the outcome of a finished record."""
     first, last = record[0], record[-1]
     return Outcome(
         FinishReason.ERROR.value if last.finish_reason is None else last.finish_reason.value,
@@ -134,12 +133,12 @@ _WIRE: dict[str, Codec] = {
 }
 _NAMES = tuple(field.name for field in fields(Outcome))
 _VALUES = attrgetter(*_NAMES)
-# The only fields that are not sent as they are.
+# Positions of the fields that are packed as buffers.
 _TPOT, _LOG_PROBS, _TOP_N = (_NAMES.index(name) for name in ("tpot", "prompt_log_probs", "prompt_top_n"))
 
 
 def pack(outcome: Outcome) -> bytes:
-    """One msgpack row, fields in order; times as float64, log-probs likewise, in raw little-endian buffers."""
+    """Encode as one msgpack row, fields in order; times and log-probs as raw little-endian float64 buffers."""
     row = list(_VALUES(outcome))
     row[_TPOT] = _GAPS.encode(row[_TPOT])
     if row[_LOG_PROBS] is not None:
@@ -151,10 +150,10 @@ def pack(outcome: Outcome) -> bytes:
 
 
 def unpack(packed: bytes) -> Outcome:
-    """The inverse of `pack`.
+    """Decode an outcome; the inverse of `pack`.
 
     Raises:
-        SerializationError: no such row; the message names the field.
+        SerializationError: malformed; names the field.
     """
     row = unpack_msgpack("Outcome", packed)
     if type(row) is not list or len(row) != len(_NAMES):
@@ -169,16 +168,16 @@ def unpack(packed: bytes) -> Outcome:
 
 
 def pack_top_n(rows: TopN) -> bytes:
-    """A `Stretch.top_n` entry."""
+    """Encode one entry of `Stretch.top_n`."""
     packed: bytes = msgpack.packb(TOP_N.encode(rows))
     return packed
 
 
 def unpack_top_n(packed: bytes) -> TopN:
-    """The inverse of `pack_top_n`.
+    """Decode one entry of `Stretch.top_n`; the inverse of `pack_top_n`.
 
     Raises:
-        SerializationError: no such rows.
+        SerializationError: malformed.
     """
     rows: TopN = TOP_N.decode(unpack_msgpack("top_n", packed))
     return rows

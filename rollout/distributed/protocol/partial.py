@@ -1,7 +1,4 @@
-"""Conversion of partial completions between records and wire stretches.
-
-Knows messages and records, no engine and no sockets.
-"""
+"""Conversion of partial completions between records and wire stretches."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from rollout.sampling_params import SamplingParams
 
 
 def stretch_of(record: DynamicInferenceRequestRecord) -> Stretch:
-    """All that is known of an unfinished record's completion, for whoever goes on with it."""
+    """Return the completion so far of an unfinished record, for the rank that continues it."""
     known = growth(record, 0, 0)
     return Stretch(
         request_id=0,
@@ -41,7 +38,7 @@ def stretch_of(record: DynamicInferenceRequestRecord) -> Stretch:
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """What is known of one sample."""
+    """Partial completion of one sample."""
 
     prompt_version: int
     tokens: list[int] = field(default_factory=list)
@@ -61,10 +58,10 @@ class Piece:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> DynamicInferenceRequest:
-        """The sample, interrupted where it stands.
+        """Return a request that continues the sample after its known tokens.
 
         Raises:
-            SerializationError: top-n rows were asked for, and are not there for every token.
+            SerializationError: top-n log-probs were requested and are missing for some token.
         """
         if params.logprobs and len(self.top_n) != len(self.tokens):
             refuse("known.top_n", f"{len(self.top_n)} rows", f"one for each of {len(self.tokens)} tokens")
@@ -79,7 +76,7 @@ class Piece:
             generated_log_probs=self.log_probs,
             generated_top_n_logprobs=self.top_n if params.logprobs else [],
             policy_spans=VersionSpans([(self.prompt_version, len(prompt)), *self.runs]),
-            # Later than this one is only a version of which nothing is known yet.
+            # The highest version known for the sample.
             policy_version=max(self.prompt_version, *(version for version, _ in self.runs)),
             ttft=self.ttft,
         )
@@ -90,10 +87,10 @@ class Piece:
 
 
 def pieces(known: Iterable[Stretch], wanted: Sequence[int]) -> dict[int, Piece]:
-    """What stretches hold of these samples; those of which no token is known are left out.
+    """Collect the partial completions of the wanted samples; those without any token are left out.
 
     Raises:
-        SerializationError: tokens are missing between two stretches.
+        SerializationError: a gap between two stretches.
     """
     pieces: dict[int, Piece] = {}
     for stretch in known:
@@ -102,7 +99,7 @@ def pieces(known: Iterable[Stretch], wanted: Sequence[int]) -> dict[int, Piece]:
                 continue
             prompt_version, *runs = stretch.versions[column]
             if not start or index not in pieces:
-                # What happened to an earlier life of it has happened.
+                # A restart drops the tokens and keeps the events.
                 pieces[index] = Piece(prompt_version, events=pieces[index].events if index in pieces else b"")
             piece = pieces[index]
             if start != len(piece.tokens):

@@ -1,11 +1,11 @@
 """A ZMQ DEALER socket on an asyncio loop: ordered frames, heartbeats, and detection of lost connections.
 
-Always true: `on_lost` is called at most once, with an error that says why, and nothing is received after it; a message
-that was sent is on its way when the loop next turns; what cannot be written waits here and is counted
-(`unsent_bytes`). There is no bound on that: a client's requests are bounded by the coordinator, which refuses more than
-`CoordinatorConfig.max_open_requests` of them, and a coordinator that has stopped reading is noticed by its silence.
+Always true: `on_lost` is called at most once per connection, with the reason, and no message is delivered after it; a
+sent message is handed to ZMQ in the loop's next iteration; frames that cannot be written are queued and counted
+(`unsent_bytes`). The queue is unbounded: the coordinator bounds a client's requests
+(`CoordinatorConfig.max_open_requests`), and a coordinator that stops reading is detected by its silence.
 
-Every method belongs to the thread of the loop that `open` was called on.
+Not thread-safe: every method must be called on the thread of the loop that `open` was called on.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 MAX_IDENTITY_BYTES = 200
-"""Of the name in a ZMQ identity, which has 255 at most."""
+"""Maximum length of the name within a ZMQ identity (255 bytes at most)."""
 TURNS_AT_ONCE = 200
-"""Messages each way after which the loop's other callbacks have their turn."""
+"""Messages per direction handled before yielding to the loop's other callbacks."""
 FRAMES_TOGETHER = 128
-"""Most frames of one ZMQ message."""
+"""Maximum frames per ZMQ message."""
 BYTES_TOGETHER = 1 << 20
-"""Bytes after which no further frame joins a ZMQ message."""
+"""Size after which no further frame is added to a ZMQ message."""
 LINGER_MS = 1000
-"""How long a closed socket still tries to hand over its last messages."""
+"""How long a closed socket still tries to deliver its last messages."""
 
 
 class Wire(Protocol):
-    """A connection to a coordinator, whatever carries it. Its methods belong to one loop's thread."""
+    """A connection to a coordinator, independent of the transport. Not thread-safe: bound to one event loop."""
 
     @property
     def is_open(self) -> bool:
@@ -52,14 +52,14 @@ class Wire(Protocol):
         """Queue a message."""
 
     def heartbeat(self, interval_s: float, timeout_s: float) -> None:
-        """Notice silence, and be noticed."""
+        """Start sending heartbeats, and detect a silent peer."""
 
     def close(self, reason: str, *, quietly: bool = False) -> None:
-        """Take leave, or quietly not."""
+        """Close, after a `Disconnect` unless `quietly`."""
 
 
 class Dial(Protocol):
-    """What makes a `Wire`; `Dealer` is one."""
+    """Connection factory; `Dealer` is one."""
 
     def __call__(
         self,
@@ -70,20 +70,20 @@ class Dial(Protocol):
         on_message: Callable[[Message], None],
         on_lost: Callable[[ConnectionLostError], None],
     ) -> Wire:
-        """A connection that is not open yet."""
+        """Create a connection, not yet opened."""
 
 
 class Dealer:
-    """One connection after the other to one coordinator.
+    """Connection to a coordinator over a ZMQ DEALER socket; may be reopened after `close`.
 
     Args:
         address: `tcp://host:port`; an IPv6 host in brackets.
-        identity_name: begins the identity by which the coordinator knows a connection. Eight random bytes follow, new
-            for each `open`, so that no connection is taken for an earlier one.
-        keys: of the job, where the socket is to be encrypted and authenticated.
-        on_message: gets each message in order, except heartbeats and farewells.
-        on_lost: gets the reason when the connection is lost: the coordinator has ended it, frames are missing, a frame
-            is malformed, or silence. It is not called for `close`.
+        identity_name: prefix of the ZMQ identity. Eight random bytes follow, new for each `open`, so that connections are
+            never confused.
+        keys: of the job, to encrypt and authenticate the socket; None: plain.
+        on_message: called with each message in order, except heartbeats and those that end the session.
+        on_lost: called with the reason when the connection is lost: ended by the coordinator, missing frames, a malformed
+            frame, or a heartbeat timeout. Not called for `close`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Dealer:
     ) -> None:
         self.address = address
         self.unsent_bytes = 0
-        """Of frames that wait to be written."""
+        """Size of the queued frames."""
         self._name = identity_name
         self._keys = keys
         self._on_message = on_message
@@ -117,11 +117,11 @@ class Dealer:
         return self._socket is not None
 
     def open(self) -> None:
-        """Connect, under a new identity; frames sent before the coordinator is there wait for it.
+        """Connect under a new identity; frames sent before the coordinator listens are queued.
 
         Raises:
-            ConfigError: no such address can be.
-            RuntimeError: it is open, or no loop runs.
+            ConfigError: invalid address.
+            RuntimeError: already open, or no event loop is running.
         """
         if self._socket is not None:
             raise RuntimeError(f"{self.address}: open() on a connection that is open; close() it first")
@@ -136,15 +136,15 @@ class Dealer:
         self._sequencer = Sequencer()
         self._socket = socket
         self._loop.add_reader(socket.FD, self._turn)
-        # The descriptor tells of changes only, and some may have happened already.
+        # The descriptor is edge-triggered, and edges may have passed already.
         self._turn_soon()
 
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.IDENTITY, self._name.encode()[:MAX_IDENTITY_BYTES] + b"-" + os.urandom(8))
-        # With this option a name that has both kinds of address would only be tried under the newer one.
+        # With IPV6 set, a host name with both kinds of address would only be tried over IPv6.
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
         socket.setsockopt(zmq.RCVHWM, 0)
-        # One that is dropped without close() must not hold whoever collects it until somebody takes its messages.
+        # A socket dropped without close() must not block the garbage collector until its messages are delivered.
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if self._keys is not None:
@@ -152,7 +152,7 @@ class Dealer:
         socket.connect(self.address)
 
     def send(self, message: Message) -> None:
-        """Queue a message; those of one turn of the loop leave together.
+        """Queue a message; messages of one loop iteration are sent together.
 
         Raises:
             ConnectionLostError: the connection is not open.
@@ -163,18 +163,18 @@ class Dealer:
         self._turn_soon()
 
     def heartbeat(self, interval_s: float, timeout_s: float) -> None:
-        """From now on, say something at least every `interval_s`, and count silence of `timeout_s` as a loss."""
+        """Send at least every `interval_s` from now on, and treat `timeout_s` without a message as a lost connection."""
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._said = self._heard = self._loop.time()
         self._set_timer()
 
     def close(self, reason: str, *, quietly: bool = False) -> None:
-        """Take leave of the coordinator and close. Harmless when repeated.
+        """Send a `Disconnect` and close. Idempotent.
 
         Args:
-            reason: told to the coordinator, at most 256 characters of it.
-            quietly: not told, and what is still to be sent is dropped: a greeting that nobody has answered must not
-                reach whoever listens there next, as if it were newer than the next greeting.
+            reason: sent to the coordinator, cut to 256 characters.
+            quietly: send nothing and drop queued frames: an unanswered handshake must not reach the next coordinator at
+                this address after a newer handshake.
         """
         self._shut(None if quietly else reason, f"the connection was closed ({reason})")
 
@@ -197,15 +197,14 @@ class Dealer:
         try:
             settled = self._settle()
         finally:
-            # Not so after many messages, or when a callback raised: the descriptor would not tell again.
+            # After many messages, or when a callback raised, the descriptor would not become readable again.
             if not settled:
                 self._turn_soon()
 
     def _settle(self) -> bool:
-        """Send and receive until neither is possible (True), or for long enough.
+        """Send and receive until neither is possible (True), or up to `TURNS_AT_ONCE` messages (False).
 
-        Each send and each receive may take in the very event that the descriptor has told of, so EVENTS is asked after
-        every one of them.
+        Each send and each receive may consume the descriptor's edge, so EVENTS is read after every one of them.
         """
         for _ in range(TURNS_AT_ONCE):
             if self._socket is None:
@@ -236,13 +235,13 @@ class Dealer:
         for frame in frames:
             try:
                 sequence, message = decode(frame)
-                # Before its number: a coordinator that knows of no session counts from 0.
+                # Checked before the sequence number: a coordinator without this session numbers its frames from 0.
                 if (error := farewell(message)) is not None:
                     self._lose(str(error), tell=False, final=error.final)
                 elif self._sequencer.accept(sequence) and not isinstance(message, Heartbeat):
                     self._on_message(message)
             except SerializationError as exc:
-                self._lose(f"what arrived is no good: {exc}", cause=exc)
+                self._lose(f"a malformed frame was received: {exc}", cause=exc)
             if self._socket is None:
                 return
 
@@ -257,12 +256,12 @@ class Dealer:
     def _beat(self, due: float) -> None:
         now = self._loop.time()
         if self._silent(now):
-            # What has arrived meanwhile counts, and this process may itself have stood still.
+            # Read what has arrived meanwhile: this process itself may have been stalled.
             self._turn()
             if self._silent(now) and now - due > self._interval_s:
                 self._heard = now - self._timeout_s + self._interval_s
             if self._silent(now):
-                self._lose(f"nothing was heard from the coordinator for {self._timeout_s} s")
+                self._lose(f"no frame from the coordinator for {self._timeout_s} s")
         if self._socket is None:
             return
         if now - self._said >= self._interval_s:
@@ -301,10 +300,10 @@ class Dealer:
         self._give_back(socket, 0 if tell is None else LINGER_MS)
 
     def _give_back(self, socket: zmq.Socket[bytes], linger_ms: int) -> None:
-        """Close in the background, on a thread that the end of the process waits for."""
+        """Close in the background, on a non-daemon thread that the process waits for at exit."""
         socket.close(linger=linger_ms)
         try:
             threading.Thread(target=self._context.term, name="rollout-linger").start()
         except RuntimeError:
-            # The interpreter is ending: it starts no thread any more, and waits here instead.
+            # The interpreter is shutting down and starts no threads: block here instead.
             self._context.term()

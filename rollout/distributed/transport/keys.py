@@ -1,10 +1,10 @@
 """CURVE keys of a job and their authentication.
 
-    server pair    the coordinator's; its public half tells clients and ranks that it is no impostor
-    client pair    shared by every client and rank of the job; its public half is the only one admitted
+    server pair    of the coordinator; its public half authenticates the coordinator to clients and ranks
+    client pair    shared by all clients and ranks of the job; the only public key that is admitted
 
-The launcher of the job makes them and gives `client_side()` to everybody but the coordinator. No secret is ever shown
-in a repr, so none gets into a log or a traceback. Knows sockets, but no messages.
+The job's launcher generates them and gives `client_side()` to all processes but the coordinator. Secrets are excluded
+from the repr, so that none appears in a log or a traceback.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""Where libzmq asks about new connections (ZMQ RFC 27)."""
+"""Endpoint of libzmq's authentication requests (ZMQ RFC 27)."""
 
 ZAP_DOMAIN = b"rollout"
 
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """The keys of one job, each 40 characters of z85.
+    """CURVE keys of one job, each 40 characters of z85.
 
     Raises:
-        ConfigError: something else, or halves that do not belong together.
+        ConfigError: malformed key, or a public key that does not match its secret.
     """
 
     server_public: bytes
     server_secret: bytes | None = field(repr=False)
-    """None on the clients' side."""
+    """None for clients and ranks."""
     client_public: bytes
     client_secret: bytes = field(repr=False)
 
@@ -52,10 +52,10 @@ class JobKeys:
 
     @classmethod
     def generate(cls) -> JobKeys:
-        """Fresh keys.
+        """Generate new keys.
 
         Raises:
-            ConfigError: this libzmq was built without CURVE.
+            ConfigError: libzmq was built without CURVE.
         """
         if not zmq.has("curve"):
             raise ConfigError(
@@ -64,19 +64,19 @@ class JobKeys:
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
     def client_side(self) -> JobKeys:
-        """What clients and ranks are given: everything but the server's secret."""
+        """Return a copy without the server's secret, for clients and ranks."""
         return JobKeys(self.server_public, None, self.client_public, self.client_secret)
 
     def serialize(self) -> dict[str, bytes | None]:
-        """Plain, secrets included; the inverse of `deserialize`."""
+        """Return a plain dict, secrets included; the inverse of `deserialize`."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def deserialize(cls, plain: Mapping[str, Any]) -> JobKeys:
-        """The inverse of `serialize`.
+        """Read a plain dict; the inverse of `serialize`.
 
         Raises:
-            SerializationError: not such a dict, or no such keys. The message shows no value.
+            SerializationError: malformed. The message contains no key material.
         """
         if not isinstance(plain, Mapping) or set(plain) != set(cls.__slots__):
             refuse("JobKeys", type(plain).__name__, f"a dict of {', '.join(cls.__slots__)}")
@@ -86,10 +86,10 @@ class JobKeys:
             raise SerializationError(str(exc)) from exc
 
     def secure_server(self, socket: Socket) -> None:
-        """Make a socket the server's end, before it binds. Its context needs a `Gatekeeper`, or nobody is admitted.
+        """Configure a socket as CURVE server, before it binds. Needs a `Gatekeeper` in its context to admit peers.
 
         Raises:
-            ConfigError: these are the clients' keys.
+            ConfigError: the server's secret is missing.
         """
         if self.server_secret is None:
             raise ConfigError(
@@ -102,16 +102,16 @@ class JobKeys:
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_client(self, socket: Socket) -> None:
-        """Make a socket the end of a client or rank, before it connects."""
+        """Configure a socket as CURVE client, before it connects."""
         socket.curve_serverkey = self.server_public
         socket.curve_publickey = self.client_public
         socket.curve_secretkey = self.client_secret
 
 
 class Gatekeeper:
-    """Tells libzmq whether the key of a new connection is the job's (ZMQ RFC 27, ZAP). One per context.
+    """ZAP handler (ZMQ RFC 27): admits only connections with the job's client key. One per context.
 
-    Its owner watches `socket` and calls `answer` when there is something to read.
+    The owner polls `socket` and calls `answer` when it is readable.
     """
 
     def __init__(self, context: Context, keys: JobKeys) -> None:
@@ -121,7 +121,7 @@ class Gatekeeper:
         self.socket.bind(ZAP_ENDPOINT)
 
     def answer(self) -> None:
-        """Answer whoever asks, without waiting."""
+        """Answer all pending authentication requests without blocking."""
         while True:
             try:
                 question = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -134,7 +134,7 @@ class Gatekeeper:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address to listen on. A name other than `localhost` counts as outside."""
+    """Whether a listening address is reachable from this machine only. Host names other than `localhost` are not."""
     if host == "localhost":
         return True
     try:

@@ -1,7 +1,7 @@
 """Adapter from the engine to the verbs of `RankSession`.
 
-Always true: nothing is decided here, and nothing remembered but what has changed in the prefix cache and whether anybody
-steps the engine. Whoever calls holds the engine's lock.
+Always true: no decisions are made here; the only state is the pending prefix cache changes and the idle flag. The caller
+holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from rollout.state import ControlSignal, EngineState, KVCacheManagementMode
 
 
 class SeamOfEngine:
-    """An engine as `rank_session.EngineSeam`."""
+    """`EngineSeam` of an engine in this process."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
         self.resting = False
-        """Nobody steps the engine: nothing in it runs."""
+        """Whether the engine is idle: no thread steps it."""
         self._changes = CacheChanges()
 
     def begin(self) -> list[int]:
-        """Keep account of the prefix cache from now on; returns the hashes that are in it."""
+        """Start recording prefix cache changes; returns the hashes cached now."""
         allocator = self.engine.context.allocator
         self._changes = allocator.changes = CacheChanges()
         return allocator.findable_hashes()
 
     def end(self) -> None:
-        """Keep no account any more."""
+        """Stop recording prefix cache changes."""
         self.engine.context.allocator.changes = None
 
     @property
     def state(self) -> EngineState:
-        """Where it stands."""
+        """State of the engine."""
         return self.engine.state
 
     @property
     def policy_version(self) -> int:
-        """Of its weights."""
+        """Policy version of the engine's weights."""
         return self.engine.policy_version
 
     def next_request_id(self) -> int:
-        """A number nobody else will get."""
+        """Reserve and return a request id."""
         number = self.engine.next_request_id
         self.engine.reserve_request_ids(number + 1)
         return number
@@ -70,24 +70,24 @@ class SeamOfEngine:
         )
 
     def continue_(self, record: DynamicInferenceRequestRecord) -> None:
-        """Queue a sample of which tokens are known."""
+        """Queue a partially generated sample."""
         self.engine.add_record(record)
 
     def discard(self, request_id: int, sample: int | None = None) -> None:
-        """End samples without a result."""
+        """Abort samples and drop their results."""
         self.engine.abort_request(request_id, sample)
         self.engine.take_ended(lambda key: key[0] == request_id and sample in (None, key[1]))
 
     def progress(self, known: Mapping[Key, Known]) -> list[Growth]:
-        """New tokens."""
+        """New tokens since `known`; see `DynamicInferenceEngine.progress`."""
         return self.engine.progress(known)
 
     def take_ended(self, request_ids: Container[int]) -> list[DynamicInferenceRequestRecord]:
-        """Records that no step has returned."""
+        """Ended records of these requests that no step has returned."""
         return self.engine.take_ended(lambda key: key[0] in request_ids)
 
     def control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
-        """Do what the coordinator says. An engine of a later version keeps it."""
+        """Apply a control signal or `set_version`; a version below the engine's own is ignored."""
         if signal == ControlSignal.PAUSE:
             self.engine.pause()
         elif signal == ControlSignal.UNPAUSE:
@@ -99,7 +99,7 @@ class SeamOfEngine:
         elif signal == ControlSignal.STOP:
             return self.engine.stop()
         elif signal == SET_VERSION and type(argument) is int:
-            # The version that it has: other weights under the same number, or it has said so itself.
+            # An equal version is applied too: the weights may have changed under the same number.
             if argument >= self.engine.policy_version:
                 self.engine.weights_updated(argument)
         else:
@@ -107,11 +107,11 @@ class SeamOfEngine:
         return []
 
     def flush(self) -> int:
-        """Forget cached blocks that no request holds; how many."""
+        """Drop unreferenced cached blocks; returns their number."""
         return self.engine.flush_prefix_cache()
 
     def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
-        """What has changed in the prefix cache."""
+        """(added, removed, flushed) of the prefix cache since the last call."""
         taken = self._changes.take()
         return taken.added, taken.removed, taken.flushed
 

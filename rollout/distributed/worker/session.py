@@ -1,14 +1,14 @@
 """Worker side of the protocol as a state machine: assignments in, progress reports out. No I/O.
 
-Promises:
-- every sample of an assignment ends here once: it is reported, cancelled, declined, or forgotten with the session;
-- of each sample the tokens go out contiguously, none twice; its last ones go out with its outcome;
-- an engine that refuses a request declines that one alone;
-- state and version are said (`EngineMoved`, `CommandAck`) before anything that was computed under them.
+Always true:
+- every assigned sample ends exactly once: reported, cancelled, declined, or dropped with the session;
+- the tokens of a sample are sent contiguously, each once; the last ones together with its outcome;
+- an engine error for one request declines that request only;
+- state and version are sent (`EngineMoved`, `CommandAck`) before any token computed under them.
 
-An assignment has a request id of the engine's own, so that an engine can serve others beside the coordinator, and so that
-what an older attempt has made is never taken for a newer one's. No sockets, no threads, no clock: whoever calls holds the
-engine at a step boundary (`DynamicInferenceEngine.locked`).
+Every assignment gets its own request id of the engine, so that the engine can serve other callers too, and results of an
+older attempt are never mistaken for a newer one's. No sockets, threads or clock: the caller holds the engine at a step
+boundary (`DynamicInferenceEngine.locked`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, Control
 Key = tuple[int, int]
 """(the engine's request id, sample index)."""
 Known = tuple[int, int, int]
-"""(completion tokens the coordinator knows of, the policy version of the prompt they came with, events sent)."""
+"""(completion tokens sent, policy version of the prompt sent with them, events sent)."""
 
 NOTHING: Known = (0, 0, 0)
 
@@ -53,22 +53,22 @@ Value = TypeVar("Value")
 
 
 class EngineSeam(Protocol):
-    """What a session needs of an engine. Every call is made at a step boundary."""
+    """Engine interface of a session. Every call is made at a step boundary."""
 
     @property
     def state(self) -> EngineState:
-        """Where it stands."""
+        """State of the engine."""
 
     @property
     def policy_version(self) -> int:
-        """Of its weights."""
+        """Policy version of the engine's weights."""
 
     @property
     def resting(self) -> bool:
-        """Whether nobody steps it."""
+        """Whether the engine is idle: no thread steps it."""
 
     def next_request_id(self) -> int:
-        """A request id of its own that nobody has used."""
+        """Reserve and return an unused request id."""
 
     def add(
         self,
@@ -79,36 +79,36 @@ class EngineSeam(Protocol):
         priority: int,
         arrival_time: float | None,
     ) -> None:
-        """Queue some of the n samples of a prompt; None: it arrives now.
+        """Queue some of the n samples of a prompt; `arrival_time` None: now.
 
         Raises:
-            RolloutError: it can never be served, or nothing is taken any more.
+            RolloutError: the request can never be served, or the engine has stopped.
         """
 
     def continue_(self, record: DynamicInferenceRequestRecord) -> None:
-        """Queue a sample of which tokens are known. Raises as `add` does."""
+        """Queue a partially generated sample. Raises as `add` does."""
 
     def discard(self, request_id: int, sample: int | None = None) -> None:
-        """End a sample, or all of a request, now; its record never comes out. Nothing happens where there is none."""
+        """Abort a sample, or all of a request, and drop its record. No-op if there is none."""
 
     def progress(self, known: Mapping[Key, Known]) -> list[Growth]:
         """See `DynamicInferenceEngine.progress`."""
 
     def take_ended(self, request_ids: Container[int]) -> list[DynamicInferenceRequestRecord]:
-        """Records of these requests that have ended and that no step has returned."""
+        """Ended records of these requests that no step has returned."""
 
     def control(self, signal: str, argument: int | str | None) -> list[DynamicInferenceRequestRecord]:
-        """Do what a control signal or `set_version` says, nothing where that is harmless.
+        """Apply a control signal or `set_version`; no-op where the state makes it harmless.
 
         Returns:
-            Records that `stop` has ended.
+            Records ended by `stop`.
 
         Raises:
-            Exception: it could not.
+            Exception: the engine could not apply it.
         """
 
     def flush(self) -> int:
-        """Forget cached blocks that no request holds; how many."""
+        """Drop unreferenced cached blocks; returns their number."""
 
     def take_changes(self) -> tuple[Collection[int], Collection[int], bool]:
         """(added, removed, flushed) of the prefix cache since the last call: see `CacheChanges`."""
@@ -122,7 +122,7 @@ class _Assignment:
     request_id: int
     attempt: int
     number: int
-    """The engine's request id."""
+    """Request id in the engine."""
     interval: int
     open: set[int]
     """Samples that have not ended."""
@@ -130,31 +130,30 @@ class _Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """Samples of one reporting interval. A step gives a sample one token at most, so that steps are counted, not tokens."""
+    """Samples with the same reporting interval. A step adds at most one token per sample, so steps are counted."""
 
     steps: int = 0
-    """Since the last report."""
+    """Steps since the last report."""
     known: dict[Key, Known] = field(default_factory=dict)
 
 
 class RankSession:
-    """One rank's side of one session.
+    """State of one rank in one session with the coordinator.
 
     Args:
         engine: see `EngineSeam`.
-        send: takes messages for the coordinator, in order.
-        progress_interval: steps after which tokens are reported where an assignment does not say.
-        ordered: the engine state that commands of an earlier session led to: whoever put the engine there is who may
-            take it out of there. None: none did.
-        follows_version: the engine's weights are those of the version that the coordinator answers `Register` with. False:
-            a training loop beside it counts its own updates, and one that is behind is not said to be ahead.
+        send: called with every message to the coordinator, in order.
+        progress_interval: steps between two reports if the assignment sets no interval.
+        ordered: engine state reached by commands of an earlier session; only the side that stopped an engine may restart
+            it. None: not by commands.
+        follows_version: set the engine to the version in `RegisterAck`. False: a training loop beside it counts its own
+            updates, and its version is never raised from outside.
 
     Attributes:
-        entered: the engine has been brought to the state and version that the coordinator answered `Register` with;
-            before, nothing is said.
+        entered: the engine has reached the state and version of `RegisterAck`; nothing is sent before.
         ordered: as the argument.
-        wanted: where the coordinator wants the engine, whatever the training loop has done with it meanwhile: neither
-            sets going what the other one has stopped.
+        wanted: state requested by the coordinator, regardless of the training loop's own changes: neither side restarts
+            what the other has stopped.
     """
 
     def __init__(
@@ -181,21 +180,21 @@ class RankSession:
 
     @property
     def num_open(self) -> int:
-        """Samples of the coordinator that have not ended."""
+        """Number of assigned samples that have not ended."""
         return len(self._newest)
 
     @property
     def numbers(self) -> Container[int]:
-        """The engine's request ids of what came from the coordinator."""
+        """Engine request ids of the assignments."""
         return self._numbers
 
-    # --- what the coordinator says ----------------------------------------------------------------------------------
+    # --- messages of the coordinator --------------------------------------------------------------------------------
 
     def receive(self, message: Message) -> list[DynamicInferenceRequestRecord]:
-        """Do what a message asks; messages that are not for a rank are ignored.
+        """Handle a message; messages that are not for a rank are ignored.
 
         Returns:
-            Records of others that have ended by it (`stop` ends everything).
+            Records of requests from other callers that it ended (`stop` ends all).
         """
         if isinstance(message, Assign):
             self._assign(message)
@@ -208,7 +207,7 @@ class RankSession:
         return []
 
     def forgo(self, message: Assign) -> None:
-        """Take note of an assignment whose `Cancel` has come already: what it supersedes ends, nothing of it begins."""
+        """Handle an assignment that is already cancelled: end the attempts it supersedes and start nothing."""
         self._supersede(message)
 
     def _assign(self, message: Assign) -> None:
@@ -220,7 +219,7 @@ class RankSession:
             known = self._queue(message, number, wanted)
         except (EngineStateError, EngineDeadError) as exc:
             self._engine.discard(number)
-            # An engine that has ended by itself leaves the session, and its requests go elsewhere.
+            # If the engine stopped by itself, the session ends and the coordinator reassigns its requests.
             if self.ordered is EngineState.STOPPED:
                 self._decline(message, number, exc)
         except Exception as exc:  # noqa: BLE001 - whatever a request makes an engine raise harms this request alone
@@ -230,12 +229,12 @@ class RankSession:
             self._open(message, number, wanted, known)
 
     def _decline(self, message: Assign, number: int, exc: Exception) -> None:
-        # The engine's own number means nothing to whoever reads this.
+        # The engine's request id has no meaning to the client.
         text = str(exc).removeprefix(f"request {number}: ")
         self._send(Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
     def _supersede(self, message: Assign) -> list[int]:
-        """The samples of a message that no newer attempt has; older attempts at them end here."""
+        """End older attempts at the samples of an assignment; returns the samples without a newer attempt."""
         wanted = []
         for index in dict.fromkeys(message.indices):
             before = self._newest.get((message.request_id, index))
@@ -258,7 +257,7 @@ class RankSession:
             known[index] = (len(piece.tokens), piece.prompt_version, len(request.events))
         fresh = [index for index in wanted if index not in known]
         if fresh:
-            # A coordinator has no wall clock of its own: 0 stands for now.
+            # The coordinator has no wall clock: 0 means now.
             self._engine.add(number, fresh, prompt, params, message.priority, message.arrival_time or None)
         return known
 
@@ -290,7 +289,7 @@ class RankSession:
                 self.wanted = leads_to if self.wanted in acts_in else self.wanted
             if message.signal != FLUSH_PREFIX_CACHE:
                 foreign = self._control(message.signal, message.argument)
-        except Exception as exc:  # noqa: BLE001 - whatever it was, the coordinator is told
+        except Exception as exc:  # noqa: BLE001 - any error is reported to the coordinator
             error = f"{type(exc).__name__}: {exc}"
         self._said = (self._engine.state, self._engine.policy_version)
         self._send(CommandAck(message.command_id, *self._now(), error, amount))
@@ -298,7 +297,7 @@ class RankSession:
 
     def _enter(self, message: RegisterAck) -> list[DynamicInferenceRequestRecord]:
         self._interval = message.progress_interval or self._interval
-        # What has happened since registration is said below, when the engine is where it must be.
+        # Changes since registration are sent below, after the engine has reached the requested state.
         self._said = (self._engine.state, self._engine.policy_version)
         self.wanted = CoordinatorState(message.state)
         if not self._follows_version:
@@ -306,7 +305,7 @@ class RankSession:
         elif message.policy_version > self._engine.policy_version:
             foreign = self._control(SET_VERSION, message.policy_version)
         else:
-            # Said again, the version that it has would tell it of other weights.
+            # Setting the same version again would mean changed weights.
             foreign = self._report(self._engine.take_ended(self._numbers), self._everything())
         for signal in self._signals_to(self.wanted):
             foreign += self._control(signal, None)
@@ -316,7 +315,7 @@ class RankSession:
         return foreign
 
     def _signals_to(self, state: CoordinatorState) -> list[ControlSignal]:
-        """The way to the coordinator's state. What the training loop has stopped by itself is not set going."""
+        """Signals that lead to the coordinator's state. An engine stopped by its training loop is not restarted."""
         if state is CoordinatorState.RUNNING:
             theirs = self.ordered is not None and self.ordered is self._engine.state
             return [ControlSignal.RESUME, ControlSignal.UNPAUSE] if theirs else []
@@ -334,29 +333,29 @@ class RankSession:
         before = self._engine.state
         theirs = before is EngineState.SUSPENDED and self.ordered is not EngineState.SUSPENDED
         ended: list[DynamicInferenceRequestRecord] = []
-        # Device memory that the training loop has made room in is its own until it gives it back.
+        # Device memory freed by the training loop's own suspension belongs to that loop until it resumes the engine.
         if not (theirs and signal in (ControlSignal.RESUME, ControlSignal.UNPAUSE)):
             ended = self._engine.control(signal, argument)
         if self._engine.state is not before:
             self.ordered = self._engine.state
         self._said = (self._engine.state, self._engine.policy_version)
-        # Nothing moves for a while now: what is known is known up to here.
+        # No step may follow for a while: report all tokens known so far.
         return self._report([*ended, *self._engine.take_ended(self._numbers)], self._everything())
 
-    # --- what the engine has done -----------------------------------------------------------------------------------
+    # --- reports of the engine --------------------------------------------------------------------------------------
 
     def report(
         self, ended: Iterable[DynamicInferenceRequestRecord], *, steps: int = 1, everything: bool = False
     ) -> list[DynamicInferenceRequestRecord]:
-        """After a step, or whenever records have ended: say what is due, in one `Progress` at most.
+        """Send the due tokens and ended samples, in at most one `Progress`.
 
         Args:
-            ended: what the engine has handed out.
-            steps: made since the last call.
-            everything: also tokens that are not due yet.
+            ended: records that the engine has finished.
+            steps: number of steps since the last call.
+            everything: include tokens that are not due yet.
 
         Returns:
-            Those of `ended` that did not come from the coordinator.
+            Records of `ended` that were not assigned by the coordinator.
         """
         if not self.entered:
             return list(ended)
@@ -370,7 +369,7 @@ class RankSession:
         return self._report(ended, due)
 
     def moved(self) -> None:
-        """The engine may have moved by itself: say so if it has. States on the way to another are not worth a word."""
+        """Send `EngineMoved` if the engine's state, version or idleness changed by itself; transient states are skipped."""
         now = (self._engine.state, self._engine.policy_version)
         same = now == self._said and self._engine.resting is self._said_resting
         if self.entered and not same and now[0] in STABLE_ENGINE_STATES:
@@ -384,7 +383,7 @@ class RankSession:
         self._send(EngineMoved(*self._now(), self._said_resting))
 
     def lost(self) -> None:
-        """The session has ended: nothing of it goes on, and nothing of it is said any more."""
+        """End the session: abort all assigned samples and send nothing more."""
         for number in self._numbers:
             self._engine.discard(number)
         for table in (self._attempts, self._numbers, self._newest, self._paces):
@@ -481,7 +480,7 @@ def _params(packed: bytes) -> SamplingParams:
 
 
 def _column(values: list[Value | None]) -> list[Value | None] | None:
-    """A column of a stretch, left out where nobody has anything in it."""
+    """Return a stretch's column, or None if every entry is None."""
     return values if any(value is not None for value in values) else None
 
 

@@ -1,13 +1,13 @@
 """Connects an engine to a coordinator: applies commands at step boundaries, reports progress, sends heartbeats.
 
-    loop thread     the socket; heartbeats go on while the engine steps or suspends
-    apply thread    does what the coordinator says, at the next step boundary, also while the training loop is busy
+    loop thread     socket I/O; heartbeats continue while the engine steps or suspends
+    apply thread    applies messages at the next step boundary, also while the training loop is busy
     caller          `step` or `run`: the engine's steps, and the report after each
 
-Promises:
-- a session is fed and asked only under the engine's lock, so that what it says is in order;
-- nothing of a session that has ended is sent, and nothing that arrives for it is done;
-- when a session ends, every sample that came with it ends too: the coordinator gives it to another rank.
+Always true:
+- a session is accessed only under the engine's lock, so that its messages are in order;
+- nothing of an ended session is sent, and messages that arrive for it are dropped;
+- when a session ends, its samples are aborted: the coordinator assigns them to another rank.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 CLOSE_TIMEOUT_S = 10.0
-"""For the socket's and the apply thread's last acts."""
+"""Deadline for closing the socket and joining the apply thread."""
 FIRST_ATTEMPT_S = 1.0
 LONGEST_ATTEMPT_S = 10.0
-"""For one attempt to find the coordinator again, over a socket of its own: doubling from the first to the longest. The
-first may have reached a coordinator in its last second, which hears no more."""
+"""Timeout of one connection attempt, doubling from the first to the longest. The first is short because it may reach a
+coordinator that is about to end."""
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 2.0
-"""Between two attempts: doubling from the first to the longest."""
+"""Backoff between two attempts, doubling from the first to the longest."""
 
 SAMPLES_AT_ONCE = 256
-"""New samples that are taken in at one step boundary: between them the engine goes on with what it has."""
+"""Maximum new samples applied at one step boundary, so that running samples are not delayed for long."""
 
 _HELD = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
 
 
 @dataclass(eq=False)
 class _Link:
-    """One session, from the socket to the engine."""
+    """One session: connection, state machine, inbox."""
 
     dealer: Wire
     session: RankSession
@@ -72,29 +72,28 @@ class _Link:
     cancelled: set[int] = field(default_factory=set)
     """Attempts whose `Cancel` is in the inbox."""
     cut: bool = False
-    """Nothing is sent any more, nothing that comes is done."""
+    """Whether the session is ending: nothing is sent, and incoming messages are dropped."""
     error: Exception | None = None
-    """Why it has ended."""
+    """Why the session has ended, or None."""
 
 
 class EngineWorker:
-    """Serves a coordinator with one engine.
+    """Connects one engine to a coordinator and makes the engine's steps.
 
     Args:
-        engine: may also serve others: they call `wake` when they have queued something, and find in `take_ended` what
-            ended in a step made here.
+        engine: may also serve other callers: they call `wake` after queueing requests, and get the records that ended in
+            this worker's steps from `take_ended`.
         address: of the coordinator, `tcp://host:port`.
-        name: of this rank; a later process of the same name takes its place.
-        keys: of the job, where the coordinator has some.
-        loop: for the socket; None: one of its own.
-        reconnect_timeout_s: how long `run` looks for a coordinator that it has lost.
-        on_lost: called with the reason when a session ends that was not stopped here; by a thread of the worker, which
-            it must not keep waiting.
-        dial: makes the connection; a coordinator in this process brings its own.
-        follows_version: as `RankSession` has it.
+        name: of this rank; a later process with the same name replaces it.
+        keys: of the job, if the coordinator requires them.
+        loop: event loop for the socket; None: the worker creates one.
+        reconnect_timeout_s: how long `run` looks for a lost coordinator.
+        on_lost: called with the reason when a session is lost; on a thread of the worker, so it must not block.
+        dial: connection factory; a coordinator in this process provides its own.
+        follows_version: see `RankSession`.
 
     Attributes:
-        lost: why there is no session; None: there is one, or none was begun or all was stopped.
+        lost: why the session was lost; None: connected, not started, or stopped.
     """
 
     def __init__(
@@ -126,9 +125,9 @@ class EngineWorker:
         self._thread: threading.Thread | None = None
         self._ended: list[DynamicInferenceRequestRecord] = []
         self._withheld = False
-        # One session at a time is begun or ended by a caller.
+        # Serialises starting and ending sessions.
         self._connecting = threading.Lock()
-        # Guards what follows, and the inbox. Whoever holds it waits for nothing else, the engine's lock least of all.
+        # Guards the fields below and the inbox. A leaf lock: its holder acquires no other, least of all the engine's.
         self._changed = threading.Condition()
         self._engine_moved = False
         self._closed = False
@@ -136,13 +135,13 @@ class EngineWorker:
     # --- the session ------------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float = 30.0) -> None:
-        """Register with the coordinator; from now on its work is taken in.
+        """Register with the coordinator and start accepting its assignments.
 
         Raises:
-            DeadlineError: it did not answer within `timeout_s`.
-            ConnectionLostError: it refused: another protocol version, another block size, or it is stopping.
-            ConfigError: no such address can be.
-            EngineStateError: it was started before.
+            DeadlineError: no answer within `timeout_s`.
+            ConnectionLostError: the coordinator refused: another protocol version or block size, or it is stopping.
+            ConfigError: invalid address.
+            EngineStateError: started before.
         """
         if self._thread is not None or self._closed:
             raise EngineStateError(f"worker {self.name!r}: start() again; build another, or reconnect()")
@@ -158,7 +157,7 @@ class EngineWorker:
             raise
 
     def stop(self) -> None:
-        """Leave the coordinator, which gives what is unfinished to other ranks. Harmless when repeated."""
+        """Disconnect; the coordinator assigns unfinished samples to other ranks. Idempotent."""
         with self._changed:
             if self._thread is None or self._closed:
                 return
@@ -178,15 +177,15 @@ class EngineWorker:
     def reconnect(
         self, address: str | None = None, keys: JobKeys | None = None, timeout_s: float | None = None
     ) -> None:
-        """Begin a new session, with the same or with another coordinator; what is left of the old one ends.
+        """Start a new session with the same or another coordinator, ending the old one; retries with backoff.
 
         Args:
-            address, keys: of another coordinator; None: as before.
-            timeout_s: how long to look for it; None: `reconnect_timeout_s`.
+            address, keys: of another coordinator; None: unchanged.
+            timeout_s: deadline for all attempts; None: `reconnect_timeout_s`.
 
         Raises:
-            ConnectionLostError: no session came about in that time.
-            EngineStateError: it was stopped, or never started.
+            ConnectionLostError: no session within that time.
+            EngineStateError: stopped, or never started.
         """
         self.address = self.address if address is None else address
         self._keys = self._keys if keys is None else keys
@@ -215,7 +214,7 @@ class EngineWorker:
             before = self._link
             if before is not None:
                 with self.engine.locked():
-                    self._drop(before, "it connects anew")
+                    self._drop(before, "it reconnects")
             link = self._open(None if before is None else before.session.ordered)
             with self._changed:
                 self._changed.wait_for(
@@ -270,7 +269,7 @@ class EngineWorker:
         return link
 
     def _drop(self, link: _Link, reason: str, quietly: bool = False) -> None:
-        """End a session from here. The engine's lock is held."""
+        """End a session on this side. The caller holds the engine's lock."""
         link.session.lost()
         if not link.cut:
             link.cut = True
@@ -332,7 +331,7 @@ class EngineWorker:
         return self._link is not None and self._link.error is None and bool(self._link.inbox)
 
     def _apply(self) -> Exception | None:
-        """What has arrived, at one step boundary; returns why the session has ended, if it has."""
+        """Apply the inbox at a step boundary; returns why the session was lost, or None."""
         link = self._link
         if link is None or link.error is not None:
             return None
@@ -348,7 +347,7 @@ class EngineWorker:
                 continue
             try:
                 self._receive(link, item)
-            except Exception as exc:  # noqa: BLE001 - a session whose engine cannot follow it is of no use to anybody
+            except Exception as exc:  # noqa: BLE001 - the engine cannot follow the session: end it
                 return self._lose(link, exc)
         if not link.session.entered or link.cut:
             return None
@@ -398,13 +397,13 @@ class EngineWorker:
     # --- the engine's steps -----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One step of the engine, and the report of what it brought.
+        """Make one engine step and report its results.
 
         Returns:
-            False: there was nothing to do, or the engine is not RUNNING.
+            Whether a step was made; False: no work, or the engine is not RUNNING.
 
         Raises:
-            EngineDeadError: the engine has died; the coordinator has been told, and gives its requests to others.
+            EngineDeadError: the engine has died; the session is ended and the coordinator reassigns its requests.
         """
         with self.engine.locked():
             if not self._has_work():
@@ -413,9 +412,9 @@ class EngineWorker:
             return True
 
     def steps(self) -> bool:
-        """As many steps as there are before there is nothing to do, another thread wants the engine, or Ctrl-C.
+        """Make engine steps until there is no work, another thread wants the engine, or Ctrl-C is pending.
 
-        Our attention stays in the model from one to the next, and is out of it before anybody hears of the last one.
+        The attention function stays installed between the steps, and is removed before the last step is reported.
 
         Returns, raises: as `step`.
         """
@@ -446,7 +445,7 @@ class EngineWorker:
             self._ended += ended
 
     def attend(self) -> None:
-        """Steps are made from here to `rest`: say so."""
+        """Report this rank as active: steps are made until `rest`."""
         if self._seam.resting:
             with self.engine.locked():
                 self._seam.resting = False
@@ -454,7 +453,7 @@ class EngineWorker:
                     self._link.session.moved()
 
     def rest(self) -> None:
-        """No step is made for a while: say what is known up to here, and that nothing runs. Others may get the work."""
+        """Report all tokens known so far and this rank as idle; its waiting samples may be reassigned."""
         with self.engine.locked():
             self._seam.resting = True
             link = self._link
@@ -476,19 +475,19 @@ class EngineWorker:
         return not self._withheld and self.engine.state is EngineState.RUNNING and self.engine.has_unfinished
 
     def withhold(self) -> None:
-        """No step is made from here to `give_back`, whatever the coordinator wants meanwhile."""
+        """Inhibit steps until `give_back`, whatever the coordinator requests."""
         with self.engine.locked():
             self._withheld = True
 
     def give_back(self, *, suspended: bool) -> bool:
-        """Steps are made again, as soon as the engine is RUNNING.
+        """End the inhibition: steps are made again when the engine is RUNNING.
 
         Args:
-            suspended: the caller has suspended the engine, which the coordinator respects. Where it wants the engine to
-                stand still itself, the suspension becomes its own, or ends.
+            suspended: the caller has suspended the engine. If the coordinator holds it too, the suspension is handed over
+                to it (SUSPENDED) or ended (PAUSED).
 
         Returns:
-            Whether the engine is left to the coordinator.
+            Whether the coordinator holds the engine paused or suspended.
         """
         with self.engine.locked():
             self._withheld = False
@@ -503,19 +502,19 @@ class EngineWorker:
         return left
 
     def check_weights(self) -> None:
-        """`DynamicInferenceEngine.check_weights`, unless somebody is just changing them or the engine is at work."""
+        """Run `DynamicInferenceEngine.check_weights` unless steps are inhibited or the engine has work."""
         with self.engine.locked():
             running = self.engine.state is EngineState.RUNNING
             if running and not self._withheld and not self.engine.has_unfinished:
                 self.engine.check_weights()
 
     def run(self) -> None:
-        """Step whenever there is work, until `stop` is called (by another thread) or the engine stops.
+        """Step whenever there is work, until `stop` is called by another thread or the engine stops.
 
-        A session that is lost is followed by another one, as soon as a coordinator is there.
+        Reconnects when a session is lost.
 
         Raises:
-            ConnectionLostError: none was there for `reconnect_timeout_s`, or another process has taken this one's name.
+            ConnectionLostError: no coordinator for `reconnect_timeout_s`, or another process uses this rank's name.
             EngineDeadError: the engine has died.
         """
         while not self._closed and self.engine.state is not EngineState.STOPPED:
@@ -537,13 +536,13 @@ class EngineWorker:
                 raise
 
     def wait_for_work(self, timeout_s: float, *, or_when: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until `step` has something to do, or never will: the session is lost, the worker or engine stopped.
+        """Wait until there is work, the session is lost, or the worker or engine has stopped.
 
         Args:
-            or_when: something else to wait for; whoever makes it true calls `wake`. It must not wait itself.
+            or_when: additional condition; `wake` must be called when it becomes true. It must not block.
 
         Returns:
-            False: nothing of it within `timeout_s`.
+            False after `timeout_s`.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -559,16 +558,16 @@ class EngineWorker:
 
     @property
     def held_by_coordinator(self) -> bool:
-        """Whether the coordinator wants the engine paused or suspended: another control call sets it going."""
+        """Whether the coordinator holds the engine paused or suspended; another control call must resume it."""
         return self._link is not None and self._link.session.wanted in _HELD
 
     def wake(self) -> None:
-        """Somebody else has queued work in the engine: whoever waits in `wait_for_work` looks again."""
+        """Make `wait_for_work` check its conditions again, after another caller has queued work in the engine."""
         with self._changed:
             self._changed.notify_all()
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of requests that did not come from the coordinator and have ended in a step made here."""
+        """Return ended records of requests that were not assigned by the coordinator, each once."""
         with self.engine.locked():
             ended, self._ended = self._ended, []
             return ended

@@ -552,7 +552,7 @@ async def test_what_contradicts_the_record_ends_the_connection():
         future = client.add_request(PROMPT)
         await heard(fake)
         fake.say(fake.peers[0], part(0, 1, 5, [7], last=False))
-        with pytest.raises(ConnectionLostError, match="tokens from 5 on arrived where 0 are known"):
+        with pytest.raises(ConnectionLostError, match="expected tokens from 0, got 5"):
             await future
 
 
@@ -566,7 +566,7 @@ async def test_a_silent_coordinator_counts_as_dead_after_the_timeout_it_told():
         client = InferenceClient(fake.address)
         await client.start()
         future = client.add_request(PROMPT)
-        with pytest.raises(ConnectionLostError, match=r"nothing was heard from the coordinator for 0\.2 s"):
+        with pytest.raises(ConnectionLostError, match=r"no frame from the coordinator for 0\.2 s"):
             await future
         assert fake.heartbeats >= 1
         await every_call(client)

@@ -385,9 +385,9 @@ def test_a_sample_that_comes_token_by_token_is_kept_in_few_pieces_and_read_as_ev
 @pytest.mark.parametrize(
     ("second", "kind", "words"),
     [
-        ({0: (3, [9])}, LostFramesError, "tokens from 3 on arrived where 2 are known"),
-        ({0: (1, [9])}, LostFramesError, "tokens from 1 on arrived where 2 are known"),
-        ({1: (1, [9])}, LostFramesError, "tokens from 1 on arrived where 0 are known"),
+        ({0: (3, [9])}, LostFramesError, "expected tokens from 2, got 3"),
+        ({0: (1, [9])}, LostFramesError, "expected tokens from 2, got 1"),
+        ({1: (1, [9])}, LostFramesError, "expected tokens from 0, got 1"),
         ({2: (0, [9])}, SerializationError, "sample 2, which is none of n=2"),
     ],
 )
@@ -554,7 +554,7 @@ def test_known_that_does_not_fit_is_refused_and_nothing_is_sent():
     line = Line()
     with pytest.raises(InvalidRequestError, match=r"does not fit: .*sample 3, which is none of n=2"):
         line.submit(n=2, known=[stretch(0, {3: (0, [1])})])
-    with pytest.raises(InvalidRequestError, match=r"does not fit: .*tokens from 2 on"):
+    with pytest.raises(InvalidRequestError, match=r"does not fit: .*expected tokens from 0, got 2"):
         line.submit(n=2, known=[stretch(0, {0: (2, [1])})])
     with pytest.raises(InvalidRequestError, match="nothing is left to do"):
         line.submit(n=1, known=[stretch(0, {0: (0, [1])}, ended=(0,))])

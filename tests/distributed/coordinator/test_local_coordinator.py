@@ -124,7 +124,7 @@ def test_its_end_reaches_everybody_once() -> None:
         coordinator.shutdown("the engine has died")
         with pytest.raises(ConnectionLostError, match="the engine has died"):
             await waiting
-        assert [str(error) for error in peer.lost] == ["here: the other side has left (the engine has died)"]
+        assert [str(error) for error in peer.lost] == ["here: the peer has disconnected (the engine has died)"]
 
     run(test)
 

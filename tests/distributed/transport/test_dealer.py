@@ -277,8 +277,8 @@ async def test_opening_what_is_open_is_refused():
     ("frames", "words", "cause"),
     [
         ([encode(1, Refused("unknown_peer", "who are you", over=True))], "unknown_peer.*who are you", None),
-        ([encode(1, Disconnect("shutdown"))], "has left .shutdown", None),
-        ([encode(5, BarrierDone(0))], "frame 5 arrived where 1 must: 4 were lost", LostFramesError),
+        ([encode(1, Disconnect("shutdown"))], "has disconnected .shutdown", None),
+        ([encode(5, BarrierDone(0))], "expected frame 1, got 5: 4 were lost", LostFramesError),
         ([b"\xc1"], "no msgpack", SerializationError),
         ([b"\xc1", encode(1, Disconnect("late")), b"\xc1"], "no msgpack", SerializationError),
         ([encode(1, Update([])).replace(b"\x90", b"\x03")], "Update.stretches: 3 arrived", SerializationError),
@@ -388,7 +388,7 @@ async def test_silence_beyond_the_timeout_is_a_loss():
         connection, _ = await greeted(fake)
         connection.dealer.heartbeat(0.05, 0.1)
         error = await connection.lost.get()
-        assert "nothing was heard from the coordinator for 0.1 s" in str(error)
+        assert "no frame from the coordinator for 0.1 s" in str(error)
         await asyncio.sleep(0.2)
         assert connection.lost.empty()
 

@@ -499,7 +499,7 @@ def test_a_worker_goes_over_to_another_coordinator() -> None:
         coordinator.tell(assign(token_ids(7), greedily(20)))
         assert worker.wait_for_work(DEADLINE_S)
         worker.reconnect(other.address, timeout_s=DEADLINE_S)
-        assert coordinator.hear(Disconnect) == Disconnect("it connects anew")
+        assert coordinator.hear(Disconnect) == Disconnect("it reconnects")
         assert other.hear(EngineMoved) == EngineMoved("running", 4)
         assert not worker.engine.has_unfinished
         other.tell(assign(token_ids(7), greedily(2)))

@@ -1,9 +1,9 @@
-"""Admission of requests: limits per request, memory budgets per client and for all. No I/O, no clock.
+"""Admission of requests: limits per request, memory budgets per client and in total. No I/O, no clock.
 
-Always true: memory is charged before it is taken and given back when it is free; one client holds at most
-`max_open_mb`, all together at most `max_total_open_mb`. What a request costs whatever is in it (its objects,
-`REQUEST_BYTES` of parameters and samples) is bounded by `max_open_requests` instead. Tokens that ranks compute are
-charged as they come: they are never refused, but no further request is taken for them.
+Always true: memory is charged before it is used and released when it is freed; a client holds at most `max_open_mb`, all
+clients together at most `max_total_open_mb`. The fixed cost of a request (its objects, `REQUEST_BYTES` of parameters and
+samples) is bounded by `max_open_requests` instead. Tokens computed by ranks are charged on arrival and never refused, but
+they reduce the budget for new requests.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
 from rollout.distributed.protocol.messages import Submit
 
 REQUEST_BYTES = 1024
-"""Of parameters and samples, not charged."""
+"""Free allowance per request for parameters and samples."""
 
 SAMPLE_BYTES = 128
-"""Of each sample in the books, and of each row of known tokens."""
+"""Charged per sample and per row of known tokens."""
 
 TOKENIZER_BYTES = 128
-"""Per character, while a text becomes tokens; measured: 140 where every character is a token, else less."""
+"""Memory per character during tokenisation; measured: at most 140, if every character is a token."""
 
 
 class Admission:
-    """What is charged to whom, and who is refused."""
+    """Memory accounting per client, and the admission check."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.total_bytes = 0
-        """Charged at present."""
+        """Bytes charged to all clients."""
         self._config = config
 
     def charge(self, client: ClientPeer, size: int) -> None:
-        """So much more is held for this client; negative: less."""
+        """Charge `size` bytes to a client; negative: release them."""
         client.open_bytes += size
         self.total_bytes += size
 
     def refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
-        """(error, why) of a request that is not taken; None: there is room for it."""
+        """Return (error name, reason) if a request is refused; None: admitted."""
         config, prompt = self._config, message.prompt
         if not 1 <= message.n <= MAX_SAMPLES:
             return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
@@ -87,18 +87,18 @@ class Admission:
 
 
 def bytes_to_assign(message: Submit) -> int:
-    """What of a request travels to a rank, besides numbers per sample: with them it must fit into one frame again."""
+    """Size of a request's variable parts in an `Assign`, which must fit into one frame."""
     return len(message.prompt) + len(message.params) + sum(row.buffer_bytes for row in message.known)
 
 
 def cost_of(message: Submit) -> int:
-    """What a request takes until it ends; of a text, until it has become tokens."""
+    """Memory that a request holds until it ends; a text prompt: until it is tokenised."""
     prompt = sys.getsizeof(message.prompt) if isinstance(message.prompt, str) else len(message.prompt)
     return prompt + cost_besides_prompt(message)
 
 
 def cost_besides_prompt(message: Submit) -> int:
-    """The same, without the prompt."""
+    """`cost_of` without the prompt."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
     books = len(message.params) + SAMPLE_BYTES * (message.n - 1)
     return known + max(0, books - REQUEST_BYTES)

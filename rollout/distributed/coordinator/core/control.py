@@ -1,7 +1,7 @@
 """Control calls and barriers: pending answers per call, deadlines, completion. No I/O, no clock.
 
-A call completes when every engine that was there when it was made has answered; an engine that is lost meanwhile is no
-longer waited for. A barrier completes when every member has come to it; a member that is lost is no longer waited for.
+A call completes when every engine registered at its start has answered or was lost. A barrier completes when all
+`data_parallel_size` members have arrived; a lost member is not waited for after a grace period.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rollout.distributed.protocol.messages import Barrier, BarrierDone, Command,
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
 
 MAX_NAMES = 8
-"""Members that are named one by one."""
+"""Maximum number of names listed in a message."""
 
 MAX_CALLS = 64
-"""Of one client, open at once."""
+"""Maximum open calls per client."""
 
 MAX_TIMEOUT_S = 30 * 86400.0
-"""Longest deadline of a call."""
+"""Maximum deadline of a call, 30 days."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One control call on its way."""
+    """A pending control call."""
 
     client: bytes
     call_id: int
@@ -39,16 +39,16 @@ class Call:
     awaited: dict[bytes, str]
     """Engines that have not answered: identity → name."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Engine name → what it could not do."""
+    """Engine name → its error."""
     amount: int = 0
-    """What the engines have told so far."""
+    """Sum of the amounts acknowledged so far."""
 
 
 class ControlPlane:
-    """State and policy version of the job, and the calls that move them.
+    """State and policy version of the job, and the control calls that change them.
 
     Args:
-        on_stopped: called when every engine has stopped, or STOP's deadline has passed, before its caller is told.
+        on_stopped: called when every engine has stopped, or STOP's deadline has passed, before the caller's reply.
     """
 
     def __init__(self, peers: Peers, on_stopped: Callable[[], None]) -> None:
@@ -59,19 +59,19 @@ class ControlPlane:
         self._calls: dict[int, Call] = {}
         self._of_client: dict[bytes, set[int]] = defaultdict(set)
         self._awaited_of: dict[bytes, set[int]] = defaultdict(set)
-        """Engine → the calls that it has not answered."""
+        """Engine → its unanswered calls."""
         self._deadlines = LazyHeap[int](lambda command_id: command_id in self._calls)
         self._next_command = 0
 
     @property
     def stopped(self) -> bool:
-        """STOP has been asked for and every engine has answered, or its deadline has passed."""
+        """Whether STOP was requested and every engine has answered, or its deadline has passed."""
         return self.state is CoordinatorState.STOPPING and not any(
             call.signal == ControlSignal.STOP for call in self._calls.values()
         )
 
     def call(self, client: ClientPeer, message: Control, now: float) -> None:
-        """Relay a call to every engine, or refuse it."""
+        """Relay a control call to every engine, or refuse it."""
         refusal = self._too_much(client, message) or self._move(message)
         if refusal is not None:
             self._peers.say(client, ControlDone(message.call_id, "ControlError", shortened(refusal)))
@@ -126,7 +126,7 @@ class ControlPlane:
         return None
 
     def acknowledged(self, rank: RankPeer, message: CommandAck) -> None:
-        """One engine has done its part, or could not."""
+        """Handle one engine's acknowledgement."""
         call = self._calls.get(message.command_id)
         if call is None or call.awaited.pop(rank.identity, None) is None:
             return
@@ -137,7 +137,7 @@ class ControlPlane:
         self._settle(message.command_id)
 
     def lost(self, identity: bytes) -> None:
-        """A peer has gone: nobody waits for it, and it waits for nothing. A STOP that it asked for goes on."""
+        """Remove a disconnected peer from all pending calls. A STOP that it requested continues."""
         for command_id in self._of_client.pop(identity, ()):
             if self._calls[command_id].signal != ControlSignal.STOP:
                 self._forget(command_id)
@@ -146,12 +146,12 @@ class ControlPlane:
             self._settle(command_id)
 
     def next_deadline(self) -> float:
-        """When a call is due."""
+        """Earliest deadline of a pending call; infinity if there is none."""
         due = self._deadlines.head_key()
         return float("inf") if due is None else float(due)
 
     def expire(self, now: float) -> None:
-        """End the calls whose deadline has passed, naming the engines that have not answered."""
+        """Fail calls past their deadline, naming the engines that have not answered."""
         while (command_id := self._deadlines.head()) is not None and self._calls[command_id].deadline <= now:
             call = self._calls[command_id]
             late = sorted(call.awaited.values())
@@ -190,9 +190,9 @@ def _failed(call: Call) -> str:
 
 
 class Barriers:
-    """Members come to numbered barriers; each is told when all have come.
+    """Numbered barriers of the members.
 
-    One whose session is lost may come back at once, with another, so it is waited for during a grace.
+    A member whose session is lost is waited for during a grace period, because it may reconnect.
     """
 
     def __init__(self, peers: Peers, size: int) -> None:
@@ -200,25 +200,25 @@ class Barriers:
         self._size = size
         self._departed: set[int] = set()
         self._awaited_until: dict[int, float] = {}
-        """Members whose session was lost."""
+        """End of the grace period of members whose session was lost."""
         self._words: dict[bytes, Barrier] = {}
-        """What each member said last."""
+        """Last `Barrier` message of each member."""
         self.passed = NO_BARRIER
-        """The furthest barrier that every member has come to."""
+        """Highest barrier at which every member has arrived."""
 
     def joined(self, client: ClientPeer) -> None:
-        """A member has connected; it starts at the next barrier."""
+        """Add a connected member; it starts after the last passed barrier."""
         client.barrier = client.answered = self.passed
         self._departed.discard(_place(client))
         self._awaited_until.pop(_place(client), None)
 
     def left(self, client: ClientPeer, awaited_until: float) -> None:
-        """A member has gone: the others wait for it until then, and no longer."""
+        """Mark a member as disconnected; the others wait for it until `awaited_until`."""
         self._awaited_until[_place(client)] = awaited_until
         self._words.pop(client.identity, None)
 
     def expire(self, now: float) -> None:
-        """Wait no longer for members that have not come back in time."""
+        """Remove members whose grace period has passed."""
         gone = [place for place, until in self._awaited_until.items() if until <= now]
         for place in gone:
             del self._awaited_until[place]
@@ -227,16 +227,16 @@ class Barriers:
             self._settle()
 
     def come(self, client: ClientPeer, message: Barrier) -> None:
-        """A member stands at a barrier."""
+        """Register a member's arrival at a barrier."""
         client.barrier = max(client.barrier, message.index)
-        # Whoever asks again has lost the answer, with an earlier session.
+        # A repeated arrival means that the reply was lost with an earlier session.
         client.answered = min(client.answered, message.index - 1)
         if client.member is not None:
             self._words[client.identity] = message
         self._settle()
 
     def missing(self) -> list[str]:
-        """Members that the furthest one waits for."""
+        """Names of members that have not arrived at the highest barrier reached; the last entry counts absent ones."""
         members = self._members()
         furthest = max((member.barrier for member in members), default=self.passed)
         late = sorted(member.name for member in members if member.barrier < furthest)

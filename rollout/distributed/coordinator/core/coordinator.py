@@ -1,10 +1,10 @@
 """The coordinator's state machine: messages in, messages out. No I/O; the clock is passed in.
 
-Promises:
+Always true:
 - an accepted request ends once: with an outcome for each of its samples, or with one error that names it;
-- samples of a rank that is lost are queued again, in their old place, and go on from the last tokens known;
-- what a rank says about an assignment it no longer has is not believed;
-- no message of one peer harms another.
+- samples of a lost rank return to their old place in the queue and continue from the last tokens received;
+- reports of a rank about an assignment it no longer has are ignored;
+- no message of one peer affects another peer's requests, except by its documented effect.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from rollout.requests.seeds import stream_key
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 MAX_PEERS = 65536
-"""Sessions at once; more are turned away."""
+"""Maximum number of sessions; further peers are refused."""
 
 EXPECTED_INTERVALS = 2
-"""Heartbeat intervals for which a rank that rests, or has older weights, is waited for while others compute. Where routing
-must not depend on timing it is waited for as long as a silent one."""
+"""Grace period, in heartbeat intervals, of a rank that is idle or has older weights while others compute. In deterministic
+mode it is `heartbeat_timeout_s` instead."""
 
 HASHES_AT_ONCE = 1 << 16
-"""Of one message are looked at, a tenth of a second of work; the first: of one prompt they are worth most."""
+"""Maximum hashes processed per message, a tenth of a second of work; the first ones of a prompt matter most."""
 HASH_BYTES = 8
 
 _FROM_CLIENT = (Submit, Abort, Control, Barrier, StatusQuery, Shutdown)
@@ -76,7 +76,7 @@ _FROM_RANK = (Progress, Decline, CommandAck, EngineMoved)
 
 
 class _TextOnItsWay(NamedTuple):
-    """What becomes of a `TextJob`, and what it holds until then, also when its request has ended."""
+    """A pending `TextJob`: its request, the stretch to forward, and the memory charged, even after the request ended."""
 
     request: OpenRequest
     stretch: Stretch | None
@@ -84,10 +84,10 @@ class _TextOnItsWay(NamedTuple):
 
 
 class CoordinatorCore:
-    """Routes requests of clients over ranks, and relays control.
+    """Routes requests of clients to ranks and relays control calls.
 
     Args:
-        instance: names this life of the coordinator.
+        instance: unique id of this run of the coordinator.
     """
 
     def __init__(self, config: CoordinatorConfig, instance: str) -> None:
@@ -111,23 +111,23 @@ class CoordinatorCore:
 
     @property
     def state(self) -> CoordinatorState:
-        """Where the job stands."""
+        """State of the job."""
         return self.control.state
 
     @property
     def policy_version(self) -> int:
-        """The newest policy version anybody told of."""
+        """Highest policy version reported by any rank or set by a client."""
         return self.control.policy_version
 
     @property
     def router(self) -> Router:
-        """What chooses a rank."""
+        """Router of the dispatcher."""
         return self.dispatcher.router
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def receive(self, identity: bytes, sequence: int, message: Message, now: float) -> None:
-        """A frame of a peer. Nothing a peer can send makes this raise."""
+        """Handle a frame of a peer. Never raises, whatever the peer sends."""
         self._now = now
         peer = self.peers.get(identity)
         if peer is None:
@@ -161,27 +161,27 @@ class CoordinatorCore:
             self.refuse(peer.identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """A frame of this peer was no good; it hears why, and goes on."""
+        """Reject a frame of a peer with a reason; its session continues."""
         self.peers.refuse(identity, code, text)
 
     def unreadable(self, identity: bytes, text: str) -> None:
-        """A frame of this peer could not be read: it hears why, and goes on."""
+        """Reject an undecodable frame of a peer with a reason; its session continues."""
         peer = self.peers.get(identity)
         if peer is not None:
             peer.frames.skip()
         self.refuse(identity, "malformed", text)
 
     def shutdown(self, why: str, now: float) -> None:
-        """Take leave of everybody: what is open fails at its client, with `why`."""
+        """Disconnect all peers with a reason; open requests fail at their clients."""
         self._now = now
         for peer in self.peers:
             self.peers.say(peer, Disconnect(why[:256]))
         self.finished = True
 
     def too_long(self, identity: bytes, message: Message, size: int, now: float) -> None:
-        """What was to be said takes more than a frame and was not sent: the requests that it is about fail."""
+        """Fail the requests of a message that exceeds the frame size and was not sent."""
         self._now = now
-        why = f"a {type(message).__name__} of it takes {size} bytes, more than a frame may have; ask for less at once"
+        why = f"a {type(message).__name__} of it takes {size} bytes, more than a frame may have; split the request"
         peer = self.peers.get(identity)
         if isinstance(peer, RankPeer) and isinstance(message, Assign):
             assignment = peer.assignments.get(message.attempt)
@@ -198,7 +198,7 @@ class CoordinatorCore:
         self._go_on()
 
     def unreachable(self, identity: bytes, why: str, now: float) -> None:
-        """Nothing can be sent to this peer any more."""
+        """Handle the loss of a peer's connection."""
         self._now = now
         peer = self.peers.get(identity)
         if peer is not None:
@@ -206,19 +206,19 @@ class CoordinatorCore:
             self._go_on()
 
     def tick(self, now: float) -> None:
-        """Do what is due: heartbeats, silent peers, deadlines."""
+        """Process timers: heartbeats, silent peers, deadlines, grace periods."""
         self._now = now
         interval, timeout = self.config.heartbeat_interval_s, self.config.heartbeat_timeout_s
         last, self._last_tick = self._last_tick, now
         if last is not None and now - last > timeout / 2:
-            # This process itself was stopped: the peers' frames of that time are still to be read.
+            # This process itself was stalled: the peers' frames of that time are still unread.
             for peer in self.peers:
                 peer.heard = now
             for rank in self.peers.ranks.values():
                 rank.waited_for_since = None
         for peer in self.peers:
             if now - peer.heard > timeout:
-                self._end_session(peer, "silent", f"nothing was heard of it for {timeout} s")
+                self._end_session(peer, "silent", f"no frame was received from it for {timeout} s")
             elif now - peer.spoken >= interval / 2:
                 self.peers.say(peer, Heartbeat())
         self.control.expire(now)
@@ -233,7 +233,7 @@ class CoordinatorCore:
         self._go_on()
 
     def next_deadline(self) -> float:
-        """When `tick` is due."""
+        """Time at which `tick` is due."""
         if self._last_tick is None:
             return self._now
         request_due = self._deadlines.head_key()
@@ -244,7 +244,7 @@ class CoordinatorCore:
         )
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:
-        """The tokens of a text prompt, or why there are none."""
+        """Handle a tokenised prompt, or the error of its tokenisation."""
         self._now = now
         request, _ = self._text_done(job_id)
         if request is None:
@@ -267,7 +267,7 @@ class CoordinatorCore:
         return None
 
     def detokenized(self, job_id: int, texts: Sequence[str | None], now: float) -> None:
-        """The texts of completions that have ended."""
+        """Handle the detokenised texts of ended completions."""
         self._now = now
         request, stretch = self._text_done(job_id)
         if request is not None and stretch is not None:
@@ -277,7 +277,7 @@ class CoordinatorCore:
             self._forward(request, stretch)
 
     def _text_done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
-        """Its request, if that is open, and what waits for the text."""
+        """Remove a pending text job; returns its request and stretch, or (None, None) if the request has ended."""
         done = self._texts.pop(job_id, None)
         if done is None:
             return None, None
@@ -288,26 +288,26 @@ class CoordinatorCore:
     # --- out --------------------------------------------------------------------------------------------------------
 
     def take_outbox(self) -> list[tuple[bytes, int, Message]]:
-        """(identity, sequence, message) of all that is to be sent, in order."""
+        """Return (identity, sequence, message) of all messages to send, in order."""
         return self.peers.take_outbox(self._now)
 
     @property
     def has_more_to_say(self) -> bool:
-        """Whether `take_outbox` would give anything."""
+        """Whether there are messages to send."""
         return self.peers.has_more_to_say
 
     def take_text_jobs(self) -> list[TextJob]:
-        """Work for the tokenizer; each is answered by `tokenized` or `detokenized`."""
+        """Return new jobs for the tokenizer; each must be answered by `tokenized` or `detokenized`."""
         taken, self._text_jobs = self._text_jobs, []
         return taken
 
     def take_decisions(self) -> list[ScheduleRecord]:
-        """Routing decisions since the last call."""
+        """Return the routing decisions since the last call."""
         taken, self.dispatcher.decisions = self.dispatcher.decisions, []
         return taken
 
     def status(self) -> dict[str, Any]:
-        """How things stand, for people."""
+        """Snapshot of the job as a plain table: states, queue, ranks, clients, barrier. `parse_status` reads it."""
         return {
             "instance": self.instance,
             "state": self.state.value,
@@ -341,7 +341,7 @@ class CoordinatorCore:
     def _greet(self, identity: bytes, sequence: int, message: Message) -> None:
         if not isinstance(message, Connect | Register) or sequence != 0:
             if not isinstance(message, Disconnect):
-                text = "no session of this coordinator: connect anew (it was restarted, or has given you up)"
+                text = "no session at this coordinator: reconnect (it was restarted, or has closed the session)"
                 self.refuse(identity, "unknown_peer", text)
             return
         if message.protocol_version != PROTOCOL_VERSION:
@@ -446,7 +446,7 @@ class CoordinatorCore:
                 )
 
     def _count_empty_time(self) -> None:
-        self._without_rank_since = _since(self._without_rank_since, not self.dispatcher.somebody_ready, self._now)
+        self._without_rank_since = _since(self._without_rank_since, not self.dispatcher.any_rank_ready, self._now)
         self._without_peer_since = _since(self._without_peer_since, not len(self.peers), self._now)
         if self._without_peer_since is not None:
             idle = self._now - self._without_peer_since >= self.config.idle_exit_s
@@ -476,7 +476,7 @@ class CoordinatorCore:
         return named + (f" and {len(ranks) - MAX_NAMES} more ranks have others" if len(ranks) > MAX_NAMES else "")
 
     def _see_who_is_away(self) -> None:
-        """Ranks come to `generate` one after the other: only who stays out of it for long loses its share."""
+        """Update the ranks that are away: idle or behind while others compute, for longer than the grace period."""
         ranks = list(self.peers.ranks.values())
         computing = [rank.policy_version for rank in ranks if rank.ready and not rank.resting]
         newest = max(computing, default=0)
@@ -639,12 +639,12 @@ class CoordinatorCore:
     def _progress(self, rank: RankPeer, message: Progress) -> None:
         rank.running, rank.waiting, rank.progressed = message.running, message.waiting, self._now
         if message.blocks_added or message.blocks_removed or message.flushed:
-            # Removed more than is looked at: what is left is not known, and less is only a worse guess where to go.
+            # More removals than are processed: treat it as a flush. Unlisted hashes only make routing less precise.
             flushed = message.flushed or len(message.blocks_removed) > HASHES_AT_ONCE * HASH_BYTES
             self.router.reported(rank.name, _hashes(message.blocks_added), _hashes(message.blocks_removed), flushed)
         for stretch in message.stretches:
             assignment = rank.assignments.get(stretch.attempt)
-            # Unknown: it was cancelled while these tokens were on their way.
+            # An unknown attempt was cancelled while these tokens were in transit.
             if assignment is None or assignment.held or assignment.request.request_id != stretch.request_id:
                 continue
             if not assignment.samples.issuperset(stretch.indices):
@@ -662,14 +662,14 @@ class CoordinatorCore:
         ended = request.absorb(stretch)
         self._charge(request, stretch.buffer_bytes)
         if request.losses and any(stretch.counts):
-            # It is not what kills them: whatever it reaches is known, so that it gets further every time.
+            # New tokens since the last loss: the request makes progress, so it is not what kills the ranks.
             request.losses = 0
         if ended:
             self.dispatcher.ended(assignment, ended)
         if not ended or self.config.tokenizer is None or stretch.texts is not None:
             self._forward(request, stretch)
             return
-        # The samples that go on do not wait for the text of those that have ended.
+        # Running samples do not wait for the text of ended ones.
         token_ids = [request.completion(each, stretch) for each in ended]
         going_on = set(stretch.indices).difference(ended)
         if going_on:

@@ -1,11 +1,11 @@
 """Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost.
 
-Always true: a sample that is open is queued or in exactly one assignment; the router's count of a rank's samples is the
-number of open samples assigned to it; an attempt is never used twice; no rank is told of a request that needs newer
-weights than the rank has. No I/O, no clock.
+Always true: an open sample is queued or in exactly one assignment; the router's pending count of a rank equals the number
+of open samples assigned to it; an attempt number is used once; no rank receives a request that needs newer weights than
+the rank has. No I/O, no clock.
 
-Ranks update their weights and come to `generate` one after the other. One that is expected keeps its share: what it cannot
-compute yet is held for it. Once it is *away*, the core having waited long enough, its share goes to whoever has room.
+Ranks update their weights and enter `generate` one after the other. An assignment that its rank cannot compute yet is
+held for it. After a grace period the core declares the rank *away*, and such assignments move to ranks with room.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 MAX_BLOCKS = 1 << 13
-"""Of a prompt, looked at: where so many agree, the rest hardly decides, and each costs fifty times its tokens."""
+"""Maximum blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
 
 
 class ScheduleRecord(NamedTuple):
@@ -34,26 +34,26 @@ class ScheduleRecord(NamedTuple):
 
     request_id: int
     rank_index: int
-    """Among the ranks that are there at that moment, by name."""
+    """Index of the rank in the sorted names of the connected ranks."""
     num_hashes: int
     num_matched: int
     rank: str = ""
-    """Its name."""
+    """Name of the rank."""
     first: bool = True
-    """Of its request: another part of the group, or samples that come back from a rank, are decided on again."""
+    """Whether it is the request's first decision; split groups and reassigned samples have several."""
     version: int = 0
-    """Oldest policy version that could compute it when it was decided; not written to the schedule file."""
+    """Oldest policy version that could compute it at that moment; not written to the schedule file."""
 
 
 class Dispatcher:
-    """The queue of requests and the ranks they go to."""
+    """Queue of requests and their assignment to ranks."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers) -> None:
         policy = config.prefix_caching_coordinator_policy
         if not config.enable_prefix_caching and policy is not PrefixCachingCoordinatorPolicy.ROUND_ROBIN:
             policy = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
         self.policy = policy
-        """That decides: without prefix caching not always the one that was asked for."""
+        """Effective policy: without prefix caching, prefix policies become LOAD_BALANCED."""
         self.router = Router(
             policy,
             alpha=config.prefix_caching_routing_alpha,
@@ -63,45 +63,45 @@ class Dispatcher:
         )
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
-        """Requests that need a version that no rank has reached."""
+        """Requests that need a policy version that no rank has reached."""
         self._deterministic = config.deterministic_mode
         self._block_size = config.block_size_tokens
         self._peers = peers
         self._queues: dict[int, LazyHeap[OpenRequest]] = {}
-        """By the version they need; 0: every rank will do. Those that must wait for a rank hold up nobody else's."""
+        """Queues by required policy version (0: any rank), so that waiting for a version does not block other requests."""
         self._unready: set[str] = set()
         self._away: dict[str, RankPeer] = {}
-        """Ranks that rest, or have older weights than others, and are not waited for any more."""
+        """Ranks that are idle or have older weights than others, past their grace period."""
         self._oldest_version = 0
-        """The lowest policy version of any rank."""
+        """Lowest policy version of all ranks."""
         self._newest_version = 0
-        """The highest one of any rank that is ready."""
+        """Highest policy version of the ready ranks."""
         self._next_attempt = 1
 
     @property
     def queued_samples(self) -> int:
-        """Samples that no rank has."""
+        """Number of samples that are assigned to no rank."""
         waiting = {request for queue in self._queues.values() for request in queue}
         return sum(len(request.queued) for request in waiting.union(self.too_new))
 
     @property
-    def somebody_ready(self) -> bool:
-        """Whether anybody gets work at all, be it now or when there is room."""
+    def any_rank_ready(self) -> bool:
+        """Whether any rank is ready for work, now or when it has room."""
         if self._deterministic:
-            # Who is there already would depend on timing.
+            # The set of ranks connected so far would depend on timing.
             return self.router.complete and bool(self._peers.ranks) and not self._unready
         return len(self._peers.ranks) > len(self._unready)
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
     def add_rank(self, rank: RankPeer, hashes: list[int]) -> None:
-        """A rank has registered; it gets nothing until `rank_moved` says that it is ready."""
+        """Add a registered rank; it gets no work until `rank_moved` marks it ready."""
         self.router.add_rank(rank.name, rank.slots)
         self.router.reported(rank.name, hashes, (), False)
         self._look_at_ranks()
 
     def rank_moved(self, rank: RankPeer) -> None:
-        """A rank has become ready, or reached another version: it is told what was held, and more may be able to go on."""
+        """Handle a rank that became ready or reached another version: send held assignments, requeue waiting requests."""
         held = [each for each in rank.assignments.values() if each.held and rank.state is not EngineState.STOPPED]
         for assignment in held:
             if rank.policy_version >= assignment.request.newest_version:
@@ -114,10 +114,10 @@ class Dispatcher:
             self.enqueue(request)
 
     def remove_rank(self, rank: RankPeer) -> list[OpenRequest]:
-        """A rank is lost: what it had is queued again, in its old place.
+        """Remove a lost rank; its samples return to their old places in the queue.
 
         Returns:
-            The requests it was told to compute.
+            Requests whose assignments had been sent to it.
         """
         self.router.remove_rank(rank.name)
         self._away.pop(rank.name, None)
@@ -138,7 +138,7 @@ class Dispatcher:
         return list(told.values())
 
     def set_away(self, away: Iterable[RankPeer]) -> None:
-        """These ranks are not waited for: what they do not compute goes to whoever has room for it."""
+        """Set the ranks that are not waited for: held assignments, and all of idle ranks, move to ranks with room."""
         self._away = {rank.name: rank for rank in away}
         refused: dict[int, int] = {}
         for rank in list(self._away.values()):
@@ -168,10 +168,10 @@ class Dispatcher:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: OpenRequest) -> None:
-        """Queue the samples of a request that no rank has; higher priority first, then in order of arrival.
+        """Queue the unassigned samples of a request; higher priority first, then in order of arrival.
 
-        In deterministic mode the order of arrival alone counts, and nobody overtakes a text that is being tokenised:
-        what else waits here depends on timing.
+        In deterministic mode only the order of arrival counts, and no request overtakes a text that is being tokenised,
+        because the contents of the queue depend on timing.
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
@@ -179,14 +179,14 @@ class Dispatcher:
             queue.put((0 if self._deterministic else -request.priority, request.request_id), request)
 
     def asker_moved(self, requests: Iterable[OpenRequest], version: int) -> None:
-        """Their asker has these weights now: whoever gets them from here on must have them, too."""
+        """Raise the required policy version of a client's requests to that of its weights, for later assignments."""
         for request in requests:
             request.newest_version = max(request.newest_version, version)
 
     def dispatch(self) -> None:
-        """Give queued samples to ranks until nobody has room."""
+        """Assign queued samples to ranks until no rank has room."""
         blocked: int | None = None
-        while self.somebody_ready and (key := self._next_queue(blocked)) is not None:
+        while self.any_rank_ready and (key := self._next_queue(blocked)) is not None:
             request = cast(OpenRequest, self._queues[key].head())
             if request.prompt is None:
                 return
@@ -209,7 +209,7 @@ class Dispatcher:
         return 0 if self._deterministic or version <= self._oldest_version else version
 
     def _next_queue(self, blocked: int | None) -> int | None:
-        """The queue whose head comes first; only what needs no version as new as `blocked` does."""
+        """Key of the queue with the first head, among those that require a lower version than `blocked`."""
         heads = []
         for key, queue in list(self._queues.items()):
             if queue.head() is None:
@@ -219,10 +219,10 @@ class Dispatcher:
         return min(heads)[1] if heads else None
 
     def _placements(self, request: OpenRequest, samples: int, blocked: int | None = None) -> list[Placement]:
-        """Where so many samples of a request may go now.
+        """Return where so many samples of a request may go now; empty if no rank has room.
 
         Args:
-            blocked: somebody before it waits for a rank of this version; only ranks that are no use to him are left.
+            blocked: version that an earlier request waits for; only ranks below it are candidates.
         """
         exclude = self._unready
         if blocked is not None:
@@ -244,14 +244,14 @@ class Dispatcher:
             del samples[: placement.samples]
 
     def ended(self, assignment: Assignment, samples: list[int]) -> None:
-        """Some samples of an assignment have ended."""
+        """Remove ended samples from an assignment."""
         assignment.samples.difference_update(samples)
         self.router.ended(assignment.rank.name, len(samples))
         if not assignment.samples:
             self._forget(assignment)
 
     def cancel(self, request: OpenRequest) -> None:
-        """Nobody waits for this request any more."""
+        """Cancel a request: remove it from the queue and from all ranks."""
         request.queued.clear()
         for assignment in list(request.assignments.values()):
             self._call_off(assignment)

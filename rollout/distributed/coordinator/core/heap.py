@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 class LazyHeap(Generic[Item]):
-    """Items by key, least first. An item that is no longer `alive` is forgotten by itself, so that nothing accumulates."""
+    """Min-heap of items by key. Items that are no longer `alive` are skipped and swept periodically."""
 
     def __init__(self, alive: Callable[[Item], bool]) -> None:
         self._alive = alive
@@ -34,15 +34,15 @@ class LazyHeap(Generic[Item]):
         heapq.heappush(self._heap, (key, self._count, item))
 
     def head(self) -> Item | None:
-        """The living item of the least key."""
+        """The live item with the lowest key, or None."""
         while self._heap and not self._alive(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def head_key(self) -> Any:
-        """Its key; None when there is none."""
+        """Key of the head, or None."""
         return None if self.head() is None else self._heap[0][0]
 
     def pop(self) -> Item:
-        """Take the head out."""
+        """Remove and return the head."""
         return heapq.heappop(self._heap)[2]

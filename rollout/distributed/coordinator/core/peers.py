@@ -1,7 +1,7 @@
 """Registry of connected clients and ranks, with the outgoing messages of each. No I/O, no clock.
 
-Always true: what is said to a peer leaves in the order in which it was said, numbered without a gap; stretches of a turn
-for one client leave as one message.
+Always true: messages to a peer are sent in order and numbered without a gap; stretches for one client are batched into
+one `Update` per turn.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, Rank
 from rollout.distributed.protocol.messages import Message, Refused, Stretch, Update
 
 UPDATE_BYTES = 4 << 20
-"""Beyond so much no further stretch joins an `Update`: it must fit into a frame, by bytes and by values."""
+"""Size after which no further stretch is added to an `Update`, which must fit into a frame."""
 
 SAMPLE_BYTES = 64
-"""What a sample's part of a stretch counts besides its buffers and texts."""
+"""Size counted per sample of a stretch besides its buffers and texts."""
 
 MAX_ERROR_CHARACTERS = 2000
-"""Of what a peer is told went wrong: whoever caused it may have sent megabytes."""
+"""Maximum length of an error text sent to a peer: it may quote megabytes of input."""
 
 
 class Peers:
-    """Sessions by identity, and the outbox."""
+    """Registry of sessions by identity, and the outbox."""
 
     def __init__(self) -> None:
         self.clients: dict[bytes, ClientPeer] = {}
@@ -40,15 +40,15 @@ class Peers:
         yield from list(self.clients.values())
 
     def get(self, identity: bytes) -> Peer | None:
-        """The session of `identity`."""
+        """Session of an identity, or None."""
         return self.ranks.get(identity) or self.clients.get(identity)
 
     def add_rank(self, rank: RankPeer) -> None:
-        """A rank has registered; no other has its name."""
+        """Add a rank; its name must be unique."""
         self.ranks[rank.identity] = self._ranks_by_name[rank.name] = rank
 
     def has_rank(self, name: str) -> bool:
-        """Whether a rank of that name is here."""
+        """Whether a rank of that name is connected."""
         return name in self._ranks_by_name
 
     def rank_names(self) -> Set[str]:
@@ -64,20 +64,20 @@ class Peers:
         return self._ranks_by_name[name]
 
     def drop(self, peer: Peer) -> None:
-        """Its session has ended; nothing more is said to it."""
+        """Remove a peer whose session has ended."""
         self.clients.pop(peer.identity, None)
         if self.ranks.pop(peer.identity, None) is not None:
             del self._ranks_by_name[peer.name]
         self._with_stretches.pop(peer.identity, None)
 
     def say(self, peer: Peer, message: Message) -> None:
-        """Put a message into the outbox."""
+        """Queue a message for a peer, after its batched stretches."""
         if peer.identity in self._with_stretches:
             self._flush(self._with_stretches.pop(peer.identity))
         self._put(peer, message)
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """A frame of this peer was no good; it hears why, and goes on. A stranger begins anew."""
+        """Queue a `Refused` for a rejected frame; an unknown peer is told that it has no session."""
         peer = self.get(identity)
         if peer is None:
             self._outbox.append((identity, 0, Refused(code, shortened(text), True)))
@@ -85,7 +85,7 @@ class Peers:
             self.say(peer, Refused(code, shortened(text), False))
 
     def say_stretch(self, client: ClientPeer, stretch: Stretch) -> None:
-        """Put a stretch into the client's next `Update`."""
+        """Add a stretch to the client's next `Update`."""
         size = stretch.buffer_bytes + SAMPLE_BYTES * len(stretch.indices)
         if client.stretches and client.stretch_bytes + size > UPDATE_BYTES:
             self._flush(client)
@@ -95,11 +95,11 @@ class Peers:
 
     @property
     def has_more_to_say(self) -> bool:
-        """Whether anything was said since the last `take_outbox`."""
+        """Whether messages were queued since the last `take_outbox`."""
         return bool(self._outbox or self._with_stretches)
 
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
-        """(identity, sequence, message) of everything said since the last call."""
+        """Return (identity, sequence, message) of all messages queued since the last call."""
         for client in self._with_stretches.values():
             self._flush(client)
         self._with_stretches.clear()
@@ -119,7 +119,7 @@ class Peers:
 
 
 def shortened(text: str) -> str:
-    """An error's text, of bounded length."""
+    """Shorten an error text to a bounded length."""
     if len(text) <= MAX_ERROR_CHARACTERS:
         return text
     half = MAX_ERROR_CHARACTERS // 2

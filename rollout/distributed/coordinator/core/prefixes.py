@@ -1,7 +1,7 @@
 """Index from block hash to the set of ranks that cache the block.
 
-Always true: a rank holds a hash if an open assignment will put it there (*expected*, counted) or the rank says so
-(*listed*, bounded, least recently used first), and `Prefixes.holders` knows exactly these.
+Always true: a rank holds a hash if an open assignment will cache it there (*expected*, reference-counted) or the rank has
+reported it (*listed*, bounded LRU); `Prefixes.holders` is exactly the union of both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rollout.distributed.coordinator.core.ranks import Levels, Rank
 
 
 class Claim:
-    """What one assignment lets its rank be expected to hold, until `Router.released`. Opaque."""
+    """Handle of the hashes that one assignment is expected to cache on its rank, until `Router.released`. Opaque."""
 
     __slots__ = ("expected", "hashes", "rank")
 
@@ -20,14 +20,14 @@ class Claim:
         self.rank = rank
         self.hashes = hashes
         self.expected = rank.expected
-        """The table it is counted in: a version change gives the rank another."""
+        """The rank's counter table at that time; a version change replaces it, which voids the claim."""
 
 
 class Prefixes:
-    """Block hash → the set of ranks that hold it.
+    """Index from block hash to the bit set of ranks that hold it.
 
-    Loops over hashes are written out, and a set of one rank is that rank's `bit` itself, one integer for all its hashes:
-    a prompt has dozens of blocks, most of them held by one rank.
+    Optimised for prompts with dozens of blocks, most of them held by one rank: loops over hashes are inlined, and a set
+    of one rank is that rank's `bit` object itself.
     """
 
     def __init__(self, max_listed: int) -> None:
@@ -35,10 +35,10 @@ class Prefixes:
         self._max_listed = max_listed
 
     def expect(self, rank: Rank, hashes: Sequence[int]) -> Claim:
-        """Count what an assignment brings, and what the rank already lists as used."""
+        """Count an assignment's hashes as expected, and refresh the listed ones in the LRU order."""
         claim = Claim(rank, tuple(hashes))
         expected, listed, holders, bit = rank.expected, rank.listed, self.holders, rank.bit
-        # Backwards, here and in `add`: of one prompt the last block is forgotten first, and what is left can match.
+        # Backwards, here and in `add`: the last block of a prompt is evicted first, so that the rest can still match.
         for each in reversed(claim.hashes):
             count = expected.get(each, 0)
             expected[each] = count + 1
@@ -50,7 +50,7 @@ class Prefixes:
         return claim
 
     def release(self, claim: Claim) -> None:
-        """Take back what `expect` counted, unless a version change or the rank's removal already did."""
+        """Undo `expect`, unless a version change or the rank's removal already did."""
         rank, expected = claim.rank, claim.expected
         if expected is not rank.expected:
             return
@@ -71,7 +71,7 @@ class Prefixes:
         claim.hashes = ()
 
     def add(self, rank: Rank, hashes: Iterable[int]) -> None:
-        """The rank holds these; beyond the limit its least recently used ones are forgotten."""
+        """Add hashes reported by the rank; beyond the limit the least recently used are dropped."""
         listed, holders, bit = rank.listed, self.holders, rank.bit
         for each in reversed(tuple(hashes)):
             if each in listed:
@@ -86,7 +86,7 @@ class Prefixes:
                 self._drop(rank, oldest)
 
     def discard(self, rank: Rank, hashes: Iterable[int]) -> None:
-        """The rank holds these no longer; what an assignment will bring again stays expected."""
+        """Remove hashes that the rank has evicted; those of open assignments stay expected."""
         for each in hashes:
             if each in rank.listed:
                 del rank.listed[each]
@@ -94,14 +94,14 @@ class Prefixes:
                     self._drop(rank, each)
 
     def forget(self, rank: Rank) -> None:
-        """The rank holds nothing, and no claim so far counts any more."""
+        """Remove all hashes of the rank and void its claims."""
         for each in rank.held:
             self._drop(rank, each)
         rank.expected = {}
         rank.listed.clear()
 
     def levels(self, hashes: Sequence[int], ranks: int) -> Levels:
-        """The ranks of a non-empty set by their match: one step per block, however many ranks there are."""
+        """Group a non-empty set of ranks by matched blocks; the cost is one step per block, independent of their number."""
         levels: Levels = []
         get = self.holders.get
         for depth, each in enumerate(hashes):
@@ -124,7 +124,7 @@ class Prefixes:
             self.holders[each] = ranks ^ rank.bit
 
     def check(self, ranks: Iterable[Rank]) -> None:
-        """Prove that exactly what ranks hold is known here."""
+        """Assert that the index equals the union of the ranks' hashes."""
         union: dict[int, int] = {}
         for rank in ranks:
             assert all(count > 0 for count in rank.expected.values()), rank.name

@@ -1,6 +1,6 @@
 """Index of ranks by free slots and last assignment, as bit sets.
 
-A set of ranks is one integer with a bit per rank, so that what is asked of ranks is asked of all at once.
+A set of ranks is one integer with a bit per rank, so that a query covers all ranks in a few integer operations.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 LOOKAHEAD_SHARE = 8
-"""A rank takes one sample beyond its slots for so many slots: the next one is there when one ends."""
+"""One sample beyond the slots is assigned per so many slots, to be ready when a slot is freed."""
 
 Levels = list[tuple[int, int]]
-"""(matched leading blocks, set of ranks that match exactly so many), most blocks first, no set empty."""
+"""(matched leading blocks, non-empty set of ranks that match exactly so many), most blocks first."""
 
 
 class Rank:
-    """One rank: its load and its hashes, and as what it stands in `Order`."""
+    """One rank: its load, its hashes, and its indexed state in `Order`."""
 
     __slots__ = (
         "bit", "expected", "fresh", "listed", "load", "name", "pending", "shown_capacity", "shown_stamp", "slots",
@@ -31,48 +31,48 @@ class Rank:
         self.pending = 0
         self.load = 0
         self.fresh = True
-        """Never assigned anything."""
+        """Whether it was never assigned anything."""
         self.stamp = 0
         self.expected: dict[int, int] = {}
         self.listed: OrderedDict[int, None] = OrderedDict()
         self.hide()
 
     def hide(self) -> None:
-        """Stands nowhere."""
+        """Mark the rank as absent from the index."""
         self.shown_capacity: int | None = None
         self.shown_stamp = 0
 
     def free(self, more: int = 0) -> float:
-        """The free share of its slots, with `more` samples."""
+        """Free share of its slots after `more` further samples, in [0, 1]."""
         return max(0, self.slots - self.load - more) / self.slots
 
     @property
     def capacity(self) -> int | None:
-        """The largest group it has room for. None: any, for a group counts no more than the slots."""
+        """Largest group it has room for; None: any, because a group counts at most as the number of slots."""
         lookahead = max(1, self.slots // LOOKAHEAD_SHARE)
         return None if self.load <= lookahead else max(0, self.slots + lookahead - self.load)
 
     @property
     def held(self) -> set[int]:
-        """Expected or listed."""
+        """All hashes, expected or listed."""
         return {*self.expected, *self.listed}
 
 
 class Order:
-    """The free share, the capacity and the recency of ranks, as sets."""
+    """Index of ranks by free share, capacity and recency, as bit sets."""
 
     def __init__(self) -> None:
         self.free_shares: list[float] = []
-        """Ascending, each once."""
+        """Distinct free shares, ascending."""
         self._at_share: dict[float, int] = {}
         self._share_of: dict[int, float] = {}
-        """By the bit of a rank, which is the set of this rank alone."""
+        """Rank bit → free share."""
         self._at_capacity: dict[int, int] = {}
         self._digits: list[int] = []
-        """The ranks whose stamp has binary digit i."""
+        """Element i: set of the ranks whose stamp has bit i."""
 
     def clear(self) -> None:
-        """Nobody stands anywhere."""
+        """Clear the index."""
         self.free_shares.clear()
         self._at_share.clear()
         self._share_of.clear()
@@ -80,7 +80,7 @@ class Order:
         self._digits.clear()
 
     def show(self, rank: Rank) -> None:
-        """Let it stand where its load and its stamp put it."""
+        """Update the rank's entries from its load and stamp."""
         free, capacity, bit = rank.free(), rank.capacity, rank.bit
         before = self._share_of.get(bit)
         if free != before:
@@ -111,7 +111,7 @@ class Order:
         rank.shown_stamp = rank.stamp
 
     def without_room(self, samples: int) -> int:
-        """The ranks that have no room for a group."""
+        """Set of ranks without room for a group of so many samples."""
         known = self._at_capacity
         full = 0
         for capacity in range(samples) if samples < len(known) else [each for each in known if each < samples]:
@@ -119,10 +119,10 @@ class Order:
         return full
 
     def best(self, levels: Levels, blocks: int, alpha: float, beta: float) -> tuple[float, int]:
-        """The highest score alpha · match + beta · free, and all ranks that have it.
+        """Return the highest score alpha · match + beta · free, and the set of ranks that have it.
 
-        Both loops go downwards and stop at the first score below the best: with the share of the match or the free
-        share smaller or equal, no later score is larger, for rounded products and sums are monotone, too.
+        Both loops descend and stop at the first score below the best: rounded products and sums are monotone, so that no
+        later score is larger.
         """
         best, winners = -1.0, 0
         top = self.free_shares[-1]
@@ -142,14 +142,14 @@ class Order:
         return best, winners
 
     def latest(self, ranks: int) -> int:
-        """The bit of the rank with the largest stamp, of a non-empty set: from the highest digit on, who has it stays."""
+        """Bit of the rank with the largest stamp in a non-empty set, by radix search from the highest stamp bit."""
         if ranks & (ranks - 1):
             for digit in reversed(self._digits):
                 ranks = ranks & digit or ranks
         return ranks
 
     def check(self, ranks: Collection[Rank]) -> None:
-        """Prove that everybody stands where it must."""
+        """Assert that the index agrees with the ranks."""
         shares: dict[float, int] = {}
         capacities: dict[int, int] = {}
         for rank in ranks:

@@ -20,105 +20,105 @@ MAX_SAMPLES = 1 << 16
 """Largest group."""
 
 MAX_KNOWN_BYTES = 16 << 20
-"""Of known tokens, log-probs and top-n rows in one assignment: with the prompt they must fit into a frame."""
+"""Maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 
 ROWS_TOGETHER = 64
-"""So many rows of known tokens become one: a stream brings one per token, and objects are what memory goes to."""
+"""Rows of known tokens after which they are merged: a stream adds one per token, and each object costs memory."""
 
 NO_BARRIER = -1
 
 _Part = tuple[bytes, bytes, list[int], float | None]
-"""A sample's tokens, log-probs, versions and time to the first token, of one stretch."""
+"""(tokens, log-probs, versions, time to the first token) of a sample in one stretch."""
 
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One session of one process."""
+    """Session of one connected process."""
 
     identity: bytes
     name: str
     heard: float
-    """When its last frame came."""
+    """Time of the last frame received from it."""
     spoken: float
-    """When the last frame went to it."""
+    """Time of the last frame sent to it."""
     frames: Sequencer = field(default_factory=Sequencer)
 
 
 @dataclass(eq=False, slots=True)
 class ClientPeer(Peer):
-    """Whoever submits and controls."""
+    """Session of a client."""
 
     member: int | None = None
-    """Which rank's training loop it is."""
+    """Rank whose training loop it is; None: not a member."""
     barrier: int = NO_BARRIER
-    """The furthest barrier it has come to."""
+    """Highest barrier it has arrived at."""
     answered: int = NO_BARRIER
-    """The furthest barrier it was told of."""
+    """Highest barrier that was reported to it as passed."""
     last_request_id: int = -1
     open_bytes: int = 0
-    """What its open requests hold, as `Admission` counts."""
+    """Memory charged for its open requests."""
     policy_version: int = 0
-    """Of its weights, as a member has told."""
+    """Policy version of its weights, as reported by a member."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
-    """By the client's own id."""
+    """Open requests by client-side id."""
     stretches: list[Stretch] = field(default_factory=list)
-    """For its next `Update`."""
+    """Stretches of its next `Update`."""
     stretch_bytes: int = 0
-    """Theirs, about."""
+    """Approximate size of these."""
 
 
 @dataclass(eq=False, slots=True)
 class RankPeer(Peer):
-    """One engine."""
+    """Session of a rank, with the state of its engine."""
 
     slots: int = 0
     state: EngineState = EngineState.RUNNING
     policy_version: int = 0
     ready: bool = False
-    """It has answered its registration: it is in the state it was told."""
+    """Whether it has reached the state of its `RegisterAck`."""
     resting: bool = False
-    """Nobody steps its engine: its training loop has left `generate`."""
+    """Whether its engine is idle: the training loop is outside `generate`."""
     waited_for_since: float | None = None
-    """Since when others compute while it rests, or has older weights; None: it does not."""
+    """Start of the grace period in which it is idle or behind while others compute; None: it is not."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
-    """When it last said what it had computed."""
+    """Time of its last `Progress`."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
-    """By attempt."""
+    """Open assignments by attempt."""
 
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """Work for a tokenizer: a text to be tokens, or completions (int32 token ids) to be texts; neither: nobody waits."""
+    """Job for a tokenizer: a text to tokenise, or completions (int32 token ids) to detokenise; neither: cancelled."""
 
     job_id: int
     text: str | None = None
     token_ids: list[bytes] | None = None
 
     def drop(self) -> None:
-        """Nobody waits for it any more; from any thread."""
+        """Cancel the job. Thread-safe."""
         self.text = self.token_ids = None
 
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """Samples of one request on one rank."""
+    """Samples of one request assigned to one rank."""
 
     attempt: int
     request: OpenRequest
     rank: RankPeer
     samples: set[int]
-    """Those that have not ended."""
+    """Samples that have not ended."""
     claim: Claim
-    """What the router remembers it by."""
+    """The router's handle of the expected hashes."""
     held: bool = False
-    """The rank has not been told: its weights are older than they must be."""
+    """Whether it has not been sent yet, because the rank's weights are too old."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A group of n samples on its way."""
+    """An open group of n samples."""
 
     request_id: int
     client: ClientPeer
@@ -132,42 +132,42 @@ class OpenRequest:
     deadline: float
     """Monotonic seconds."""
     charged: int = 0
-    """Bytes its client pays for until it ends."""
+    """Bytes charged to its client until it ends."""
     prompt: bytes | None = None
-    """int32; None until a text has become tokens."""
+    """Token ids (int32); None until a text is tokenised."""
     hashes: list[int] | None = None
-    """Of the prompt's complete blocks; None until somebody asked."""
+    """Hashes of the prompt's complete blocks, computed on first use."""
     open: set[int] = field(default_factory=set)
     """Samples that have not ended."""
     queued: set[int] = field(default_factory=set)
-    """Of those, the ones that no rank has."""
+    """Open samples that are not assigned."""
     in_queue: bool = False
     placed: bool = False
-    """Some rank was chosen for it once."""
+    """Whether it was ever assigned to a rank."""
     closed: bool = False
-    """It has ended, or failed."""
+    """Whether it has ended or failed."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
-    """Completion tokens known of each sample; 0 where it is not there."""
+    """Number of completion tokens known per sample; missing: 0."""
     rows: list[Stretch] = field(default_factory=list)
-    """What is known of samples that have not ended, in order."""
+    """Stretches of the samples that have not ended, in order."""
     newest_version: int = 0
-    """Of any known token and of its asker: no engine of an older version computes it."""
+    """Highest version of its tokens and its client: no engine of an older version computes it."""
     losses: int = 0
-    """Ranks that died under it since its last new token."""
+    """Ranks lost while computing it since its last new token."""
     too_new_since: float | None = None
     """Since when it waits for a rank of `newest_version`; None: it does not."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
-    """By their ids: its prompt, or completions that wait for their text."""
+    """Pending text jobs by id: its prompt, or completions to detokenise."""
 
     def absorb(self, stretch: Stretch) -> list[int]:
-        """Add new tokens to what is known.
+        """Add a stretch of new tokens.
 
         Returns:
-            The samples that have ended with it.
+            The samples that ended with it.
 
         Raises:
-            SerializationError: a sample does not go on where it stands, or is not open.
+            SerializationError: a sample is not open, or the tokens do not continue it.
         """
         if len(self.rows) >= ROWS_TOGETHER and self.rows[-1].top_n is None:
             self.rows = self.known(self.open)
@@ -177,7 +177,7 @@ class OpenRequest:
             self._refuse_what_does_not_follow(indices, starts, known)
         lengths.update(zip(indices, map(add, starts, stretch.counts), strict=True))
         for runs in stretch.versions:
-            # The prompt's is no newer than its tokens', and those only rise.
+            # Versions only rise, and the prompt's is at most that of its tokens: the last run has the highest.
             self.newest_version = max(self.newest_version, runs[-2] if len(runs) > 1 else runs[0])
         outcomes = stretch.outcomes
         if outcomes is None:
@@ -195,13 +195,13 @@ class OpenRequest:
                 raise SerializationError(f"sample {index} of request {self.request_id} is not open")
             if start not in (length, 0):
                 raise SerializationError(
-                    f"sample {index} of request {self.request_id} goes on at token {start}: must be {length} or 0"
+                    f"sample {index} of request {self.request_id} continues at token {start}: must be {length} or 0"
                 )
 
     def known(self, samples: Collection[int]) -> list[Stretch]:
-        """What an engine needs to go on with `samples`, in as few stretches as there can be."""
+        """Return the known tokens of `samples` for an engine that continues them, merged where possible."""
         if any(row.top_n is not None for row in self.rows):
-            # Their top-n rows are packed, and nobody here reads them.
+            # Packed top-n rows are not decoded here, so these stretches are not merged.
             wanted = ({each for each in row.indices if each in samples} for row in self.rows)
             return [row.only(indices) for row, indices in zip(self.rows, wanted, strict=True) if indices]
         parts: dict[int, list[_Part]] = {}
@@ -215,7 +215,7 @@ class OpenRequest:
         return [_joined(parts)] if parts else []
 
     def portions(self, samples: list[int]) -> list[list[int]]:
-        """`samples` in parts whose known tokens fit into one frame each."""
+        """Split `samples` into parts whose known tokens fit into one frame each."""
         if not self.rows:
             return [samples]
         sizes = {index: 2 * TOKEN_BYTES * self.lengths.get(index, 0) for index in samples}
@@ -234,7 +234,7 @@ class OpenRequest:
         return portions
 
     def completion(self, index: int, last: Stretch) -> bytes:
-        """The whole completion's token ids (int32) of a sample that has ended with the stretch absorbed last."""
+        """Return all completion token ids (int32) of a sample that ended with the stretch absorbed last."""
         parts: list[bytes] = []
         for row in self.rows if self.rows and self.rows[-1] is last else [*self.rows, last]:
             if index in row.indices:
@@ -263,7 +263,7 @@ def _joined(parts: dict[int, list[_Part]]) -> Stretch:
 
 
 def _joined_runs(versions: list[list[int]]) -> list[int]:
-    """[version of the prompt, version, count, …] of pieces that follow each other."""
+    """Merge the version rows of consecutive stretches into [version of the prompt, version, count, …]."""
     joined = versions[0][:1]
     for row in versions:
         for version, count in zip(row[1::2], row[2::2], strict=True):

@@ -3,15 +3,15 @@
     score(rank) = α · matched leading blocks / blocks asked + (1 - α) · max(0, slots - load) / slots
 
 Ties go to the rank that was assigned something last, then to the lowest name. A rank is a candidate for a group of n
-while it has *room*: load + min(n, slots) <= slots + lookahead, lookahead = max(1, slots // 8); where nobody has, the
-group waits with whoever asks, so that it goes to the rank that is free first and not to the one that looked best.
+while it has *room*: load + min(n, slots) <= slots + lookahead, lookahead = max(1, slots // 8). Without a candidate the
+group stays queued with the caller, and goes to the rank that is free first, not to the one that scored best earlier.
 
-Always true here (`check()` proves it):
-- what counts as held is what `rollout.distributed.coordinator.core.prefixes` says;
-- the load of a rank is its samples that were assigned and have not ended, to the sample.
+Always true (asserted by `check()`):
+- held hashes are those of `rollout.distributed.coordinator.core.prefixes`;
+- the load of a rank is the exact number of its assigned samples that have not ended.
 
-The cost of a decision does not grow with the number of ranks: a set of ranks is one integer with a bit per rank, and
-everything that is asked of ranks is asked of sets. No clock, no randomness, no I/O, no request ids.
+The cost of a decision does not grow with the number of ranks: a set of ranks is one integer with a bit per rank, and all
+queries operate on sets. No clock, no randomness, no I/O, no request ids.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from rollout.distributed.coordinator.core.ranks import Levels, Order, Rank
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 RENUMBER_AFTER = 1 << 16
-"""Assignments after which the marks of recency are dealt anew, so that they stay short."""
+"""Assignments after which recency stamps are renumbered, so that they stay short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A rank's part of a group."""
+    """Part of a group placed on one rank."""
 
     rank: str
     samples: int
     matched: int
-    """Leading blocks of the prompt found there."""
+    """Leading blocks of the prompt cached there."""
 
 
 class Router:
-    """Decides which rank gets which samples.
+    """Chooses ranks for the samples of a group.
 
     Args:
         policy: LONGEST_PREFIX scores all blocks, FIRST_PREFIX_BLOCK the first one only; without hashes both take the
             largest free share. LOAD_BALANCED takes the largest free share, ties to the lowest name. ROUND_ROBIN takes
             the next name. The last two keep no hashes.
         alpha: weight of the match in the score, in [0, 1].
-        max_hashes_per_rank: hashes listed of one rank, the least recently used go first.
+        max_hashes_per_rank: LRU bound on the hashes listed per rank.
         deterministic: decide by the order of calls of `place` and `assigned` and by the sorted names alone. Nothing is
-            placed before `data_parallel_size` ranks are there. Load is what was ever assigned beyond what all have been
-            (room is measured against it, and somebody always has room); hashes are those of past assignments. `ended`,
-            `released`, `reported` and `version_changed` decide nothing.
+            placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned, minus the
+            share that all ranks have in common (some rank always has room); hashes are those of past assignments.
+            `ended`, `released`, `reported` and `version_changed` have no effect on decisions.
         data_parallel_size: ranks of the job.
     """
 
@@ -78,16 +78,16 @@ class Router:
         self._ranks: dict[str, Rank] = {}
         self._names: list[str] = []
         self._seats: list[Rank | None] = []
-        """Bit number → rank. Sets of ranks are kept in `Prefixes`, so that a rank keeps its seat."""
+        """Bit number → rank. Stable while a rank is connected, because `Prefixes` stores sets of ranks."""
         self._everyone = 0
         self._prefixes = Prefixes(max_hashes_per_rank)
         self._order = Order()
         self._dirty: set[Rank] = set()
         self._outdated = False
-        """Ranks came or went, or the stamps have grown long: `_order` is to be made anew."""
+        """Whether `_order` must be rebuilt: ranks joined or left, or the stamps have grown long."""
         self._clock = 0
         self._last = ""
-        """Name of the rank assigned to last, which may have left: where ROUND_ROBIN goes on."""
+        """Name of the last assigned rank, which may have left: ROUND_ROBIN continues after it."""
         self._unit = 1
         """Greatest common divisor of all slots."""
 
@@ -95,12 +95,12 @@ class Router:
 
     @property
     def complete(self) -> bool:
-        """Whether anything is placed: False until all ranks have come, where that matters."""
+        """Whether placement has begun; in deterministic mode False until all ranks have connected."""
         return self._complete
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """Names, sorted."""
+        """Sorted names."""
         return tuple(self._names)
 
     def index(self, name: str) -> int:
@@ -113,7 +113,7 @@ class Router:
         return bisect_left(self._names, name)
 
     def add_rank(self, name: str, slots: int) -> None:
-        """A rank that may run `slots` samples at once and holds nothing yet.
+        """Add a rank with `slots` concurrent samples and an empty cache.
 
         Raises:
             ValueError: the name is taken, or `slots` is below 1.
@@ -132,7 +132,7 @@ class Router:
         self._complete = self._complete or len(self._names) >= self._data_parallel_size
 
     def remove_rank(self, name: str) -> None:
-        """Forget it and all it held; claims on it may still be released.
+        """Remove a rank and its hashes; claims on it may still be released.
 
         Raises:
             ValueError: no such rank.
@@ -149,23 +149,23 @@ class Router:
     # --- deciding -----------------------------------------------------------------------------------------------
 
     def hashes_wanted(self) -> bool:
-        """False where no decision depends on hashes, so that nobody need compute them."""
+        """Whether decisions depend on hashes; False: they need not be computed."""
         return self._by_prefix and self._alpha > 0 and max(len(self._names), self._data_parallel_size) > 1
 
     def place(self, hashes: Sequence[int], samples: int, *, exclude: Collection[str] = ()) -> list[Placement]:
-        """Where a group should go. Changes nothing: `assigned` says that it went there.
+        """Choose the ranks for a group. Changes no state; `assigned` records the decision.
 
-        A group goes to one rank, unless a prefix policy finds a better score elsewhere for some of its samples, taken
-        one by one: a rank that has got one of them matches the whole prompt and has one slot less. All ranks it goes
-        to have room for the whole group.
+        A group goes to one rank unless a prefix policy scores another rank higher for some of its samples, placed one by
+        one: a rank that got one of them matches the whole prompt and has one slot less. All chosen ranks have room for
+        the whole group.
 
         Args:
             hashes: of the prompt's complete blocks, from the first.
-            samples: of the group.
-            exclude: ranks that must not get it.
+            samples: number of samples of the group.
+            exclude: ranks that are no candidates.
 
         Returns:
-            Parts of the group, in the order in which to assign them; empty while nobody has room.
+            Parts of the group, in the order in which to assign them; empty if no rank has room.
 
         Raises:
             ValueError: `samples` is below 1.
@@ -195,7 +195,7 @@ class Router:
         ]
 
     def _asked(self, hashes: Sequence[int]) -> Sequence[int]:
-        """The hashes that count."""
+        """Return the hashes that the policy uses."""
         if not self._by_prefix:
             return ()
         return hashes[:1] if self._first_only else hashes
@@ -215,12 +215,12 @@ class Router:
         return self._seated(self._order.latest(winners))
 
     def _split(self, first: Rank, levels: Levels, blocks: int, samples: int) -> dict[Rank, int]:
-        """How many samples of a group each rank gets, by the order in which they get their first."""
+        """Number of samples of a group per rank, in the order of their first sample."""
         alpha, beta = self._alpha, 1 - self._alpha
         blocks = blocks or 1
         counts = {first: samples}
         (depth,) = (depth for depth, ranks in levels if ranks & first.bit)
-        # Nobody scores higher than the first rank did, and its own score falls from sample to sample.
+        # No other rank scores higher than the first one did, and its own score falls with every sample.
         if samples == 1 or alpha + beta * first.free(samples - 1) >= alpha * (depth / blocks) + beta * first.free():
             return counts
         counts = {first: 1}
@@ -228,7 +228,7 @@ class Router:
         rest, rival, rival_score = self._rival(levels, first, blocks)
         for turn in range(1, samples):
             score, _, rank = own[0]
-            # At equal scores it is a rank of the group: it has got something last.
+            # At equal scores a rank of the group wins: it was assigned something last.
             if rival is not None and rival_score > -score:
                 counts[rival] = 1
                 heappush(own, (-(alpha + beta * rival.free(1)), -turn, rival))
@@ -239,7 +239,7 @@ class Router:
         return counts
 
     def _rival(self, levels: Levels, taken: Rank, blocks: int) -> tuple[Levels, Rank | None, float]:
-        """The candidates without one, and the best of them with its score."""
+        """Remove a rank from the candidates; returns them, the best remaining one and its score."""
         rest = [(depth, ranks & ~taken.bit) for depth, ranks in levels if ranks != taken.bit]
         if not rest:
             return rest, None, 0.0
@@ -251,18 +251,18 @@ class Router:
         assert rank is not None
         return rank
 
-    # --- what has happened --------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------
 
     def assigned(self, name: str, hashes: Sequence[int], samples: int) -> Claim:
-        """A part of a group went to a rank.
+        """Record that part of a group was assigned to a rank.
 
         Args:
             name: the rank.
-            hashes: of the prompt's complete blocks: the rank will hold them.
-            samples: how many.
+            hashes: of the prompt's complete blocks, which the rank will cache.
+            samples: number of samples.
 
         Returns:
-            To be given to `released` when this assignment has ended.
+            Claim to pass to `released` when the assignment has ended.
 
         Raises:
             ValueError: no such rank, or `samples` is below 1.
@@ -284,7 +284,7 @@ class Router:
         return self._prefixes.expect(rank, self._asked(hashes))
 
     def ended(self, name: str, samples: int = 1) -> None:
-        """Samples have left a rank.
+        """Record that samples have ended on, or were withdrawn from, a rank.
 
         Raises:
             ValueError: no such rank, or it has fewer.
@@ -300,17 +300,17 @@ class Router:
             self._dirty.add(rank)
 
     def released(self, claim: Claim) -> None:
-        """An assignment has ended: what it was expected to bring is not expected any more. The second time does nothing."""
+        """Release the claim of an ended assignment: its hashes are no longer expected. Idempotent."""
         self._prefixes.release(claim)
 
     def reported(self, name: str, added: Iterable[int], removed: Iterable[int], flushed: bool) -> None:
-        """A rank's own word about its prefix cache, in this order: `flushed`, `removed`, `added`.
+        """Apply a rank's report of prefix cache changes, in this order: `flushed`, `removed`, `added`.
 
         Args:
             name: the rank.
-            added: hashes that can be found there from now on, of one prompt from its first block on.
-            removed: hashes that can no longer be found.
-            flushed: all earlier ones are gone.
+            added: newly cached hashes, of one prompt from its first block on.
+            removed: evicted hashes.
+            flushed: whether all earlier ones were dropped.
 
         Raises:
             ValueError: no such rank.
@@ -322,7 +322,7 @@ class Router:
         self._prefixes.add(rank, added)
 
     def version_changed(self, name: str) -> None:
-        """Nothing a rank holds, or was to hold by an assignment so far, can be met by a new request.
+        """Remove a rank's hashes and void its claims: blocks of an older policy version match no new request.
 
         Raises:
             ValueError: no such rank.
@@ -331,10 +331,10 @@ class Router:
         if not self._deterministic:
             self._prefixes.forget(rank)
 
-    # --- asking -------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------
 
     def pending(self, name: str) -> int:
-        """Samples that were assigned and have not ended.
+        """Number of assigned samples that have not ended.
 
         Raises:
             ValueError: no such rank.
@@ -342,7 +342,7 @@ class Router:
         return self._rank(name).pending
 
     def held(self, name: str) -> set[int]:
-        """Hashes that count as held: expected or listed.
+        """Hashes held by a rank, expected or listed.
 
         Raises:
             ValueError: no such rank.
@@ -350,7 +350,7 @@ class Router:
         return self._rank(name).held
 
     def match(self, name: str, hashes: Sequence[int]) -> int:
-        """Leading blocks of a prompt that a rank holds.
+        """Number of leading blocks of a prompt that a rank holds.
 
         Raises:
             ValueError: no such rank.
@@ -359,10 +359,10 @@ class Router:
         return depth
 
     def check(self) -> None:
-        """Prove what is always true.
+        """Check the invariants.
 
         Raises:
-            AssertionError: it is not.
+            AssertionError: one is violated.
         """
         self._refresh()
         ranks = self._ranks.values()
@@ -392,14 +392,14 @@ class Router:
             raise ValueError(f"rank {name!r}: is not here; add it first ({len(self._names)} are)") from None
 
     def _refresh(self) -> None:
-        """Bring `_order` up to date; between two decisions a rank moves once, however often its load did."""
+        """Update `_order` from the ranks changed since the last decision."""
         if self._outdated:
             self._start_order()
         for rank in self._dirty:
             self._order.show(rank)
         self._dirty.clear()
-        # Every rank has a load of at least slots // unit: that much is a common floor, and only what is above it counts.
-        # Each rank has been assigned some of it, so that this loop costs a constant per sample.
+        # If every rank has a load of at least slots // unit, subtract that common floor: only the rest matters. It was
+        # assigned sample by sample, so the loop's amortised cost is constant per sample.
         if self._deterministic and self._ranks and self._order.free_shares[-1] <= (self._unit - 1) / self._unit:
             ranks = self._ranks.values()
             floors = min(rank.load // (rank.slots // self._unit) for rank in ranks)
@@ -408,7 +408,7 @@ class Router:
                 self._order.show(rank)
 
     def _start_order(self) -> None:
-        """Deal the stamps anew: ranks never assigned anything by descending name, then the others as they were."""
+        """Rebuild the index and renumber the stamps: unassigned ranks by descending name, then the others in order."""
         ranks = [self._ranks[name] for name in self._names]
         used = sorted((rank for rank in ranks if not rank.fresh), key=lambda rank: rank.stamp)
         for stamp, rank in enumerate([rank for rank in reversed(ranks) if rank.fresh] + used):

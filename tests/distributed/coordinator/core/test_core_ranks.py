@@ -82,7 +82,7 @@ def test_what_a_given_up_rank_still_says_is_not_believed():
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ({0: (3, [9])}, "goes on at token 3: must be 1 or 0"),
+        ({0: (3, [9])}, "continues at token 3: must be 1 or 0"),
         ({0: (1, [9]), 1: (0, [9])}, r"samples \[0, 1\] are not of attempt 1"),
     ],
 )

@@ -302,7 +302,7 @@ def test_a_group_that_is_continued_starts_where_it_stood_and_only_what_is_wanted
 @pytest.mark.parametrize(
     ("rows", "ended", "words"),
     [
-        ({0: (3, [5])}, (), "goes on at token 3: must be 0 or 0"),
+        ({0: (3, [5])}, (), "continues at token 3: must be 0 or 0"),
         ({0: (0, [5])}, (0,), "a sample that has ended is not continued"),
         ({3: (0, [5])}, (), "sample 3 of request 0 is not open"),
     ],

@@ -30,7 +30,7 @@ def test_a_stranger_is_told_to_connect_anew(message):
     stranger.say(message)
     refusal = stranger.hear(Refused)
     assert (refusal.code, refusal.over) == ("unknown_peer", True)
-    assert "connect anew" in refusal.text
+    assert "reconnect" in refusal.text
     assert stranger.numbers == [0]
 
 

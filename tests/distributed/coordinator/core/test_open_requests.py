@@ -45,9 +45,9 @@ def test_tokens_follow_each_other_and_samples_end():
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ({0: (2, [9])}, "sample 0 of request 0 goes on at token 2: must be 1 or 0"),
-        ({1: (0, [9]), 0: (3, [9])}, "sample 0 of request 0 goes on at token 3"),
-        ({1: (1, [9])}, "sample 1 of request 0 goes on at token 1: must be 0 or 0"),
+        ({0: (2, [9])}, "sample 0 of request 0 continues at token 2: must be 1 or 0"),
+        ({1: (0, [9]), 0: (3, [9])}, "sample 0 of request 0 continues at token 3"),
+        ({1: (1, [9])}, "sample 1 of request 0 continues at token 1: must be 0 or 0"),
         ({5: (0, [9])}, "sample 5 of request 0 is not open"),
     ],
 )
