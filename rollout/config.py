@@ -375,7 +375,7 @@ class ServerConfig(_Options):
             raise ConfigError("ServerConfig.api_key: must be None or visible ASCII characters without spaces")
         if key is not None or self.insecure:
             return
-        cure = "give an api_key, or insecure=True to let whoever reaches the port in"
+        cure = "give an api_key, or insecure=True to let every process that reaches the port in"
         if not _is_loopback(self.host):
             raise ConfigError(f"ServerConfig.host={self.host!r}: off loopback an api_key is needed; {cure}")
         if self.admin:
