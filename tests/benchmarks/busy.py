@@ -1,4 +1,4 @@
-"""What is left of the speed beside busy processes: ours, and vLLM if it is installed, quiet and under load, turn by turn.
+"""Throughput beside busy processes: this engine, and vLLM if it is installed, quiet and under load, in alternation.
 
     nice -n -15 python -m tests.benchmarks.busy --vllm-python V/bin/python
 

@@ -1,4 +1,4 @@
-"""Runs the peers of one model against each other: opens them, alternates them round by round, and fills in the ledger.
+"""Runs the peers of one model in alternating rounds and fills in the ledger.
 
 Promise: whatever a peer does, the race goes on; what went wrong stands in the peer's cells.
 """

@@ -1,4 +1,4 @@
-"""Long-tailed lengths on several ranks: how far the coordinator's schedule is from the best one, and from a static split.
+"""Schedule quality for long-tailed lengths on several ranks, compared with the optimum and a static split.
 
 The core is the real one; ranks are fakes that speak its messages under a virtual clock. A rank decodes up to `slots`
 samples at once, a token each in a step of a + b · batch seconds; what is assigned meanwhile joins at the next step. A

@@ -1,4 +1,4 @@
-"""What a routing decision costs from 1 to 1,000 ranks: `python -m tests.benchmarks.routing`.
+"""Cost of a routing decision from 1 to 1,000 ranks: `python -m tests.benchmarks.routing`.
 
 Prompts of 1,000 tokens: 16 blocks that every rank holds, the rest their own. A request is placed and assigned, and the
 oldest open one ends and is released. Rounds go through all numbers of ranks in turn, and medians are shown. Hashing the

@@ -1,4 +1,4 @@
-"""Streams without end over HTTP while the weights under them change: what each reply says is held against a ledger.
+"""Endless streams over HTTP while the weights change, with every reply checked against a ledger.
 
     python -m tests.server.soak --streams 256 --seconds 60
 

@@ -1,4 +1,4 @@
-"""The server over a real socket and a fake LLM: who is let in, what is refused and how, and that it ends in order."""
+"""Tests of the server over a real socket and a fake LLM: authentication, limits, errors, shutdown."""
 
 from __future__ import annotations
 

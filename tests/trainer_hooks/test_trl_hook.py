@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer trains on our completions as on its own, and knows the log-probs they were sampled with."""
+"""Tests of the TRL integration: GRPOTrainer trains on the rollout's completions with their sampling log-probs."""
 
 from __future__ import annotations
 

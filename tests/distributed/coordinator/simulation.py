@@ -1,4 +1,4 @@
-"""A whole job in one thread: the real core, the real rank and client sessions, a fake engine, a network that misbehaves.
+"""Simulation of a whole job in one thread: real core and sessions, fake engine, faulty network.
 
 One seed decides everything: who acts next, which frames are delayed, repeated or lost with their connection, which rank
 dies, hangs, wakes or arrives late, which client dies, when somebody pauses, suspends, moves the version, aborts, stops.

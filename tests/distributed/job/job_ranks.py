@@ -1,4 +1,4 @@
-"""What the processes of these tests are: ranks with a real engine, a client that asks without end, strangers.
+"""Processes of the job tests: ranks with a real engine, a client in a loop, unauthorised peers.
 
 All ranks have equal weights, so that whatever they make together can be compared with one engine that nobody disturbs.
 """

@@ -1,4 +1,4 @@
-"""Processes that are born fast, so that a test can kill many of them.
+"""Process nursery: forks child processes within milliseconds, so that a test can kill many of them.
 
     test process ── job, options, a pipe ──▶ nursery ── fork ──▶ child: job(pipe, **options)
          ▲ └──────── signals ─────────────────────────────────────▶ │
