@@ -1,11 +1,11 @@
-"""GRPO with Hugging Face accelerate and FSDP2: the weights are spread over the ranks, and whole while they sample.
+"""GRPO with Hugging Face accelerate and FSDP2: weights are sharded over the ranks and gathered for sampling.
 
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2_grpo.py --seed 0
 
-The loop of `examples/grpo.py` in a training script of accelerate. What there is of rollouts in it: the manager is made of
-the module that `accelerator.prepare` has sharded, and `attach` ties the two, so that the policy version counts optimizer
-steps. `generate` gathers the weights once, on all ranks, samples, and shards them again; forwards in between are each
-rank's own affair, so that the ranks may need different numbers of them.
+The loop of `examples/grpo.py` in a training script of accelerate. The manager is constructed with the module that
+`accelerator.prepare` has sharded, and `attach` hooks the optimizer, so that the policy version counts its steps. `generate`
+gathers the weights once on all ranks, samples, and shards them again; in between, the ranks' forwards are independent and
+may differ in number.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Asynchronous GRPO: requests go on while the weights change, no token gets too old, and a killed run goes on.
+"""Asynchronous GRPO: requests continue across weight updates with bounded staleness, and a killed run resumes.
 
     python examples/async_grpo.py --seed 0
     python examples/async_grpo.py --seed 0 --resume       after it was killed: from its last checkpoint
 
-A step trains on the groups that are ready; the others stay in flight, and their later tokens come from newer weights.
-`max_staleness` bounds how many updates may lie between a token and its use: `generate` waits for the groups that would
-grow older than that, so that nothing is thrown away. For the updates that do lie between, a truncated importance weight
-makes up. `Run` is everything that a checkpoint needs: model, optimizer, the place in the problems, and what is in flight.
-A journal beside it keeps the groups that end between two checkpoints: after a restart nobody computes them again.
+A step trains on the finished groups; the others stay in flight, and their later tokens come from newer weights.
+`max_staleness` bounds the number of updates between sampling a token and training on it: `generate` waits for the groups
+that would exceed it, so that no tokens are discarded. A truncated importance weight corrects for the updates in between.
+`Run` holds everything a checkpoint needs: model, optimizer, position in the problems, requests in flight. A journal keeps
+the groups that finish between two checkpoints, so that they are not computed again after a restart.
 """
 
 from __future__ import annotations

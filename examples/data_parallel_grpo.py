@@ -1,11 +1,11 @@
-"""GRPO on several ranks: each asks its own problems, all compute them together, whoever is done early helps the others.
+"""GRPO on several ranks: each rank has its own problems, and all ranks share the sampling work.
 
     torchrun --nproc-per-node 2 examples/data_parallel_grpo.py --seed 0
 
-The loop of `examples/grpo.py` with three differences around it: the gradients go through `DistributedDataParallel`,
-every rank makes a `RolloutManager` as before (it finds the others by itself), and the problems of the ranks differ in
-length, so that without the balance the ranks with short answers would wait. The last columns of the table show who
-asked for how many tokens and who computed them.
+The loop of `examples/grpo.py` with three differences: gradients go through `DistributedDataParallel`, every rank
+constructs a `RolloutManager` (which finds the others by itself), and the ranks' problems differ in length, so that without
+load balancing the ranks with short answers would wait. The last columns of the table show how many tokens each rank
+requested and computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mean(values: list[float]) -> float:
 
 
 def balance(asked: list[float], computed: list[float]) -> str:
-    """Who asked for how many tokens, who computed them, and how far the busiest rank is above the mean."""
+    """Columns of the table: tokens requested and computed per rank, and the busiest rank relative to the mean."""
     shares = " ".join(f"{share:,.0f}" for share in asked), " ".join(f"{share:,.0f}" for share in computed)
     return f"{shares[0]} → {shares[1]}  {max(asked) / mean(asked):.2f} → {max(computed) / mean(computed):.2f}"
 

@@ -2,9 +2,9 @@
 
     python examples/grpo.py --seed 0
 
-The model first sees a few thousand worked sums, enough to be right one time in five. From then on nobody shows it
-anything: it samples eight solutions of each problem, a program marks the answers, and what did better than the rest of
-its group becomes likelier. `grpo` is the whole of it; problems, policy and picture are in the files beside this one.
+The model is first trained on a few thousand worked sums, enough to be right one time in five. Then GRPO begins: it samples
+eight solutions of each problem, a program scores the answers, and solutions above their group's mean become likelier.
+`grpo` is the whole algorithm; problems, policy and plot are in the files beside this one.
 """
 
 from __future__ import annotations

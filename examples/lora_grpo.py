@@ -1,11 +1,11 @@
-"""GRPO with LoRA: a small Qwen3 learns to add by an adapter alone; what lies underneath is the reference.
+"""GRPO with LoRA: a small Qwen3 learns to add by training an adapter; the base model is the KL reference.
 
     python examples/lora_grpo.py --seed 0
 
-After its lessons the model is frozen and gets an adapter. The rollout samples with the adapter live: nothing is merged,
-nothing copied, and a step changes the adapter's few bytes only. The loss keeps the policy near the model it came from: a
-KL term, for which the same module computes the reference's log-probs with the adapter switched off. At the end the
-switched-off model takes the exam again: it is as good, or bad, as it was.
+After supervised training the model is frozen and gets an adapter. The rollout samples with the adapter active, without
+merging or copying weights, and a step changes the adapter only. A KL term keeps the policy near the base model: the same
+module computes the reference log-probs with the adapter disabled. At the end the base model is evaluated again and has
+not changed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Partial rollouts: train on the groups that are ready, while the long ones go on under newer weights.
+"""Partial rollouts: train on finished groups while the long ones continue under newer weights.
 
     python examples/partial_rollouts.py --seed 0
 
-The solutions have a long tail, and a step that waits for the longest lets everything else stand idle. So
+The solutions have a long tail, and a step that waits for the longest leaves the engine mostly idle. So
 `generate(..., min_groups=)` returns as soon as enough groups are complete; the rest stay in flight, are suspended while
-the optimizer steps, and go on afterwards. Their older tokens come from an older policy: `batch.policy_staleness` says by
-how many updates, `batch.logprobs` what the policy that sampled them thought of them, and a truncated importance weight
-in the loss makes up for the difference.
+the optimizer steps, and continue afterwards. Their older tokens come from an older policy: `batch.policy_staleness` holds
+the number of updates since, `batch.logprobs` the log-probs under the policy that sampled them, and a truncated importance
+weight in the loss corrects the difference.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""PPO: a value head on the policy's own trunk, generalised advantage estimation, the clipped objective.
+"""PPO: a value head on the policy's trunk, generalised advantage estimation, the clipped objective.
 
     python examples/ppo.py --seed 0
 
-Unlike GRPO it samples each problem once: what a token was worth is not read off the other samples of its prompt, but off
-a value that is learnt beside the policy, from the same hidden states. The optimizer steps `ActorCritic`, and the rollout
-samples with the language model inside it: no second copy, and nothing to keep in step. Besides the clip, a small penalty
-on the divergence from the policy that sampled holds an update back.
+Unlike GRPO it samples each problem once: the baseline of a token is not the other samples of its prompt but a value
+function learnt from the policy's hidden states. The optimizer steps `ActorCritic`, and the rollout samples with the
+language model inside it, without a second copy to synchronise. Besides the clip, a small penalty on the divergence from
+the sampling policy limits each update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VALUE_COST, KL_COST = 0.1, 0.01
 
 
 class ActorCritic(nn.Module):
-    """A policy, and what it expects to earn."""
+    """A policy with a value head."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A model that answers over HTTP while it is being trained: evaluation needs no checkpoint and no second copy.
+"""HTTP server over a model in training: evaluation without a checkpoint or a second copy of the weights.
 
     python examples/serve.py --seed 0
 
-GRPO goes on in this thread, as in `grpo.py` but with an `LLM`. Beside it somebody asks the same model sums that it is
-never trained on, over the OpenAI API that `llm.serve` offers. Every answer says which version of the weights has made
-each of its tokens; one that was half written when the weights changed is finished by the new ones.
+GRPO runs in this thread, as in `grpo.py` but with an `LLM`. Meanwhile a client asks the same model held-out sums over the
+OpenAI API of `llm.serve`. Every reply contains the policy version of each token; a reply in progress during a weight
+update is finished with the new weights.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse
         rewards = torch.tensor(list(map(reward, batch.texts, answers)), device=model.device).view(-1, GROUP)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         advantages, mask = advantages.view(-1, 1), batch.response_mask
-        # Whoever asks over HTTP meanwhile waits: the trainer and the engine take turns with the module.
+        # HTTP requests wait meanwhile: the trainer and the engine take turns with the module.
         with llm.suspended():
             for _ in range(EPOCHS):
                 ratio = (token_logprobs(model, batch) - batch.logprobs).exp()
@@ -86,7 +86,7 @@ def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse
 
 
 def ask(url: str, problems: Sequence[Problem], answers: list[Answer], enough: Event) -> None:
-    """Ask a few problems at a time over HTTP, as anybody with an OpenAI client would."""
+    """Ask a few problems at a time over HTTP, with OpenAI's client."""
     with OpenAI(base_url=f"{url}/v1", api_key="nobody asks for it") as client:
         model = client.models.list().data[0].id
         coming = cycle(problems)

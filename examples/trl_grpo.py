@@ -2,9 +2,9 @@
 
     python examples/trl_grpo.py --seed 0
 
-The problem is that of `grpo.py`, the loop is TRL's. Two lines make its GRPOTrainer sample with the rollout instead of
-with transformers, and weigh its loss by the log-probs that the samples were drawn with; they are marked. How to sample,
-how long, how many per problem is what GRPOConfig says.
+The problem is that of `grpo.py`, the loop is TRL's. Two marked lines make its GRPOTrainer sample with the rollout instead
+of transformers, and correct its loss by the sampling log-probs. Sampling options, lengths and group size come from
+GRPOConfig.
 """
 
 from __future__ import annotations
