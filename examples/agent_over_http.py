@@ -166,7 +166,7 @@ async def solve(client: AsyncOpenAI, model: str, question: Question) -> Transcri
 
 async def solve_all(url: str, questions: Sequence[Question]) -> list[Transcript]:
     """One conversation about each question, all at once."""
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="nobody asks for it") as client:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         model = (await client.models.list()).data[0].id
         return await asyncio.gather(*(solve(client, model, question) for question in questions))
 

@@ -31,9 +31,9 @@ from trainer_hooks.wandb import WandbLogger
 def over_ranks(*values: float) -> list[list[float]]:
     """Each value of each rank: one list per value, in the order of the ranks."""
     mine = torch.tensor(values, dtype=torch.float64)
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine)
-    return torch.stack(everybody, 1).tolist()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return torch.stack(gathered, 1).tolist()
 
 
 def mean(values: list[float]) -> float:

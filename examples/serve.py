@@ -87,7 +87,7 @@ def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse
 
 def ask(url: str, problems: Sequence[Problem], answers: list[Answer], enough: Event) -> None:
     """Ask a few problems at a time over HTTP, with OpenAI's client."""
-    with OpenAI(base_url=f"{url}/v1", api_key="nobody asks for it") as client:
+    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         model = client.models.list().data[0].id
         coming = cycle(problems)
         while True:

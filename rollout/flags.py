@@ -61,9 +61,9 @@ class ServeOptions:
 
 _ABOUT = f"""Serve a model over HTTP with the routes of OpenAI's API.
 
-Prefer the environment variable {API_KEY} for the key: a process's arguments are visible to all users of the machine.
+Prefer the environment variable {API_KEY}: other users see arguments.
 
-Ctrl-C stops the server after open requests have finished; a second Ctrl-C stops it immediately."""
+Ctrl-C lets open requests finish, then stops; a second one stops immediately."""
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = "rollout serve") -> ServeOptions:

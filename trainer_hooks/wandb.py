@@ -173,7 +173,7 @@ class WandbLogger:
             return "online"
         if chosen is None:
             return "offline"
-        raise ValueError("mode='online', but nobody is logged in: run `wandb login` first, or use mode='offline'")
+        raise ValueError("mode='online', but there is no login: run `wandb login` first, or use mode='offline'")
 
     def _logged_in(self) -> bool:
         if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
