@@ -49,7 +49,7 @@ def sharding_accelerator() -> Accelerator:
 
 
 def megabytes(model: nn.Module) -> float:
-    """Of this rank's parameters, as they are now."""
+    """Size of this rank's parameters, in MB."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
     return sum(each.nbytes for each in local) / 1e6
 
@@ -62,7 +62,7 @@ def grpo(
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
-    """Sample groups, mark them, train twice on what came out; and so on."""
+    """Repeat: sample groups, score them, train twice on the batch."""
     schedule = trapezoid(optimizer.optimizer, options.steps, rise=5, fall=1.0)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for _ in range(options.steps):
@@ -92,7 +92,7 @@ def grpo(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=30, help="of GRPO")
@@ -111,7 +111,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

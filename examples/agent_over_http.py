@@ -247,7 +247,7 @@ def some_question(dice: random.Random) -> Question:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the questions and the sampling")
     parser.add_argument("--steps", type=int, default=30, help="of policy gradient")
@@ -262,7 +262,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run: lessons, then conversations and what is learned from them."""
+    """Warm-up, then conversations and training on them."""
     started = time.perf_counter()
     options = parse_options()
     dice = random.Random(options.seed)

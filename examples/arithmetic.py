@@ -79,7 +79,7 @@ def reward(text: str | None, answer: str) -> float:
 
 
 def last_word(text: str) -> str:
-    """What comes after the last space."""
+    """The text after the last space."""
     return text.rpartition(" ")[2]
 
 

@@ -37,7 +37,7 @@ def over_ranks(*values: float) -> list[list[float]]:
 
 
 def mean(values: list[float]) -> float:
-    """Of the ranks."""
+    """Mean over the ranks."""
     return sum(values) / len(values)
 
 
@@ -48,7 +48,7 @@ def balance(asked: list[float], computed: list[float]) -> str:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=60, help="of GRPO")
@@ -65,7 +65,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -40,7 +40,7 @@ def grpo(
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
-    """Sample groups, mark them, train twice on what came out; and so on."""
+    """Repeat: sample groups, score them, train twice on the batch."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, rollout)
@@ -69,7 +69,7 @@ def grpo(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=100, help="of GRPO")
@@ -88,7 +88,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

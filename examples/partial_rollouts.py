@@ -41,7 +41,7 @@ def partial_rollouts(
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
-    """Keep a number of groups in flight; train once on those that are complete; and so on."""
+    """Repeat: keep a number of groups in flight, train once on the complete ones."""
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for _ in range(options.steps):
@@ -71,7 +71,7 @@ def partial_rollouts(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=150, help="of training")
@@ -92,7 +92,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

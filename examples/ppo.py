@@ -86,7 +86,7 @@ def estimate_advantages(scores: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Update:
-    """One step of training, and what it was made of."""
+    """One training step with its batch and results."""
 
     step: Step
     batch: RolloutBatch
@@ -99,7 +99,7 @@ class Update:
 def ppo(
     actor_critic: ActorCritic, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
 ) -> Iterator[Update]:
-    """Sample each problem once, mark it, estimate what each token was worth, train on minibatches; and so on."""
+    """Repeat: sample each problem once, score it, estimate advantages, train on minibatches."""
     optimizer = AdamW(actor_critic.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, rollout)
@@ -142,7 +142,7 @@ def ppo(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=60, help="of PPO")
@@ -159,7 +159,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -39,7 +39,7 @@ BAR = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of training came to."""
+    """Results of one training step."""
 
     reward: float
     """Mean of the batch."""

@@ -37,7 +37,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back over HTTP."""
+    """One reply received over HTTP."""
 
     problem: Problem
     text: str
@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def right(self) -> bool:
-        """Whether it ends in the answer."""
+        """Whether the reply ends in the answer."""
         return reward(self.text, self.problem.answer) == 1
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Answer:
 
 
 def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse.Namespace) -> Iterator[float]:
-    """Sample groups, mark them, train twice on what came out; gives the mean reward of each step."""
+    """Repeat: sample groups, score them, train twice on the batch; yield the mean reward of each step."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, llm)
@@ -102,7 +102,7 @@ def ask(url: str, problems: Sequence[Problem], answers: list[Answer], enough: Ev
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=50, help="of GRPO")
@@ -118,7 +118,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run: lessons, then GRPO with visitors."""
+    """Warm-up, then GRPO with concurrent HTTP requests."""
     started = time.perf_counter()
     options = parse_options()
     tokenizer = character_tokenizer()

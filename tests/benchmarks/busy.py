@@ -2,7 +2,7 @@
 
     nice -n -15 python -m tests.benchmarks.busy --vllm-python V/bin/python
 
-Loads: nobody, one process pinned to the last core, several unpinned ones. A busy process counts in a loop at the priority
+Loads: none, one process pinned to the last core, several unpinned ones. A busy process counts in a loop at the priority
 that this command has. A fair share beside k others on c cores is c / (c + k) of the machine, at most.
 """
 

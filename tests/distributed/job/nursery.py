@@ -5,7 +5,7 @@
          └────────── answers ───────────────────────────────────────┘
 
 The nursery has imported everything and computed nothing, and it has one thread: a child of it begins its job within
-milliseconds. Nobody outlives the test process: the nursery ends with its socket, and takes its children with it.
+milliseconds. No process outlives the test process: the nursery ends with its socket and ends its children.
 """
 
 from __future__ import annotations
