@@ -1,11 +1,11 @@
-"""GRPO with Hugging Face accelerate and FSDP2: the weights are spread over the ranks, and whole while they sample.
+"""GRPO with Hugging Face accelerate and FSDP2: weights are sharded over the ranks and gathered for sampling.
 
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2_grpo.py --seed 0
 
-The loop of `examples/grpo.py` in a training script of accelerate. What there is of rollouts in it: the manager is made of
-the module that `accelerator.prepare` has sharded, and `attach` ties the two, so that the policy version counts optimizer
-steps. `generate` gathers the weights once, on all ranks, samples, and shards them again; forwards in between are each
-rank's own affair, so that the ranks may need different numbers of them.
+The loop of `examples/grpo.py` in a training script of accelerate. The manager is constructed with the module that
+`accelerator.prepare` has sharded, and `attach` hooks the optimizer, so that the policy version counts its steps. `generate`
+gathers the weights once on all ranks, samples, and shards them again; in between, the ranks' forwards are independent and
+may differ in number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sharding_accelerator() -> Accelerator:
 
 
 def megabytes(model: nn.Module) -> float:
-    """Of this rank's parameters, as they are now."""
+    """Size of this rank's parameters, in MB."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
     return sum(each.nbytes for each in local) / 1e6
 
@@ -62,7 +62,7 @@ def grpo(
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
-    """Sample groups, mark them, train twice on what came out; and so on."""
+    """Repeat: sample groups, score them, train twice on the batch."""
     schedule = trapezoid(optimizer.optimizer, options.steps, rise=5, fall=1.0)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for _ in range(options.steps):
@@ -92,7 +92,7 @@ def grpo(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=30, help="of GRPO")
@@ -111,7 +111,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

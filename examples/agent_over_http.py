@@ -1,14 +1,14 @@
-"""An agent that speaks nothing but HTTP, and its conversations as training data, token for token.
+"""Tool-using agent over the OpenAI API, whose conversations are training data, token for token.
 
     python examples/agent_over_http.py --seed 0
 
-A small model has to add three numbers. It has a tool that adds two, so it calls it, reads the answer, calls it again,
-and says what came out: three turns of an ordinary loop around OpenAI's client. Each reply brings, beside its text, the
-ids of its prompt and of its tokens, their log-probs and the versions of the weights that made them (`message.rollout`).
-Sent back in the next turn, the conversation goes on from exactly those ids, so that the last turn's ids begin with
-everything that was sampled before: the transcript is training data as it is, and is never tokenised again.
+A small model adds three numbers with a tool that adds two: it calls the tool, reads the result, calls it again, and gives
+the answer, in an ordinary loop around OpenAI's client. Each reply contains, besides its text, the token ids of prompt and
+reply, their log-probs and policy versions (`message.rollout`). Sent back in the next turn, the conversation continues from
+exactly those ids, so that the last turn's ids begin with everything sampled before: the transcript is training data
+without being tokenised again.
 
-The model first sees a few of a teacher's conversations, then only whether its answers are right.
+The model is first trained on a few of a teacher's conversations, then only on whether its answers are right.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def agents_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass
 class Transcript:
-    """One conversation as the model saw and wrote it."""
+    """One conversation as token ids, as the model read and generated them."""
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -166,7 +166,7 @@ async def solve(client: AsyncOpenAI, model: str, question: Question) -> Transcri
 
 async def solve_all(url: str, questions: Sequence[Question]) -> list[Transcript]:
     """One conversation about each question, all at once."""
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="nobody asks for it") as client:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         model = (await client.models.list()).data[0].id
         return await asyncio.gather(*(solve(client, model, question) for question in questions))
 
@@ -247,7 +247,7 @@ def some_question(dice: random.Random) -> Question:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the questions and the sampling")
     parser.add_argument("--steps", type=int, default=30, help="of policy gradient")
@@ -262,7 +262,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run: lessons, then conversations and what is learned from them."""
+    """Warm-up, then conversations and training on them."""
     started = time.perf_counter()
     options = parse_options()
     dice = random.Random(options.seed)

@@ -1,12 +1,10 @@
-"""Arithmetic with its working shown: problems whose answers a program checks.
+"""Arithmetic problems with worked solutions, and a reward function that checks the answer.
 
     47+38=    7+8=15 4+3+1=8 85      a sum, column by column from the right
     12+7*3=   19:2 26:1 33:0         a sum of equal numbers, one by one, with how many are still to come
 
-The last word is the answer, and only the answer is marked. Solutions of the first kind are all about as long; those of
-the second have a long tail: half of them take three additions or fewer, a few take nineteen.
-
-Knows problems and marks, nothing of models.
+The last word is the answer, and only the answer is scored. Solutions of the first kind have similar lengths; those of the
+second have a long tail: half of them take three additions or fewer, a few take nineteen. Independent of models.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Problem:
 
 
 class Problems:
-    """Two lots of problems that have none in common, dealt from `problems` by `seed`.
+    """Disjoint training and held-out problems, split from `problems` by `seed`.
 
     Attributes:
         held_out: for measuring; at most a quarter of all.
@@ -81,7 +79,7 @@ def reward(text: str | None, answer: str) -> float:
 
 
 def last_word(text: str) -> str:
-    """What comes after the last space."""
+    """The text after the last space."""
     return text.rpartition(" ")[2]
 
 

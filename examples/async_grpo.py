@@ -1,13 +1,13 @@
-"""Asynchronous GRPO: requests go on while the weights change, no token gets too old, and a killed run goes on.
+"""Asynchronous GRPO: requests continue across weight updates with bounded staleness, and a killed run resumes.
 
     python examples/async_grpo.py --seed 0
     python examples/async_grpo.py --seed 0 --resume       after it was killed: from its last checkpoint
 
-A step trains on the groups that are ready; the others stay in flight, and their later tokens come from newer weights.
-`max_staleness` bounds how many updates may lie between a token and its use: `generate` waits for the groups that would
-grow older than that, so that nothing is thrown away. For the updates that do lie between, a truncated importance weight
-makes up. `Run` is everything that a checkpoint needs: model, optimizer, the place in the problems, and what is in flight.
-A journal beside it keeps the groups that end between two checkpoints: after a restart nobody computes them again.
+A step trains on the finished groups; the others stay in flight, and their later tokens come from newer weights.
+`max_staleness` bounds the number of updates between sampling a token and training on it: `generate` waits for the groups
+that would exceed it, so that no tokens are discarded. A truncated importance weight corrects for the updates in between.
+`Run` holds everything a checkpoint needs: model, optimizer, position in the problems, requests in flight. A journal keeps
+the groups that finish between two checkpoints, so that they are not computed again after a restart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HIGHEST_WEIGHT = 2.0
 
 @dataclass
 class Run:
-    """What a run is made of, and where it has got to."""
+    """State of a run: everything that a checkpoint contains."""
 
     model: PreTrainedModel
     optimizer: Optimizer
@@ -51,7 +51,7 @@ class Run:
     step: int = 0
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; a run that is killed meanwhile leaves the one before."""
+        """Write a checkpoint atomically: a kill during the write keeps the previous one."""
         state = {
             "step": self.step,
             "dealt": self.problems.dealt,
@@ -65,7 +65,7 @@ class Run:
         unfinished.replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint; groups that were in flight then are in flight again."""
+        """Load a checkpoint, including the groups in flight."""
         state = torch.load(path, map_location=self.model.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Update:
-    """One step of training, and what it was made of."""
+    """One training step with its batch and results."""
 
     step: Step
     batch: RolloutBatch
@@ -87,7 +87,7 @@ class Update:
 
 
 def async_grpo(run: Run, options: argparse.Namespace) -> Iterator[Update]:
-    """Keep a number of groups in flight; train once on those that are complete; and so on."""
+    """Repeat: keep a number of groups in flight, train once on the complete ones."""
     params = SamplingParams(n=GROUP, max_tokens=options.max_tokens)
     while run.step < options.steps:
         asked = run.problems.deal(options.in_flight - run.rollout.groups_in_flight)
@@ -132,7 +132,7 @@ def columns(update: Update, metrics: dict[str, float]) -> str:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=110, help="of training")
@@ -156,7 +156,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights or from a checkpoint to the picture."""
+    """Train from random weights or a checkpoint and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,11 +1,11 @@
-"""GRPO on several ranks: each asks its own problems, all compute them together, whoever is done early helps the others.
+"""GRPO on several ranks: each rank has its own problems, and all ranks share the sampling work.
 
     torchrun --nproc-per-node 2 examples/data_parallel_grpo.py --seed 0
 
-The loop of `examples/grpo.py` with three differences around it: the gradients go through `DistributedDataParallel`,
-every rank makes a `RolloutManager` as before (it finds the others by itself), and the problems of the ranks differ in
-length, so that without the balance the ranks with short answers would wait. The last columns of the table show who
-asked for how many tokens and who computed them.
+The loop of `examples/grpo.py` with three differences: gradients go through `DistributedDataParallel`, every rank
+constructs a `RolloutManager` (which finds the others by itself), and the ranks' problems differ in length, so that without
+load balancing the ranks with short answers would wait. The last columns of the table show how many tokens each rank
+requested and computed.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from trainer_hooks.wandb import WandbLogger
 def over_ranks(*values: float) -> list[list[float]]:
     """Each value of each rank: one list per value, in the order of the ranks."""
     mine = torch.tensor(values, dtype=torch.float64)
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine)
-    return torch.stack(everybody, 1).tolist()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return torch.stack(gathered, 1).tolist()
 
 
 def mean(values: list[float]) -> float:
-    """Of the ranks."""
+    """Mean over the ranks."""
     return sum(values) / len(values)
 
 
 def balance(asked: list[float], computed: list[float]) -> str:
-    """Who asked for how many tokens, who computed them, and how far the busiest rank is above the mean."""
+    """Columns of the table: tokens requested and computed per rank, and the busiest rank relative to the mean."""
     shares = " ".join(f"{share:,.0f}" for share in asked), " ".join(f"{share:,.0f}" for share in computed)
     return f"{shares[0]} → {shares[1]}  {max(asked) / mean(asked):.2f} → {max(computed) / mean(computed):.2f}"
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=60, help="of GRPO")
@@ -65,7 +65,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

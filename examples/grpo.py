@@ -2,9 +2,9 @@
 
     python examples/grpo.py --seed 0
 
-The model first sees a few thousand worked sums, enough to be right one time in five. From then on nobody shows it
-anything: it samples eight solutions of each problem, a program marks the answers, and what did better than the rest of
-its group becomes likelier. `grpo` is the whole of it; problems, policy and picture are in the files beside this one.
+The model is first trained on a few thousand worked sums, enough to be right one time in five. Then GRPO begins: it samples
+eight solutions of each problem, a program scores the answers, and solutions above their group's mean become likelier.
+`grpo` is the whole algorithm; problems, policy and plot are in the files beside this one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def grpo(
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
-    """Sample groups, mark them, train twice on what came out; and so on."""
+    """Repeat: sample groups, score them, train twice on the batch."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, rollout)
@@ -69,7 +69,7 @@ def grpo(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=100, help="of GRPO")
@@ -88,7 +88,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,11 +1,11 @@
-"""GRPO with LoRA: a small Qwen3 learns to add by an adapter alone; what lies underneath is the reference.
+"""GRPO with LoRA: a small Qwen3 learns to add by training an adapter; the base model is the KL reference.
 
     python examples/lora_grpo.py --seed 0
 
-After its lessons the model is frozen and gets an adapter. The rollout samples with the adapter live: nothing is merged,
-nothing copied, and a step changes the adapter's few bytes only. The loss keeps the policy near the model it came from: a
-KL term, for which the same module computes the reference's log-probs with the adapter switched off. At the end the
-switched-off model takes the exam again: it is as good, or bad, as it was.
+After supervised training the model is frozen and gets an adapter. The rollout samples with the adapter active, without
+merging or copying weights, and a step changes the adapter only. A KL term keeps the policy near the base model: the same
+module computes the reference log-probs with the adapter disabled. At the end the base model is evaluated again and has
+not changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 def grpo(
     model: PeftModel, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
 ) -> Iterator[tuple[Step, float]]:
-    """Sample groups, mark them, train the adapter on what came out; with each step its KL from the reference."""
+    """Repeat: sample groups, score them, train the adapter; each step has its KL from the reference."""
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW(adapters, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
@@ -74,7 +74,7 @@ def grpo(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=50, help="of GRPO")
@@ -95,7 +95,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,11 +1,11 @@
-"""Completions without a training loop: a whole list at once, prompts as they come, and shared by several ranks.
+"""Offline inference without a training loop: a list of prompts, concurrent prompts, and several ranks.
 
     python examples/offline.py
     python examples/offline.py --model Qwen/Qwen3-0.6B
     torchrun --nproc-per-node 2 examples/offline.py
 
-Without `--model` the model is small and random, and so is what it says. On several ranks rank 0 asks, and every rank
-computes its share; the others have nothing to do but wait until it is over.
+Without `--model` the model is small and random, and so is its output. On several ranks, rank 0 submits the prompts and
+every rank computes a share; the other ranks wait until rank 0 has finished.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def a_list_at_once(llm: LLM, params: SamplingParams) -> None:
 
 
 async def as_they_come(options: dict[str, Any], params: SamplingParams) -> None:
-    """Many callers on one event loop, one of whom reads along."""
+    """Concurrent requests on one event loop, one of them streamed."""
     async with AsyncLLM(**options) as llm:
 
         async def ask(prompt: str) -> None:

@@ -1,12 +1,12 @@
-"""Partial rollouts: train on the groups that are ready, while the long ones go on under newer weights.
+"""Partial rollouts: train on finished groups while the long ones continue under newer weights.
 
     python examples/partial_rollouts.py --seed 0
 
-The solutions have a long tail, and a step that waits for the longest lets everything else stand idle. So
+The solutions have a long tail, and a step that waits for the longest leaves the engine mostly idle. So
 `generate(..., min_groups=)` returns as soon as enough groups are complete; the rest stay in flight, are suspended while
-the optimizer steps, and go on afterwards. Their older tokens come from an older policy: `batch.policy_staleness` says by
-how many updates, `batch.logprobs` what the policy that sampled them thought of them, and a truncated importance weight
-in the loss makes up for the difference.
+the optimizer steps, and continue afterwards. Their older tokens come from an older policy: `batch.policy_staleness` holds
+the number of updates since, `batch.logprobs` the log-probs under the policy that sampled them, and a truncated importance
+weight in the loss corrects the difference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def partial_rollouts(
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
-    """Keep a number of groups in flight; train once on those that are complete; and so on."""
+    """Repeat: keep a number of groups in flight, train once on the complete ones."""
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for _ in range(options.steps):
@@ -71,7 +71,7 @@ def partial_rollouts(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=150, help="of training")
@@ -92,7 +92,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,4 +1,4 @@
-"""The policy: a small Qwen3 model and its character tokenizer, made on the spot, the lessons before GRPO, the exam."""
+"""Policy of the examples: a small Qwen3 model, its character tokenizer, supervised warm-up and evaluation."""
 
 from __future__ import annotations
 

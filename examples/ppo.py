@@ -1,11 +1,11 @@
-"""PPO: a value head on the policy's own trunk, generalised advantage estimation, the clipped objective.
+"""PPO: a value head on the policy's trunk, generalised advantage estimation, the clipped objective.
 
     python examples/ppo.py --seed 0
 
-Unlike GRPO it samples each problem once: what a token was worth is not read off the other samples of its prompt, but off
-a value that is learnt beside the policy, from the same hidden states. The optimizer steps `ActorCritic`, and the rollout
-samples with the language model inside it: no second copy, and nothing to keep in step. Besides the clip, a small penalty
-on the divergence from the policy that sampled holds an update back.
+Unlike GRPO it samples each problem once: the baseline of a token is not the other samples of its prompt but a value
+function learnt from the policy's hidden states. The optimizer steps `ActorCritic`, and the rollout samples with the
+language model inside it, without a second copy to synchronise. Besides the clip, a small penalty on the divergence from
+the sampling policy limits each update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VALUE_COST, KL_COST = 0.1, 0.01
 
 
 class ActorCritic(nn.Module):
-    """A policy, and what it expects to earn."""
+    """A policy with a value head."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def estimate_advantages(scores: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Update:
-    """One step of training, and what it was made of."""
+    """One training step with its batch and results."""
 
     step: Step
     batch: RolloutBatch
@@ -99,7 +99,7 @@ class Update:
 def ppo(
     actor_critic: ActorCritic, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
 ) -> Iterator[Update]:
-    """Sample each problem once, mark it, estimate what each token was worth, train on minibatches; and so on."""
+    """Repeat: sample each problem once, score it, estimate advantages, train on minibatches."""
     optimizer = AdamW(actor_critic.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, rollout)
@@ -142,7 +142,7 @@ def ppo(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=60, help="of PPO")
@@ -159,7 +159,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,6 +1,6 @@
-"""What a run shows: rows while it goes, one picture at the end.
+"""Report of a run: a table of steps while it runs, a plot at the end.
 
-Knows numbers by name, nothing of models. Times, lengths and speeds are the rollout's own metrics.
+Independent of models. Times, lengths and speeds are the rollout's own metrics.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BAR = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of training came to."""
+    """Results of one training step."""
 
     reward: float
     """Mean of the batch."""

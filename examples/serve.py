@@ -1,10 +1,10 @@
-"""A model that answers over HTTP while it is being trained: evaluation needs no checkpoint and no second copy.
+"""HTTP server over a model in training: evaluation without a checkpoint or a second copy of the weights.
 
     python examples/serve.py --seed 0
 
-GRPO goes on in this thread, as in `grpo.py` but with an `LLM`. Beside it somebody asks the same model sums that it is
-never trained on, over the OpenAI API that `llm.serve` offers. Every answer says which version of the weights has made
-each of its tokens; one that was half written when the weights changed is finished by the new ones.
+GRPO runs in this thread, as in `grpo.py` but with an `LLM`. Meanwhile a client asks the same model held-out sums over the
+OpenAI API of `llm.serve`. Every reply contains the policy version of each token; a reply in progress during a weight
+update is finished with the new weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back over HTTP."""
+    """One reply received over HTTP."""
 
     problem: Problem
     text: str
@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def right(self) -> bool:
-        """Whether it ends in the answer."""
+        """Whether the reply ends in the answer."""
         return reward(self.text, self.problem.answer) == 1
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Answer:
 
 
 def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse.Namespace) -> Iterator[float]:
-    """Sample groups, mark them, train twice on what came out; gives the mean reward of each step."""
+    """Repeat: sample groups, score them, train twice on the batch; yield the mean reward of each step."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, llm)
@@ -71,7 +71,7 @@ def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse
         rewards = torch.tensor(list(map(reward, batch.texts, answers)), device=model.device).view(-1, GROUP)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         advantages, mask = advantages.view(-1, 1), batch.response_mask
-        # Whoever asks over HTTP meanwhile waits: the trainer and the engine take turns with the module.
+        # HTTP requests wait meanwhile: the trainer and the engine take turns with the module.
         with llm.suspended():
             for _ in range(EPOCHS):
                 ratio = (token_logprobs(model, batch) - batch.logprobs).exp()
@@ -86,8 +86,8 @@ def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse
 
 
 def ask(url: str, problems: Sequence[Problem], answers: list[Answer], enough: Event) -> None:
-    """Ask a few problems at a time over HTTP, as anybody with an OpenAI client would."""
-    with OpenAI(base_url=f"{url}/v1", api_key="nobody asks for it") as client:
+    """Ask a few problems at a time over HTTP, with OpenAI's client."""
+    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         model = client.models.list().data[0].id
         coming = cycle(problems)
         while True:
@@ -102,7 +102,7 @@ def ask(url: str, problems: Sequence[Problem], answers: list[Answer], enough: Ev
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=50, help="of GRPO")
@@ -118,7 +118,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run: lessons, then GRPO with visitors."""
+    """Warm-up, then GRPO with concurrent HTTP requests."""
     started = time.perf_counter()
     options = parse_options()
     tokenizer = character_tokenizer()

@@ -2,9 +2,9 @@
 
     python examples/trl_grpo.py --seed 0
 
-The problem is that of `grpo.py`, the loop is TRL's. Two lines make its GRPOTrainer sample with the rollout instead of
-with transformers, and weigh its loss by the log-probs that the samples were drawn with; they are marked. How to sample,
-how long, how many per problem is what GRPOConfig says.
+The problem is that of `grpo.py`, the loop is TRL's. Two marked lines make its GRPOTrainer sample with the rollout instead
+of transformers, and correct its loss by the sampling log-probs. Sampling options, lengths and group size come from
+GRPOConfig.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Rows(TrainerCallback):
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--rounds", type=int, default=40, help=f"of GRPO: one generation, {EPOCHS} updates")
@@ -117,7 +117,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One run, from random weights to the picture."""
+    """Train from random weights and draw the plot."""
     started = time.perf_counter()
     options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,13 +1,13 @@
-"""`rollout serve MODEL_DIR`, also as `python -m rollout serve MODEL_DIR`.
+"""Command line: `rollout serve MODEL_DIR`, also as `python -m rollout serve MODEL_DIR`.
 
 Exit codes:
-    0     stopped as asked: by Ctrl-C or SIGTERM while it served; --help, --version
-    1     it failed while it served
-    2     it could not start as asked
-    130   Ctrl-C before it served, or a second Ctrl-C
+    0     stopped by Ctrl-C or SIGTERM while serving; --help, --version
+    1     failed while serving
+    2     could not start with these options
+    130   Ctrl-C before serving began, or a second Ctrl-C
 
-Always true: what the caller can mend is one line on stderr, not a traceback; nothing heavy is imported before the
-arguments, the model's folder and the address have been looked at.
+Errors in the options are one line on stderr, not a traceback. Arguments, model folder and address are checked before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ A rollout engine that samples with the module a training loop steps.
   -h, --help        print this
 """
 NEEDED = ("tyro", "fastapi", "uvicorn", "prometheus_client")
-"""What `serve` needs beyond the package's own dependencies: the extra of the same name."""
+"""Modules that `serve` needs beyond the package's dependencies; installed by the extra `serve`."""
 
 STOPPED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. What has served ends the process.
+    """Run one command. After serving, the process is ended without returning.
 
     Args:
-        arguments: after the program's name; None: those of this process.
+        arguments: arguments after the program's name. None: those of this process.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: `rollout serve --help`, or arguments that cannot be read; told on the terminal.
+        SystemExit: `rollout serve --help`, or arguments that cannot be parsed; printed to the terminal.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
@@ -101,15 +101,15 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         llm.shutdown()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    # Ours is closed, or must not be waited for; taking torch down in order would be seconds of nothing.
+    # Everything of ours is closed, or must not be waited for; an orderly teardown of torch would take seconds.
     _leave_at_once(code)
 
 
 @contextmanager
 def _stopped_by_signals(server: Server) -> Iterator[None]:
-    """Once: stop in order. Twice: KeyboardInterrupt.
+    """Stop the server on the first SIGINT or SIGTERM; raise `KeyboardInterrupt` on the second.
 
-    `Server.wait` does as much; this is for whoever signals as soon as the address is printed, when it does not listen yet.
+    `Server.wait` handles signals too, but only once it runs; this covers the time between printing the address and then.
     """
 
     begun = False
@@ -119,7 +119,7 @@ def _stopped_by_signals(server: Server) -> Iterator[None]:
         if begun or _runs(server.stop, frame):
             raise KeyboardInterrupt
         begun = True
-        # Not here: whoever is interrupted may hold what stop() waits for.
+        # In a thread: the interrupted code may hold a lock that stop() waits for.
         threading.Thread(target=server.stop, daemon=True).start()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -131,7 +131,7 @@ def _stopped_by_signals(server: Server) -> Iterator[None]:
 
 
 def _runs(method: Callable[[], None], frame: FrameType | None) -> bool:
-    """Whether a frame lies inside a call of `method`."""
+    """Whether `frame` is inside a call of `method`."""
     while frame is not None and frame.f_code is not method.__code__:
         frame = frame.f_back
     return frame is not None
@@ -160,7 +160,7 @@ def _check_folder(name: str) -> None:
 
 
 def _check_address(config: ServerConfig) -> None:
-    """Ask for the address now: a taken one would otherwise be found out when the model has been loaded."""
+    """Raise `ConfigError` if the address cannot be bound, before the model is loaded."""
     where = f"{config.host}:{config.port}"
     try:
         found = socket.getaddrinfo(
@@ -247,7 +247,7 @@ def _in_one_line(exc: BaseException) -> str:
 
 
 def _in_flags(line: str) -> str:
-    """With flags in place of Python's names, where they are read at all."""
+    """Replace field names by flags; unchanged if the packages that parse flags are not installed."""
     if any(find_spec(name) is None for name in NEEDED):
         return line
     from rollout.flags import in_flags

@@ -1,4 +1,9 @@
-"""Validated options of engine, coordinator and HTTP server. A default is written once, here."""
+"""Configuration dataclasses of the engine, the coordinator and the HTTP server.
+
+Each class is frozen, takes keyword arguments only, and validates every field at construction: an unknown name raises
+`TypeError`, a value out of range raises `ConfigError`. Defaults are defined here and nowhere else; command-line flags
+and the reference documentation are generated from these fields.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from rollout.state import (
 
 
 class _Options:
-    """What both tables of options can do."""
+    """Validation helpers shared by the configuration dataclasses."""
 
     def _check(self, name: str, ok: bool, rule: str) -> None:
         if not ok:
@@ -39,88 +44,93 @@ class _Options:
             ) from exc
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked again."""
+        """Return a copy with some fields changed, validated again."""
         return replace(self, **changes)  # type: ignore[type-var]
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Every option, in order."""
+        """Names of all options, in definition order."""
         return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig(_Options):
-    """Options of one engine. An unknown name is a `TypeError`, a value out of range a `ConfigError`."""
+    """Options of one engine. Frozen; validated at construction."""
 
     block_size_tokens: int = 16
-    """Token slots of one KV block."""
+    """Tokens per KV block. At least 1."""
 
     kv_cache_blocks: int | None = None
-    """Blocks in the KV pool. None: as many as `kv_cache_memory_gb` holds."""
+    """Number of blocks in the KV pool, at least 1. None: as many as fit into `kv_cache_memory_gb`."""
 
     kv_cache_memory_gb: float | None = None
-    """Size of the KV pool in GiB, used when `kv_cache_blocks` is None. None: `kv_cache_memory_fraction` decides."""
+    """Size of the KV pool in GiB, above 0. Used only when `kv_cache_blocks` is None. None: computed from
+    `kv_cache_memory_fraction`."""
 
     kv_cache_memory_fraction: float = 0.5
-    """Share of the device memory free at construction that the pool may take (host memory on a CPU), never more
-    blocks than `max_requests` sequences of the maximum length can use."""
+    """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a
+    CPU. Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use."""
 
     max_sequence_length: int | None = None
-    """Longest prompt + completion in tokens. None: the model's `max_position_embeddings`."""
+    """Maximum length of prompt + completion, in tokens. None: the model's `max_position_embeddings`."""
 
     max_requests: int = 256
-    """Sequences that may be active at once."""
+    """Maximum number of active (running) sequences. At least 1."""
 
     max_tokens_per_step: int = 2048
-    """Token budget of one forward: decodes first, prefill chunks in what is left."""
+    """Token budget of one forward; decodes are scheduled first, prefill chunks use the rest. At least `max_requests`."""
 
     enable_prefix_caching: bool = True
-    """Share complete KV blocks between requests with equal prefixes under one policy version."""
+    """Share full KV blocks between requests with equal prefixes under the same policy version."""
 
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
-    """`lru` keeps unreferenced blocks until room is needed; `ref_zero` forgets them with their last reference."""
+    """`lru`: unreferenced blocks stay cached until their memory is needed. `ref_zero`: a block is evicted when its last
+    reference is released."""
 
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
-    """What `suspend` does with the KV cache unless the call says otherwise."""
+    """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
+    back. `recompute`: it is dropped and prefilled again."""
 
     max_staleness: int | None = None
-    """Most weight updates between the sampling of a token and its use. None: unbounded."""
+    """Maximum number of weight updates between sampling a token and training on it, at least 0. None: unlimited."""
 
     staleness_policy: StalenessPolicy = StalenessPolicy.PARTIAL
-    """What becomes of a request that would exceed `max_staleness`."""
+    """Handling of a request that would exceed `max_staleness`. `partial`: it ends with the tokens it has. `requeue`: it
+    starts again from its prompt. `mask`: it continues, and its stale tokens are masked out of the loss."""
 
     seed: int = 0
-    """Seeds the requests that bring no seed of their own."""
+    """Base seed of requests without a seed of their own. In [0, 2**63)."""
 
     track_generated_token_events: bool = False
-    """Record one GENERATED_TOKEN event per token (costs Python time per token)."""
+    """Record one GENERATED_TOKEN event per token, at a cost in Python time per token."""
 
     fused_forward: bool = True
-    """On a CPU, run a Llama-like decoder through one C++ forward over the module's own parameters; False: its own."""
+    """On a CPU, run Llama-like decoders through a fused C++ forward that reads the module's parameters in place. False:
+    run the module's own forward."""
 
     cuda_graphs: bool = True
-    """On CUDA, replay decode steps as captured graphs; False: run the module's forward every step."""
+    """On CUDA, capture decode steps as CUDA graphs and replay them. False: run the module's forward in every step."""
 
     verify_model: bool = True
-    """At construction, compare a few tokens through the paged path with the model's own forward."""
+    """At construction, compare a few tokens computed through the paged path with the model's own forward."""
 
     weight_fingerprints: Literal["sampled", "full", "off"] = "sampled"
-    """Proof, when generating begins, that no weight has changed without an optimizer step: `sampled` compares a few
-    elements of every tensor, `full` all of them, `off` none."""
+    """Check before generating that no weight changed without an optimizer step. `sampled`: compare a few elements of every
+    tensor. `full`: compare all elements. `off`: no check."""
 
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
-    """`bfloat16` or `float16`: rollouts run under autocast to it, as the trainer's forward does. None: under whatever
-    autocast is on around the call, or is part of the model's forward (accelerate)."""
+    """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or the
+    one that is part of the model's forward (accelerate)."""
 
     inference_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Sample with a copy of the weights in this dtype (`float32`, `bfloat16`, `float16`), made anew after each update.
-    None, and no `inference_device`: with the trainer's own weights."""
+    """Sample from a copy of the weights in this dtype, refreshed after each update: `float32`, `bfloat16` or `float16`.
+    None together with `inference_device=None`: sample from the trainer's weights, without a copy."""
 
     inference_device: str | None = None
-    """Sample with a copy of the weights on this device, such as `cuda:1`. None: on the trainer's."""
+    """Sample from a copy of the weights on this device, such as `cuda:1`. None: the trainer's device."""
 
     control_timeout_s: float = 600.0
-    """Deadline of a control call, in seconds."""
+    """Deadline of a control call (pause, suspend, resume, ...), in seconds. Above 0."""
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens_per_step"):
@@ -168,86 +178,89 @@ class InferenceConfig(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig(_Options):
-    """Options of the coordinator. An unknown name is a `TypeError`, a value out of range a `ConfigError`."""
+    """Options of the coordinator. Frozen; validated at construction."""
 
     data_parallel_size: int = 1
-    """Ranks of the job. Barriers and deterministic routing wait for so many; fewer or more may be there otherwise."""
+    """Number of ranks of the job, at least 1. Barriers and deterministic routing wait for this many; other routing works
+    with fewer or more."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs keys, or `insecure`."""
+    """Address to listen on. An address other than loopback requires keys, or `insecure`."""
 
     inference_coordinator_port: int | None = None
-    """Port to listen on. None: a free one."""
+    """TCP port to listen on, in [1, 65535]. None: a free port."""
 
     insecure: bool = False
-    """Listen off loopback without keys: whoever reaches the port can submit, read and stop everything."""
+    """Allow listening on an address other than loopback without keys. Every process that reaches the port can then submit
+    requests, read results and stop the job."""
 
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
-    """How a rank is chosen."""
+    """Routing policy: `longest_prefix`, `first_prefix_block`, `load_balanced` or `round_robin`."""
 
     prefix_caching_routing_alpha: float = 0.5
-    """Weight of the matched prefix against free slots in the score of a rank."""
+    """Weight of the matched prefix against free slots in a rank's routing score, in [0, 1]."""
 
     enable_prefix_caching: bool = True
-    """Look at prefixes at all; False: `load_balanced` whatever the policy."""
+    """Consider cached prefixes when routing. False: route as `load_balanced`, unless the policy is `round_robin`."""
 
     block_size_tokens: int = 16
-    """Tokens of one block hash; every rank must have the same."""
+    """Tokens per block hash, at least 1. Must equal `block_size_tokens` of every rank's engine."""
 
     deterministic_mode: bool = False
-    """Route by order of arrival and sorted rank names alone, never by timing; priority does not change where, and a text
-    that is being tokenised holds its place."""
+    """Route by order of arrival and sorted rank names only, independent of timing. Priority does not affect the choice of
+    the rank, and a text prompt keeps its place in the order while it is tokenised."""
 
     max_hashes_per_rank: int = 1 << 18
-    """Block hashes remembered of one rank, the least recently used go first."""
+    """Maximum number of block hashes indexed per rank, at least 1; the least recently used are evicted."""
 
     schedule_output_path: str | None = None
-    """Write every routing decision to this JSON file, as it is taken. None: nowhere."""
+    """JSON file to which every routing decision is written when it is taken. None: not recorded."""
 
     schedule_append: bool = False
-    """Go on behind the records that are in that file, as a coordinator does that follows one that has died; False: make it
-    anew."""
+    """Append to the records already in that file, as a coordinator does that replaces a dead one. False: overwrite the
+    file."""
 
     seed: int = 0
-    """Seeds the requests that bring no seed of their own, in order of arrival."""
+    """Base seed of requests without a seed of their own, assigned in order of arrival. In [0, 2**63)."""
 
     tokenizer: str | None = None
-    """Path of a `tokenizer.json`, or its content, for prompts that come as text and engines without a tokenizer. Tokenizers
-    that have no such file are not for the coordinator: whoever uses one sends token ids."""
+    """Path or content of a `tokenizer.json`, for text prompts and for engines without a tokenizer. A tokenizer without
+    such a file cannot be used by the coordinator: send token ids instead. None: no tokenizer."""
 
     heartbeat_interval_s: float = 1.0
-    """Whoever has been silent for so many seconds says that it lives."""
+    """Seconds without outgoing traffic after which a peer sends a heartbeat. Above 0."""
 
     heartbeat_timeout_s: float = 30.0
-    """Silence after which the other side counts as dead."""
+    """Seconds without incoming traffic after which a peer is considered dead. At least twice `heartbeat_interval_s`."""
 
     progress_interval: int = 16
-    """Tokens of a sample after which a rank reports them: what is computed again when it dies."""
+    """A rank reports a sample's new tokens every this many tokens, at least 1. Upper bound of the tokens per sample that
+    are computed again when the rank dies."""
 
     no_rank_timeout_s: float = 600.0
-    """Requests that wait fail by name when there has been no rank that is ready for so long."""
+    """Seconds without a ready rank after which waiting requests fail with `RequestTimeoutError`. Above 0."""
 
     max_rank_losses: int = 5
-    """Ranks that may die under one request, without a new token of it in between, before it is given to no other: it may
-    be what kills them."""
+    """Number of ranks that may die while computing one request, without a new token in between, before the request fails
+    with `RankLostError`: the request itself may be the cause. At least 1."""
 
     max_open_requests: int = 100_000
-    """Groups one client may have open."""
+    """Maximum number of open groups per client, at least 1."""
 
     max_open_mb: int = 1024
-    """What the open groups of one client may hold, in MiB: prompts, parameters, known tokens, very large groups."""
+    """Maximum memory of one client's open groups, in MiB: prompts, parameters, known tokens. At least 1."""
 
     max_total_open_mb: int = 4096
-    """The same of all clients together."""
+    """Maximum memory of the open groups of all clients together, in MiB. At least 1."""
 
     max_backlog_mb: int = 256
-    """Unsent bytes after which a peer that does not read counts as dead."""
+    """Unsent data, in MiB, after which a peer that does not read is considered dead. At least 1."""
 
     idle_exit_s: float = 60.0
-    """The process ends when it has been without any rank or client for so long after the last one left."""
+    """Seconds after the last rank or client has left until the coordinator process exits. Above 0."""
 
     outlive_launcher: bool = True
-    """Go on without the process that started it, as long as some rank or client is there."""
+    """Keep running after the process that started the coordinator has ended, as long as a rank or client is connected."""
 
     def __post_init__(self) -> None:
         self._check_all(
@@ -288,43 +301,47 @@ class CoordinatorConfig(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(_Options):
-    """Options of the HTTP server. An unknown name is a `TypeError`, a value out of range a `ConfigError`."""
+    """Options of the HTTP server. Frozen; validated at construction."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs `api_key`, or `insecure`."""
+    """Address to listen on. An address other than loopback requires `api_key`, or `insecure`."""
 
     port: int = 8000
-    """Port to listen on. 0: a free one."""
+    """TCP port to listen on, in [0, 65535]. 0: a free port."""
 
     api_key: str | None = field(default=None, repr=False)
-    """What callers send as `Authorization: Bearer KEY`; everything but /health asks for it. None: nobody is asked."""
+    """Key that clients send as `Authorization: Bearer KEY`, required on every path but /health: visible ASCII characters
+    without spaces. None: no authentication."""
 
     served_model_name: str | None = None
-    """The model's name in requests and replies. None: the name or path it was loaded from."""
+    """Name of the model in requests and replies. None: the name or path it was loaded from."""
 
     admin: bool = False
-    """Offer pause, suspend, weights updated, abort … under /admin. Needs `api_key`, or `insecure`."""
+    """Serve the control routes under /admin: pause, suspend, weights updated, abort, ... Requires `api_key`, or
+    `insecure`."""
 
     insecure: bool = False
-    """Listen off loopback, or offer /admin, without a key: whoever reaches the port can do what it offers."""
+    """Allow listening on an address other than loopback, or `admin`, without a key. Every process that reaches the port
+    can then use the routes."""
 
     max_body_mb: float = 32
-    """Largest body of a request, in MiB."""
+    """Maximum size of a request body, in MiB. Above 0."""
 
     max_open_requests: int = 4096
-    """Samples (prompts times n) that may be open at once over HTTP; beyond that, 429."""
+    """Maximum number of samples (prompts times n) open over HTTP at the same time, at least 1; more are refused with
+    status 429."""
 
     request_timeout_s: float = 600.0
-    """Longest a request may take, and what `timeout_s` of a request may ask for at most."""
+    """Maximum duration of a request, in seconds, above 0. Also the upper bound of a request's own `timeout_s`."""
 
     stream_interval: int = 1
-    """Tokens of a sample per chunk of a stream."""
+    """Tokens of a sample per chunk of a stream. At least 1."""
 
     chat_template: str | None = None
-    """A Jinja chat template, or the path of a file that holds one. None: the tokenizer's own."""
+    """Jinja chat template, or the path of a file with one. None: the tokenizer's template."""
 
     shutdown_grace_s: float = 5.0
-    """How long running requests may go on when the server stops; then they are aborted."""
+    """Seconds that running requests may take to finish when the server stops, at least 0; afterwards they are aborted."""
 
     def __post_init__(self) -> None:
         self._check("host", isinstance(self.host, str) and bool(self.host), "an address")
@@ -352,13 +369,13 @@ class ServerConfig(_Options):
         self._check_secrets()
 
     def _check_secrets(self) -> None:
-        """The message never shows the key."""
+        """Check the key and the options that require one. Error messages never contain the key."""
         key = self.api_key
         if key is not None and not (isinstance(key, str) and _CREDENTIALS.fullmatch(key)):
             raise ConfigError("ServerConfig.api_key: must be None or visible ASCII characters without spaces")
         if key is not None or self.insecure:
             return
-        cure = "give an api_key, or insecure=True to let whoever reaches the port in"
+        cure = "give an api_key, or insecure=True to let every process that reaches the port in"
         if not _is_loopback(self.host):
             raise ConfigError(f"ServerConfig.host={self.host!r}: off loopback an api_key is needed; {cure}")
         if self.admin:

@@ -1,48 +1,48 @@
-"""Every exception this package raises on purpose. Each names the value, the rule and the cure.
+"""Exception hierarchy of the package. Messages name the value, the violated rule and the remedy.
 
 RolloutError
 ├── ConfigError            (ValueError)    an option is unknown or out of range
-├── UnsupportedModelError  (ValueError)    the model does something the engine cannot honour
+├── UnsupportedModelError  (ValueError)    the model uses a feature that the engine cannot reproduce
 ├── RequestError                           one request ended without a result; carries `request_id`
-│   ├── InvalidRequestError (ValueError)   refused at admission: it can never be served
-│   ├── RequestAbortedError                somebody aborted it
+│   ├── InvalidRequestError (ValueError)   rejected at admission: it can never be served
+│   ├── RequestAbortedError                the request was aborted
 │   ├── RequestFailedError                 the step that computed it raised; the cause is `__cause__`
-│   ├── StaleRequestError                  older than `max_staleness` allows
-│   ├── RequestTimeoutError (TimeoutError) its own deadline passed, or no rank was there for too long
-│   ├── RankLostError                      it was on one rank after another when they died
-│   └── QueueFullError                     its client has as many open requests as it may
+│   ├── StaleRequestError                  it exceeded `max_staleness`
+│   ├── RequestTimeoutError (TimeoutError) its deadline passed, or no rank was ready within `no_rank_timeout_s`
+│   ├── RankLostError                      `max_rank_losses` ranks died while computing it
+│   └── QueueFullError                     a limit of open requests is reached
 ├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
-├── EngineStateError       (RuntimeError)  this call is not allowed in the engine's present state
-├── EngineDeadError        (RuntimeError)  the engine has stopped for good
-├── WeightsChangedError    (RuntimeError)  weights changed and nobody said so; carries `tensors`
-├── DeadlineError          (TimeoutError)  a wait passed its deadline
-├── ControlError           (RuntimeError)  engines have not done what a control call asked; carries `engines`
-├── ConnectionLostError    (ConnectionError) the coordinator is gone, or has given this connection up
-├── JournalError           (OSError)       the disk does not do what a journal needs
-│   └── DamagedHeaderError                 one of its files cannot be continued
-└── SerializationError     (ValueError)    a received payload does not have the shape it must have
+├── EngineStateError       (RuntimeError)  the call is not allowed in the engine's current state
+├── EngineDeadError        (RuntimeError)  the engine has stopped permanently
+├── WeightsChangedError    (RuntimeError)  weights changed without an announced update; carries `tensors`
+├── DeadlineError          (TimeoutError)  a wait exceeded its deadline
+├── ControlError           (RuntimeError)  engines did not complete a control call; carries `engines`
+├── ConnectionLostError    (ConnectionError) the coordinator is gone, or has closed this connection
+├── JournalError           (OSError)       the storage does not meet a journal's requirements
+│   └── DamagedHeaderError                 the header of a journal file is damaged
+└── SerializationError     (ValueError)    a received payload has an unexpected shape
 """
 
 from __future__ import annotations
 
 
 class RolloutError(Exception):
-    """Root of the tree."""
+    """Base class of all exceptions of this package."""
 
 
 class ConfigError(RolloutError, ValueError):
-    """A configuration or sampling field is unknown or out of range."""
+    """A configuration field or sampling parameter is unknown or out of range."""
 
 
 class UnsupportedModelError(RolloutError, ValueError):
-    """The model has a layer or passes an attention argument that the engine cannot honour."""
+    """The model has a layer, or passes an attention argument, that the engine does not support."""
 
 
 class RequestError(RolloutError):
     """One request ended without a result.
 
     Attributes:
-        request_id: the request (None before one was given out).
+        request_id: id of the request; None if it failed before an id was assigned.
     """
 
     def __init__(self, message: str, request_id: int | None = None) -> None:
@@ -51,15 +51,15 @@ class RequestError(RolloutError):
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """Refused at admission: this request can never be served as asked."""
+    """The request was rejected at admission: it can never be served as it is."""
 
 
 class RequestAbortedError(RequestError):
-    """Somebody aborted the request."""
+    """The request was aborted."""
 
 
 class RequestFailedError(RequestError):
-    """The step that computed this request raised; the original exception is `__cause__`."""
+    """The engine step that computed the request raised; the original exception is `__cause__`."""
 
 
 class StaleRequestError(RequestError):
@@ -67,22 +67,22 @@ class StaleRequestError(RequestError):
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
-    """The request's own deadline passed, or no rank was there for too long."""
+    """The request's deadline passed, or no rank was ready within `CoordinatorConfig.no_rank_timeout_s`."""
 
 
 class RankLostError(RequestError):
-    """Rank after rank died while it was there; it is not given to yet another."""
+    """`CoordinatorConfig.max_rank_losses` ranks died while computing the request; it is not assigned again."""
 
 
 class QueueFullError(RequestError):
-    """Its client has as many open requests as it may."""
+    """A limit of open requests is reached; try again when others have finished."""
 
 
 class RolloutFailedError(RolloutError):
-    """Some samples of a batch failed. Nothing is lost: `batch` holds every row, failed rows masked out.
+    """Some samples of a batch failed. `batch` holds every row, with failed rows masked out.
 
     Attributes:
-        batch: the `RolloutBatch`, whose `errors` name what failed.
+        batch: the `RolloutBatch`; its `errors` name the failed rows and their causes.
     """
 
     def __init__(self, message: str, batch: object) -> None:
@@ -91,18 +91,18 @@ class RolloutFailedError(RolloutError):
 
 
 class EngineStateError(RolloutError, RuntimeError):
-    """The call is not allowed in the engine's present state."""
+    """The call is not allowed in the engine's current state."""
 
 
 class EngineDeadError(RolloutError, RuntimeError):
-    """The engine has stopped for good; build another."""
+    """The engine has stopped permanently; create a new one."""
 
 
 class WeightsChangedError(RolloutError, RuntimeError):
-    """Weights are not what they were when the optimizer last stepped, or a copy of them is not what they are.
+    """Weights changed without an announced update, or a copy of the weights is out of date.
 
     Attributes:
-        tensors: names of those that differ.
+        tensors: names of the tensors that differ.
     """
 
     def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
@@ -111,14 +111,14 @@ class WeightsChangedError(RolloutError, RuntimeError):
 
 
 class DeadlineError(RolloutError, TimeoutError):
-    """A wait passed its deadline."""
+    """A wait exceeded its deadline."""
 
 
 class ControlError(RolloutError, RuntimeError):
-    """A control call is not allowed now, or some engines have not done it.
+    """A control call is not allowed in the current state, or some engines did not complete it.
 
     Attributes:
-        engines: names of the engines that have not.
+        engines: names of the engines that did not complete the call.
     """
 
     def __init__(self, message: str, engines: tuple[str, ...] = ()) -> None:
@@ -127,10 +127,11 @@ class ControlError(RolloutError, RuntimeError):
 
 
 class ConnectionLostError(RolloutError, ConnectionError):
-    """The coordinator is gone, or has given this connection up: what was open on it fails with this.
+    """The coordinator is gone, or has closed this connection. Raised for every request that was open on it.
 
     Attributes:
-        final: trying again is of no use: it speaks another protocol version, or another process has this one's name.
+        final: True if reconnecting cannot succeed: the protocol versions differ, or another process uses this peer's
+            name.
     """
 
     def __init__(self, message: str, final: bool = False) -> None:
@@ -139,12 +140,12 @@ class ConnectionLostError(RolloutError, ConnectionError):
 
 
 class JournalError(RolloutError, OSError):
-    """The disk does not do what a journal needs, or the journal is not open here; the message has the cure."""
+    """The storage does not meet a journal's requirements, or the journal is not open in this process."""
 
 
 class DamagedHeaderError(JournalError):
-    """A file of a journal that may have records, but cannot be continued."""
+    """The header of a journal file is damaged: the file may hold records, but cannot be appended to."""
 
 
 class SerializationError(RolloutError, ValueError):
-    """A received payload does not have the shape it must have."""
+    """A received payload has an unexpected type, field or length."""

@@ -1,7 +1,7 @@
-"""The command line of `rollout serve`, generated from the configuration's dataclasses.
+"""Command-line flags of `rollout serve`, generated from the configuration dataclasses.
 
-Always true: a flag's name, type, default and help are the field's; nothing is written twice. What comes back has passed
-the dataclasses' own checks. A key comes in but never goes out: no help and no message shows it. Loads no torch.
+Name, type, default and help of a flag are those of the dataclass field. Parsed options have passed the dataclasses'
+validation. No help text or error message contains the API key. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.errors import ConfigError
 
 API_KEY = "ROLLOUT_API_KEY"
-"""The environment variable that holds the key, where no flag does."""
+"""Environment variable with the API key, read when no flag sets it."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is served, and where it runs."""
+    """Model to serve, and its device."""
 
     model_dir: str
-    """Folder of the model: config.json, *.safetensors and, unless --tokenizer says otherwise, the tokenizer's files."""
+    """Folder of the model: config.json, *.safetensors and, unless --tokenizer is given, the tokenizer's files."""
 
     tokenizer: str | None = None
     """Folder of the tokenizer. None: MODEL_DIR."""
 
     dtype: Dtype = "auto"
-    """Of the weights. auto: as they were saved."""
+    """Dtype of the weights. auto: the dtype they were saved in."""
 
     device: str = "auto"
-    """Where the model runs, as torch names it: cpu, cuda, cuda:1 … auto: cuda if there is one, else cpu."""
+    """Device of the model in torch's notation: cpu, cuda, cuda:1, ... auto: cuda if available, else cpu."""
 
     use_coordinator: bool = False
-    """Run the coordinator as a process of its own, which pause and suspend need; --admin implies it."""
+    """Start a separate coordinator process, which pause and suspend require. Implied by --admin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What a command line says, checked."""
+    """Validated options of one command line."""
 
     model: ModelOptions
     server: ServerConfig
     engine: InferenceConfig
     coordinator: CoordinatorConfig | None
-    """None: direct mode, without a coordinator's process."""
+    """None: direct mode, without a coordinator process."""
 
 
 _ABOUT = f"""Serve a model over HTTP with the routes of OpenAI's API.
 
-The key is better given as {API_KEY}: everyone sees a process's arguments.
+Prefer the environment variable {API_KEY}: other users see arguments.
 
-Ctrl-C lets open requests end, then stops; a second one stops at once."""
+Ctrl-C lets open requests finish, then stops; a second one stops immediately."""
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = "rollout serve") -> ServeOptions:
-    """Read the arguments after `rollout serve`.
+    """Parse the arguments after `rollout serve`.
 
     Args:
-        environment: where `API_KEY` is looked up if the arguments have no key; an empty one counts as none.
+        environment: where `API_KEY` is looked up if the arguments contain no key; an empty value counts as unset.
 
     Raises:
-        ConfigError: an option is unknown, a value breaks a rule, or options contradict each other.
-        SystemExit: `--help` (0); MODEL_DIR is missing or a value is of another type (2). Said on the terminal.
+        ConfigError: an option is unknown, a value is invalid, or options contradict each other.
+        SystemExit: `--help` (0); MODEL_DIR is missing or a value has the wrong type (2). Printed to the terminal.
     """
     _refuse_unknown(arguments, prog)
     known, surplus = tyro.cli(
@@ -99,11 +99,11 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = 
 
 
 def in_flags(message: str) -> str:
-    """An error that names a field of a configuration, with the flags that a command line has for its fields."""
+    """Replace configuration field names in an error message by their command-line flags."""
     for _, table, prefix in _GROUPS:
         if f"{table.__name__}." in message:
             every = [option.name for option in fields(table)]
-            # A word of a sentence may be a field's name too, but not one with an underscore, nor one with a value.
+            # An ordinary word may equal a field name; one with an underscore, or followed by a value, is certainly a field.
             certain = "|".join(name for name in every if "_" in name)
             named = rf"\b(?:{table.__name__}\.)?(?:({'|'.join(every)})(?==)|({certain})\b)(?:=True\b)?"
             return re.sub(named, partial(_as_flag, prefix), message)
@@ -125,7 +125,7 @@ def _coordinator(flags: dict[str, Any], wanted: bool) -> CoordinatorConfig | Non
 
 
 def _refuse_unknown(arguments: Sequence[str], prog: str) -> None:
-    """Names the option alone: what follows it may be a key."""
+    """Raise `ConfigError` for an unknown option. Only its name is shown: the value may be a key."""
     known = _every_flag()
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
@@ -144,7 +144,7 @@ _GROUPS: tuple[tuple[str, type, str], ...] = (
     ("engine", InferenceConfig, ""),
     ("coordinator", CoordinatorConfig, "coordinator."),
 )
-"""Title, fields, and what stands before their names: the coordinator has fields that the engine and the server have."""
+"""Title, dataclass and flag prefix; the coordinator's is prefixed because the engine and the server have equal names."""
 
 
 _TYPE_FORM: Any = Annotated
@@ -161,7 +161,7 @@ def _command_line() -> Any:
 
 
 def _unchecked(options: type, prefix: str) -> type:
-    """The same fields without the checks, so that whoever checks them says it in one line; and with help that flows."""
+    """Return a dataclass with the same fields but without validation, which `parse` runs later; help is one paragraph."""
     types = get_type_hints(options)
     flags: list[tuple[str, Any, Any]] = []
     for option in fields(options):
@@ -196,7 +196,7 @@ def _flag(name: str, prefix: str) -> str:
 
 @cache
 def _documentation(options: type) -> dict[str, str]:
-    """The string under each field, as one paragraph."""
+    """Return each field's docstring as one paragraph."""
     (definition,) = ast.parse(dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)
     return {

@@ -1,10 +1,9 @@
-"""Metric names with kind, unit and meaning, and the recorder that fills them in.
+"""Table of metrics (name, kind, unit, meaning) and a thread-safe recorder of their values.
 
-`METRICS` is the one table: what is recorded, of which kind, in which unit, and one line of help. `LOGGED` lists the
-flat names a snapshot may hold; nothing else ever comes out of a recorder. Counters, timers and summaries cover the
-interval since the last snapshot; gauges are what was last set.
+`METRICS` defines every metric; `LOGGED` lists the flat names that a snapshot can contain, and a snapshot contains no
+others. Counters, timers and summaries cover the interval since the previous snapshot; a gauge is the last value set.
 
-A recorder knows no engine and no logger: whoever records brings the numbers, and time is read from the clock given.
+One "request" in this table is one sample: a prompt with n=8 is eight requests.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from numpy.typing import NDArray
 
 
 class Kind(StrEnum):
-    """How a metric is recorded, and what a snapshot makes of it."""
+    """How a metric is recorded, and how a snapshot reports it."""
 
     COUNTER = "counter"
-    """`add`: the sum over the interval; 0 when nothing was added. With `total`, also the sum since the beginning."""
+    """`add`: sum over the interval, 0 if nothing was added. With `total`, also the sum since construction."""
 
     TIMER = "timer"
-    """`phase` / `enter_phase`: seconds of the interval spent in that phase."""
+    """`phase` / `enter_phase`: seconds of the interval spent in the phase."""
 
     GAUGE = "gauge"
-    """`set`: the last value, absent until set. With `peak`, also the highest value held during the interval."""
+    """`set`: last value, absent until set. With `peak`, also the maximum during the interval."""
 
     SUMMARY = "summary"
-    """`observe`: statistics of the values of the interval, absent when there was none."""
+    """`observe`: statistics of the interval's values, absent if there were none."""
 
     RATIO = "ratio"
-    """Derived: one sum of logged values over another, absent when a part is absent or the denominator is 0."""
+    """Derived: ratio of two sums of logged values, absent if a part is absent or the denominator is 0."""
 
 
 Statistic = Literal["mean", "p50", "p99", "max", "nonzero_share"]
@@ -47,16 +46,16 @@ Statistic = Literal["mean", "p50", "p99", "max", "nonzero_share"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table.
+    """Definition of one metric.
 
     Attributes:
         kind: how it is recorded.
-        unit: of the value (statistics of a summary have the same unit, but for `nonzero_share`, a share of 1).
-        help: one line.
-        stats: of a summary, what is logged, as `<name>_<statistic>`.
-        total: of a counter, log `<name>_total` too.
-        peak: of a gauge, log `<name>_peak` too.
-        numerator, denominator: of a ratio, the logged names that are summed.
+        unit: unit of the value; statistics of a summary have the same unit, except `nonzero_share`, in [0, 1].
+        help: meaning, one line.
+        stats: summaries: the statistics logged, as `<name>_<statistic>`.
+        total: counters: also log `<name>_total`.
+        peak: gauges: also log `<name>_peak`.
+        numerator, denominator: ratios: the logged names that are summed.
     """
 
     kind: Kind
@@ -69,7 +68,7 @@ class Metric:
     denominator: tuple[str, ...] = ()
 
     def logged_as(self, name: str) -> tuple[str, ...]:
-        """The flat names a snapshot uses for the metric called `name`."""
+        """Flat names under which a snapshot reports the metric `name`."""
         if self.kind is Kind.SUMMARY:
             return tuple(f"{name}_{stat}" for stat in self.stats)
         return (name, *[f"{name}_total"] * self.total, *[f"{name}_peak"] * self.peak)
@@ -98,29 +97,32 @@ def _ratio(unit: str, text: str, numerator: tuple[str, ...], denominator: tuple[
 PHASES = ("generate", "suspend", "train", "resume")
 _PHASE_SECONDS = tuple(f"rollout/{phase}_s" for phase in PHASES)
 
-# One request here is one sample: a prompt asked for n times is n requests.
 METRICS: dict[str, Metric] = {
-    "rollout/requests_running": _gauge("requests", "hold KV and advance with every step", peak=True),
-    "rollout/requests_waiting": _gauge("requests", "wait for a place or for blocks", peak=True),
-    "rollout/groups_in_flight": _gauge("groups", "unfinished, continued by the next generate"),
-    "rollout/requests_finished": _counter("requests", "ended with a result", total=True),
-    "rollout/requests_truncated": _counter("requests", "of the finished, those cut off by their token budget"),
-    "rollout/requests_failed": _counter("requests", "ended by an error"),
-    "rollout/requests_aborted": _counter("requests", "ended by an abort"),
-    "rollout/requests_stale": _counter("requests", "ended early because they would have exceeded max_staleness"),
-    "rollout/requests_requeued": _counter("requests", "started again from the prompt because of max_staleness"),
+    "rollout/requests_running": _gauge(
+        "requests", "active requests: they hold KV and advance in every step", peak=True
+    ),
+    "rollout/requests_waiting": _gauge("requests", "requests waiting for a slot or for KV blocks", peak=True),
+    "rollout/groups_in_flight": _gauge("groups", "unfinished groups, continued by the next generate"),
+    "rollout/requests_finished": _counter("requests", "requests that ended with a result", total=True),
+    "rollout/requests_truncated": _counter("requests", "finished requests that were cut off by their token budget"),
+    "rollout/requests_failed": _counter("requests", "requests that ended with an error"),
+    "rollout/requests_aborted": _counter("requests", "requests that were aborted"),
+    "rollout/requests_stale": _counter("requests", "requests ended early because they would exceed max_staleness"),
+    "rollout/requests_requeued": _counter("requests", "requests restarted from the prompt because of max_staleness"),
     "rollout/truncated_share": _ratio(
         "share",
-        "of the finished requests, the part cut off by the token budget",
+        "share of the finished requests that were cut off by the token budget",
         ("rollout/requests_truncated",),
         ("rollout/requests_finished",),
     ),
-    "rollout/preemptions": _counter("requests", "evicted because KV blocks ran out"),
+    "rollout/preemptions": _counter("requests", "requests preempted because KV blocks ran out"),
     "rollout/steps": _counter("steps", "forwards of the engine"),
-    "rollout/step_requests": _summary("requests", "that one forward advanced", "mean", "max"),
-    "rollout/step_tokens": _summary("tokens", "that one forward computed", "mean", "max"),
-    "rollout/prompt_tokens": _counter("tokens", "prompt tokens of admitted requests, each sample of a group counted"),
-    "rollout/generated_tokens": _counter("tokens", "sampled", total=True),
+    "rollout/step_requests": _summary("requests", "requests advanced by one forward", "mean", "max"),
+    "rollout/step_tokens": _summary("tokens", "tokens computed by one forward", "mean", "max"),
+    "rollout/prompt_tokens": _counter(
+        "tokens", "prompt tokens of admitted requests, counted once per sample of a group"
+    ),
+    "rollout/generated_tokens": _counter("tokens", "sampled tokens", total=True),
     "rollout/tokens_per_second": _ratio(
         "tokens/s",
         "sampled tokens per second of the generate phase",
@@ -133,69 +135,75 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/prefix_hit_rate": _ratio(
         "share",
-        "of the prompt positions needed, the part that was not computed",
+        "share of the required prompt positions that needed no forward",
         ("rollout/prefill_tokens_saved",),
         ("rollout/prefill_tokens_saved", "rollout/prefill_tokens_computed"),
     ),
-    "rollout/prefix_hits_refused_version": _counter("blocks", "equal tokens, but KV of another policy version"),
-    "rollout/kv_blocks_used": _gauge("blocks", "referenced by a request", peak=True),
-    "rollout/kv_blocks_cached": _gauge("blocks", "unreferenced, kept for a prefix hit"),
-    "rollout/kv_blocks_free": _gauge("blocks", "without content"),
-    "rollout/kv_blocks_copied": _counter("blocks", "copied at the first write after a fork"),
-    "rollout/kv_blocks_evicted": _counter("blocks", "cached content dropped to make room"),
-    "rollout/kv_blocks_lost": _counter("blocks", "by which the pool shrank because a resume found too little memory"),
-    "rollout/queue_s": _summary("s", "from arrival to the first time in a forward", "mean", "max"),
-    "rollout/ttft_s": _summary("s", "from arrival to the first token", "mean", "p50", "p99", "max"),
-    "rollout/tpot_s": _summary("s", "between two tokens of a request", "mean", "p50", "p99"),
-    "rollout/request_s": _summary("s", "from arrival to the last token", "mean", "p50", "p99", "max"),
+    "rollout/prefix_hits_refused_version": _counter(
+        "blocks", "cached blocks with equal tokens, not reused because their KV is of another policy version"
+    ),
+    "rollout/kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", peak=True),
+    "rollout/kv_blocks_cached": _gauge("blocks", "unreferenced KV blocks kept for prefix hits"),
+    "rollout/kv_blocks_free": _gauge("blocks", "KV blocks without content"),
+    "rollout/kv_blocks_copied": _counter("blocks", "KV blocks copied on the first write after a fork"),
+    "rollout/kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room"),
+    "rollout/kv_blocks_lost": _counter("blocks", "KV blocks the pool lost because a resume found too little memory"),
+    "rollout/queue_s": _summary("s", "time from arrival to the request's first forward", "mean", "max"),
+    "rollout/ttft_s": _summary("s", "time from arrival to the first token", "mean", "p50", "p99", "max"),
+    "rollout/tpot_s": _summary("s", "time between two tokens of a request", "mean", "p50", "p99"),
+    "rollout/request_s": _summary("s", "time from arrival to the last token", "mean", "p50", "p99", "max"),
     "rollout/tail_factor": _ratio(
         "ratio",
-        "slowest request over mean request: what waiting for the last one costs",
+        "duration of the slowest request over the mean duration",
         ("rollout/request_s_max",),
         ("rollout/request_s_mean",),
     ),
-    "rollout/prompt_length": _summary("tokens", "of finished requests", "mean", "max"),
-    "rollout/completion_length": _summary("tokens", "of finished requests", "mean", "p50", "p99", "max"),
-    "rollout/policy_version": _gauge("updates", "weight updates since the engine was built"),
-    "rollout/policy_staleness": _summary(
-        "updates", "since a returned completion token was sampled", "mean", "max", "nonzero_share"
+    "rollout/prompt_length": _summary("tokens", "prompt length of finished requests", "mean", "max"),
+    "rollout/completion_length": _summary(
+        "tokens", "completion length of finished requests", "mean", "p50", "p99", "max"
     ),
-    "rollout/kv_staleness": _summary("updates", "since the KV of a returned position was computed", "mean", "max"),
+    "rollout/policy_version": _gauge("updates", "weight updates since the engine was constructed"),
+    "rollout/policy_staleness": _summary(
+        "updates", "weight updates since a returned completion token was sampled", "mean", "max", "nonzero_share"
+    ),
+    "rollout/kv_staleness": _summary(
+        "updates", "weight updates since the KV of a returned position was computed", "mean", "max"
+    ),
     "rollout/logprob_diff": _summary(
         "nats", "absolute difference between rollout and trainer log-prob of a token", "mean", "p99", "max"
     ),
-    "rollout/generate_s": _timer("spent generating"),
-    "rollout/suspend_s": _timer("spent taking the KV cache off the device"),
-    "rollout/train_s": _timer("spent outside the engine: rewards, backward, optimizer"),
-    "rollout/resume_s": _timer("spent bringing the KV cache back"),
+    "rollout/generate_s": _timer("time spent generating"),
+    "rollout/suspend_s": _timer("time spent releasing the KV cache's device memory"),
+    "rollout/train_s": _timer("time spent outside the engine: rewards, backward, optimizer"),
+    "rollout/resume_s": _timer("time spent restoring the KV cache"),
     **{
         f"rollout/time_share_{phase}": _ratio(
-            "share", f"of the time in any phase, the part spent in {phase}", (f"rollout/{phase}_s",), _PHASE_SECONDS
+            "share", f"share of the time of all phases spent in {phase}", (f"rollout/{phase}_s",), _PHASE_SECONDS
         )
         for phase in PHASES
     },
-    "rollout/suspends": _counter("calls", "times the KV cache was taken off the device"),
-    "rollout/suspend_bytes": _counter("bytes", "of KV copied to the host"),
-    "rollout/resumes": _counter("calls", "times the KV cache was brought back"),
-    "rollout/resume_bytes": _counter("bytes", "of KV copied back to the device"),
-    "rollout/resume_fallbacks": _counter("requests", "recomputed at a resume because their KV did not fit any more"),
-    "rollout/resume_tokens_restored": _counter("tokens", "positions whose KV came back without a forward"),
+    "rollout/suspends": _counter("calls", "suspends that released the KV cache's device memory"),
+    "rollout/suspend_bytes": _counter("bytes", "KV copied to host memory"),
+    "rollout/resumes": _counter("calls", "resumes that restored the KV cache"),
+    "rollout/resume_bytes": _counter("bytes", "KV copied back to the device"),
+    "rollout/resume_fallbacks": _counter("requests", "requests recomputed at a resume because their KV no longer fits"),
+    "rollout/resume_tokens_restored": _counter("tokens", "positions whose KV was restored without a forward"),
     "rollout/tokens_recomputed": _counter("tokens", "positions to prefill again after a resume"),
     "rollout/preemption_tokens_recomputed": _counter("tokens", "positions to prefill again after a preemption"),
 }
 
 LOGGED: dict[str, Metric] = {flat: metric for name, metric in METRICS.items() for flat in metric.logged_as(name)}
-"""Flat name → its metric: every key a snapshot may hold."""
+"""Flat name → its metric: every key that a snapshot can contain."""
 
 
 def describe() -> str:
-    """The table as Markdown, one row per logged name."""
+    """Return the table as Markdown, one row per logged name."""
     rows = [f"| `{name}` | {metric.kind.value} | {metric.unit} | {metric.help} |" for name, metric in LOGGED.items()]
     return "\n".join(["| name | kind | unit | meaning |", "|---|---|---|---|", *rows])
 
 
 def unknown_name(name: str, known: Mapping[str, Metric]) -> KeyError:
-    """The error for a name that is not in the table, with the nearest ones that are."""
+    """Return the `KeyError` for a name that is not in the table, with the closest known names."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     cure = f"did you mean {' or '.join(close)}?" if close else "see rollout.metrics.describe()"
     return KeyError(f"{name!r} is not a metric of this package: names are those of rollout.metrics; {cure}")
@@ -207,9 +215,9 @@ RESERVOIR_SIZE = 8192
 class _Summary:
     """Statistics of a stream of numbers in bounded memory.
 
-    Mean, maximum and share of non-zeros are exact (float64). Percentiles are exact up to `RESERVOIR_SIZE` values;
-    beyond, they are those of a uniform sample of that size (Vitter's algorithm R, a batch of values at a time). A NaN
-    makes mean and maximum NaN, and the percentiles while it is in the sample.
+    Mean, maximum and share of non-zeros are exact (float64). Percentiles are exact up to `RESERVOIR_SIZE` values and
+    estimated beyond, from a uniform sample of that size (Vitter's algorithm R, batched). A NaN value makes mean and
+    maximum NaN, and the percentiles while it is in the sample.
     """
 
     def __init__(self, stats: tuple[Statistic, ...], rng: np.random.Generator) -> None:
@@ -225,7 +233,7 @@ class _Summary:
         self._max = -math.inf
 
     def extend(self, values: NDArray[np.float64]) -> None:
-        """Take in values, float64 [n] with n ≥ 1."""
+        """Add values, float64 [n] with n ≥ 1."""
         if self._sample.size:
             self._keep(values)
         self._count += values.size
@@ -262,14 +270,14 @@ class _Summary:
 
 
 class MetricsRecorder:
-    """Takes numbers in by the names of `METRICS`, gives them out as one flat dict. Safe to use from several threads.
+    """Thread-safe recorder of the metrics in `METRICS`; `snapshot` returns them as one flat dict.
 
-    A name that is not in the table is a `KeyError` with the nearest names; the wrong verb for a metric is a `TypeError`
-    with the right one. Memory is bounded whatever is recorded, and however long nobody takes a snapshot.
+    A name that is not in the table raises `KeyError` with the closest names; the wrong method for a metric's kind raises
+    `TypeError` with the right one. Memory use is bounded, also when no snapshot is ever taken.
 
     Args:
-        clock: seconds that never run backwards.
-        seed: of the reservoirs that percentiles of very many values come from.
+        clock: monotonic clock, in seconds.
+        seed: seed of the reservoir sampling used for percentiles.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, seed: int = 0) -> None:
@@ -286,10 +294,10 @@ class MetricsRecorder:
         self._phase_since = 0.0
 
     def add(self, name: str, value: float = 1) -> None:
-        """Count `value` ≥ 0 more.
+        """Increase a counter by `value` ≥ 0.
 
         Raises:
-            KeyError: no such metric. TypeError: it is not a counter. ValueError: `value` is negative or NaN.
+            KeyError: unknown metric. TypeError: not a counter. ValueError: `value` is negative or NaN.
         """
         metric = self._metric(name, Kind.COUNTER)
         if not value >= 0:
@@ -300,10 +308,10 @@ class MetricsRecorder:
                 self._totals[name] += value
 
     def set(self, name: str, value: float) -> None:
-        """The gauge is now `value`.
+        """Set a gauge to `value`.
 
         Raises:
-            KeyError: no such metric. TypeError: it is not a gauge.
+            KeyError: unknown metric. TypeError: not a gauge.
         """
         metric = self._metric(name, Kind.GAUGE)
         with self._lock:
@@ -312,10 +320,10 @@ class MetricsRecorder:
                 self._peaks[name] = max(self._gauges[name], self._peaks.get(name, -math.inf))
 
     def observe(self, name: str, values: Any) -> None:
-        """Take in one number or an array of them, of any shape (a torch tensor on any device too); none is fine.
+        """Add values to a summary: a number, or an array or torch tensor of any shape and device, possibly empty.
 
         Raises:
-            KeyError: no such metric. TypeError: it is not a summary.
+            KeyError: unknown metric. TypeError: not a summary.
         """
         metric = self._metric(name, Kind.SUMMARY)
         flat = _flat(values)
@@ -327,10 +335,10 @@ class MetricsRecorder:
             self._summaries[name].extend(flat)
 
     def enter_phase(self, phase: str | None) -> None:
-        """From now on, wall time belongs to `phase` (one of `PHASES`; None: to nobody). Exactly one phase is current.
+        """Attribute wall time from now on to `phase`, one of `PHASES`; None: to no phase.
 
         Raises:
-            KeyError: no such phase.
+            KeyError: unknown phase.
         """
         if phase is not None and phase not in PHASES:
             raise KeyError(f"phase {phase!r}: must be one of {', '.join(PHASES)}, or None")
@@ -340,7 +348,7 @@ class MetricsRecorder:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Wall time of the body belongs to `phase`; afterwards, an exception too, to the phase current before."""
+        """Attribute the wall time of the body to `phase`, then return to the previous phase, also on an exception."""
         before = self._phase
         self.enter_phase(phase)
         try:
@@ -349,10 +357,10 @@ class MetricsRecorder:
             self.enter_phase(before)
 
     def snapshot(self, reset: bool = True) -> dict[str, float]:
-        """What happened since the last snapshot, by flat name (see `Kind` for what is present when).
+        """Return the values since the previous snapshot, by flat name; see `Kind` for which names are present.
 
         Args:
-            reset: begin a new interval. False: only look.
+            reset: start a new interval. False: leave the current one running.
         """
         with self._lock:
             self._account()
@@ -410,7 +418,7 @@ _VERBS = {
 
 
 def _flat(values: Any) -> NDArray[np.float64]:
-    # A tensor on a device, in bfloat16 or with a gradient is no numpy array yet. Duck-typed: torch stays out of here.
+    # Tensors on a device, in bfloat16 or with a gradient cannot be read by numpy. Duck-typed: this module avoids torch.
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64).reshape(-1)

@@ -1,4 +1,4 @@
-"""`SamplingParams`: validated sampling options. A default is written once, here."""
+"""`SamplingParams`: sampling options of one request, validated at construction. Defaults are defined here only."""
 
 from __future__ import annotations
 
@@ -12,84 +12,87 @@ import numpy as np
 from rollout.errors import ConfigError, SerializationError
 
 MIN_TEMPERATURE = 1e-6
-"""The lowest temperature that samples: below it, tempered fp32 logits overflow. 0 is greedy."""
+"""Lowest temperature above 0: below it, float32 logits divided by the temperature overflow."""
 
 LARGEST, LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-"""What float32, in which logits are processed, holds: beyond the one lies inf, below the other 0."""
+"""Largest finite and smallest normal positive float32: logits are processed in float32."""
 
 ORDINARY_LOGIT = 1e6
-"""No model that works has larger ones."""
+"""Assumed upper bound of the absolute logits of a working model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the n completions of one prompt are sampled.
+    """Sampling options of one prompt and its n completions. Frozen; validated at construction.
 
-    Numbers may be numpy scalars; they are stored as Python's. `stop` and `stop_token_ids` are stored as tuples. The
-    logits are processed in this order: logit_bias, min_tokens, repetition, presence and frequency penalties,
-    temperature, top_k, top_p, min_p.
+    Numbers may be numpy scalars and are stored as Python numbers; `stop` and `stop_token_ids` are stored as tuples.
+    Logits are processed in this order: `logit_bias`, `min_tokens`, repetition, presence and frequency penalties,
+    `temperature`, `top_k`, `top_p`, `min_p`.
 
     Raises:
         ConfigError: (a `ValueError`) a value is out of range; names field, value and rule.
     """
 
     n: int = 1
-    """Completions of the prompt."""
+    """Number of completions of the prompt. At least 1."""
 
     temperature: float = 1.0
-    """Divides the logits. 0: greedy, exactly."""
+    """Divisor of the logits: 0, or at least 1e-6. 0: exact greedy decoding."""
 
     top_k: int = 0
     """Keep the k likeliest tokens. 0: off."""
 
     top_p: float = 1.0
-    """Keep the likeliest tokens whose probabilities reach this sum. 1: off."""
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least this value, in (0, 1]. 1: off."""
 
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest. 0: off."""
+    """Keep tokens whose probability is at least this fraction of the likeliest token's, in [0, 1]. 0: off."""
 
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of prompt and completion less likely (divides positive logits, multiplies negative ones)."""
+    """Penalty on tokens of prompt and completion: positive logits are divided by it, negative ones multiplied. Above 0;
+    values above 1 make repetition less likely. 1: off."""
 
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token the completion contains."""
+    """Subtracted once from the logit of every token that the completion contains, in [-2, 2]. 0: off."""
 
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once per occurrence in the completion."""
+    """Subtracted from a token's logit once per occurrence in the completion, in [-2, 2]. 0: off."""
 
     logit_bias: dict[int, float] | None = field(default=None, hash=False)
-    """Added to the logits of these token ids."""
+    """Token id → value added to its logit; a large negative value, such as -1e9, bans the token. None: no bias."""
 
     max_tokens: int = 256
-    """Most tokens of a completion, 256 unless asked for otherwise. 0: the prompt only, no token."""
+    """Maximum number of tokens of a completion. 0: process the prompt only, sample no token."""
 
     min_tokens: int = 0
-    """No end-of-sequence or stop token id before this many tokens."""
+    """End-of-sequence and stop token ids are not sampled before this many tokens. At most `max_tokens`."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end the completion, tokens that straddle them included. A single string is one stop string."""
+    """Strings that end the completion, also where they begin or end inside a token. A plain `str` is one stop string."""
 
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the completion, beside the end-of-sequence ids of the model."""
+    """Token ids that end the completion, in addition to the model's end-of-sequence ids."""
 
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
+    """Continue after an end-of-sequence token."""
 
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text."""
 
     seed: int | None = None
-    """Seed of the random stream. None: the engine gives one. Sample i of n has its own stream of the same seed."""
+    """Seed of the random streams, in [0, 2**63); each of the n samples derives its own stream. None: assigned by the
+    engine from its base seed."""
 
     logprobs: int | None = None
-    """None: no log-probs asked for. 0: of the sampled token. k: of the k likeliest tokens as well."""
+    """Log-probs to return per generated token. None: none requested. 0: the sampled token's. k: also those of the k
+    likeliest tokens."""
 
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, from the second on."""
+    """The same for prompt tokens, from the second token on (the first has no log-prob)."""
 
     logprobs_mode: str = "processed"
-    """`processed`: of the distribution sampled from (greedy: at temperature 1). `raw`: of the model's own logits.
-    `tempered`: of these at the temperature, without what penalties, biases and filters make of them."""
+    """Distribution of the log-probs. `processed`: the one sampled from (greedy: at temperature 1). `raw`: softmax of the
+    model's logits. `tempered`: softmax(logits / temperature), without penalties, biases and filters."""
 
     def __post_init__(self) -> None:
         for name, (convert, rule) in _RULES.items():
@@ -105,11 +108,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether decoding is greedy: temperature 0."""
         return self.temperature == 0
 
     def extremes(self) -> str:
-        """The parameters that can take ordinary logits beyond float32, with their values; empty if none can."""
+        """Name the parameters that can make logits overflow float32, with their values; "" if none can."""
         bias = max((self.logit_bias or {}).values(), key=abs, default=0.0)
         penalty = max(self.repetition_penalty, 1 / self.repetition_penalty)
         if (ORDINARY_LOGIT + abs(bias)) * penalty / (self.temperature or 1.0) <= LARGEST:
@@ -121,13 +124,13 @@ class SamplingParams:
         )
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked again."""
+        """Return a copy with some fields changed, validated again."""
         return replace(self, **changes)
 
     def serialize(self) -> dict[str, Any]:
-        """Every field by name, in types msgpack knows.
+        """Return all fields by name, in types that msgpack can encode.
 
-        `logit_bias` travels as [token id, bias] pairs, because a strict msgpack reader refuses integer keys.
+        `logit_bias` becomes [token id, bias] pairs, because a strict msgpack reader refuses integer keys.
         """
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         plain["stop"], plain["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
@@ -137,10 +140,10 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, plain: Mapping[str, Any]) -> Self:
-        """The inverse of `serialize`; a field left out has its default.
+        """Inverse of `serialize`; missing fields take their defaults.
 
         Raises:
-            SerializationError: not a dict.
+            SerializationError: `plain` is not a mapping.
             ConfigError: an unknown field, or a value out of range.
         """
         if not isinstance(plain, Mapping):
@@ -152,7 +155,7 @@ class SamplingParams:
         return cls(**plain)
 
 
-# A converter returns the value as it is stored, or raises; the message comes from the rule beside it in `_RULES`.
+# A converter returns the value to store, or raises; the error message comes from the rule beside it in `_RULES`.
 
 
 def _demand(holds: bool) -> None:

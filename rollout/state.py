@@ -1,6 +1,6 @@
-"""Statuses, states and transition tables of the package.
+"""Enums of request status, modes and lifecycle states, with the lifecycle transition tables.
 
-Coordinator:  RUNNING ⇄ PAUSED ⇄ SUSPENDED, and STOPPING from the last two.
+Coordinator:  RUNNING ⇄ PAUSED ⇄ SUSPENDED; STOPPING from PAUSED or SUSPENDED.
 
 Engine:
 
@@ -20,7 +20,7 @@ from rollout.errors import ConfigError
 
 
 class Status(IntEnum):
-    """Where one request stands."""
+    """Status of one request."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -30,21 +30,29 @@ class Status(IntEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a request produced its last token."""
+    """Why a sample ended."""
 
     STOP = "stop"
+    """An end-of-sequence token, a stop token id or a stop string."""
     LENGTH = "length"
+    """`max_tokens`, or the maximum sequence length."""
     ABORT = "abort"
+    """The request was aborted."""
     STALE = "stale"
+    """`max_staleness`, with the policy `partial`."""
     ERROR = "error"
+    """The request failed; its `error` holds the cause."""
 
 
 class KVCacheManagementMode(StrEnum):
-    """What becomes of the KV cache at `suspend`."""
+    """Handling of the KV cache while the engine is suspended."""
 
     PERSIST = "persist"
+    """It stays in device memory."""
     OFFLOAD = "offload"
+    """It is copied to host memory at `suspend` and back at `resume`; device memory is released."""
     RECOMPUTE = "recompute"
+    """It is dropped at `suspend` and prefilled again after `resume`; device memory is released."""
 
     @classmethod
     def parse(cls, mode: Self | str | None) -> Self | None:
@@ -65,31 +73,40 @@ Mode = KVCacheManagementMode | str | None
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
-    """When a cached block that nobody references loses its content."""
+    """When an unreferenced KV block is evicted from the prefix cache."""
 
     LRU = "lru"
+    """When its memory is needed, least recently used first."""
     REF_ZERO = "ref_zero"
+    """When its last reference is released."""
 
 
 class PrefixCachingCoordinatorPolicy(StrEnum):
-    """How the coordinator chooses a rank."""
+    """Policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
+    """Highest score of cached leading blocks and free slots."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
+    """The same score with the first block only."""
     LOAD_BALANCED = "load_balanced"
+    """Largest share of free slots, ties to the lowest name."""
     ROUND_ROBIN = "round_robin"
+    """Ranks in turn, by name."""
 
 
 class StalenessPolicy(StrEnum):
-    """What becomes of a request whose oldest token is older than `max_staleness`."""
+    """Handling of a request that would exceed `max_staleness`."""
 
     PARTIAL = "partial"
+    """It ends with the tokens it has and the finish reason `stale`."""
     REQUEUE = "requeue"
+    """It starts again from its prompt."""
     MASK = "mask"
+    """It continues; its stale tokens are masked out of the loss."""
 
 
 class EngineState(StrEnum):
-    """Lifecycle of one engine. The stable ones can be waited for."""
+    """Lifecycle states of one engine; `STABLE_ENGINE_STATES` are those that can be waited for."""
 
     RUNNING = "running"
     PAUSING = "pausing"
@@ -106,7 +123,7 @@ STABLE_ENGINE_STATES = frozenset({EngineState.RUNNING, EngineState.PAUSED, Engin
 
 
 class CoordinatorState(StrEnum):
-    """Lifecycle of the coordinator."""
+    """Lifecycle states of the coordinator."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -115,7 +132,7 @@ class CoordinatorState(StrEnum):
 
 
 class ControlSignal(StrEnum):
-    """What moves a lifecycle."""
+    """Signal that triggers a lifecycle transition."""
 
     PAUSE = "pause"
     UNPAUSE = "unpause"
@@ -124,7 +141,7 @@ class ControlSignal(StrEnum):
     STOP = "stop"
 
 
-# signal → (states it acts in, state it leads to, states in which it changes nothing)
+# signal → (source states, target state, states in which it is a no-op)
 COORDINATOR_TRANSITIONS: dict[
     ControlSignal, tuple[frozenset[CoordinatorState], CoordinatorState, frozenset[CoordinatorState]]
 ] = {
@@ -155,7 +172,7 @@ COORDINATOR_TRANSITIONS: dict[
     ),
 }
 
-# The same table for an engine: signal → (acts in, passes through, leads to, harmless in).
+# signal → (source states, intermediate state, target state, states in which it is a no-op)
 ENGINE_TRANSITIONS: dict[
     ControlSignal, tuple[frozenset[EngineState], EngineState, EngineState, frozenset[EngineState]]
 ] = {

@@ -1,4 +1,4 @@
-"""What every test runs under."""
+"""Pytest configuration and fixtures shared by all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small engines on the models of `tests.models`, and the one question asked of all of them: is it what the trainer gives?
+"""Small engines on the models of `tests.models`, compared with the trainer's own results.
 
 Models are shared and made once: a test that changes weights or flags makes its own.
 """

@@ -1,4 +1,4 @@
-"""Random lives of an engine, everything drawn from one seed, and every number of every sample held against the oracle.
+"""Random event sequences ("lives") of an engine, each from one seed, checked value by value against the oracle.
 
     python -m tests.lives --seeds 0 500        these lives
     python -m tests.lives --hours 8            lives from now on, for so long

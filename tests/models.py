@@ -1,4 +1,4 @@
-"""Small random Hugging Face models of every architecture the engine is held to, and a character tokenizer."""
+"""Small random Hugging Face models of every tested architecture, and a character tokenizer."""
 
 from __future__ import annotations
 

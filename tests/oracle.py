@@ -1,4 +1,4 @@
-"""What Hugging Face makes of a sample, token by token: K and V of every position by the weights that really computed them.
+"""Reference values of a sample, token by token, from Hugging Face's forward with the weights of each version.
 
 A segment of a record says under which version each position's K and V were written, and which version has sampled each
 token. The oracle believes none of it: it feeds the same tokens to a frozen copy of the weights of each version, one

@@ -1,4 +1,4 @@
-"""Small functions run by several ranks: a process each, with a torch.distributed process group, as `torchrun` makes them.
+"""Runs functions on several ranks: one process each, with a torch.distributed process group as `torchrun` creates it.
 
 A job is a function at the top of a module, `job(rank, **options)`; what it returns or raises comes back to the test.
 """

@@ -1,4 +1,4 @@
-"""The algorithms against the same formulas written down as plain loops, against hand-computed values, and their edges."""
+"""Tests of the algorithms against plain loops, hand-computed values, and edge cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout serve`: flags that are the dataclasses' fields, errors that are one line, and one server that really serves."""
+"""Tests of `rollout serve`: flags generated from dataclasses, one-line errors, and a server that really serves."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def test_the_help_is_grouped_fits_the_terminal_and_says_what_the_docstrings_say(
     assert "a-secret-of-mine" not in text
     assert API_KEY in text
     for sentence in (
-        "--max-requests INT Sequences that may be active at once. (default: 256)",
-        "--staleness-policy {partial,requeue,mask} What becomes of a request that would exceed --max-staleness.",
-        "never more blocks than --max-requests sequences of the maximum length can use. (default: 0.5)",
-        "--coordinator.heartbeat-timeout-s FLOAT Silence after which the other side counts as dead. (default: 30.0)",
+        "--max-requests INT Maximum number of active (running) sequences. At least 1. (default: 256)",
+        "--staleness-policy {partial,requeue,mask} Handling of a request that would exceed --max-staleness.",
+        "the blocks that --max-requests sequences of --max-sequence-length tokens can use. (default: 0.5)",
+        "peer is considered dead. At least twice --coordinator.heartbeat-interval-s. (default: 30.0)",
         "--cuda-graphs, --no-cuda-graphs",
         "Options of the HTTP server.",
     ):

@@ -1,4 +1,4 @@
-"""The coordinator's benchmarks, as small as they get: each one runs, prints its table and saves its figures."""
+"""Tests of the coordinator benchmarks at minimal size: each runs, prints its table and saves its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs from its command line, small, and leaves its picture."""
+"""Tests of the examples: each runs from its command line, small, and writes its picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into the recorder comes out under the names of the table, and under no other."""
+"""Tests of the recorder: values are reported under the names of the table, and no others."""
 
 from __future__ import annotations
 

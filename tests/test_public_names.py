@@ -1,4 +1,4 @@
-"""`import rollout`: every public name is there, and costs nothing until it is used."""
+"""Tests of `import rollout`: every public name exists and is loaded lazily."""
 
 from __future__ import annotations
 

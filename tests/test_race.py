@@ -1,4 +1,4 @@
-"""The race, on a tiny model: every workload is measured, and whatever a peer does, the race goes on and says so."""
+"""Tests of the race with a tiny model: every workload is measured, and failures of a peer are reported."""
 
 from __future__ import annotations
 

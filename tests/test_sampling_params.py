@@ -1,4 +1,4 @@
-"""Sampling parameters: what is taken, what is refused and how it is said."""
+"""Tests of sampling parameters: accepted values, refusals and their messages."""
 
 from __future__ import annotations
 

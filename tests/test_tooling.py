@@ -1,4 +1,4 @@
-"""The tools that read the code find nothing: formatter, linter, type checker."""
+"""Tests that formatter, linter and type checker report nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Integrations with trainers, one framework per file.
+"""Integrations with training frameworks, one per module.
 
-One rule: the policy version moves because the optimizer stepped, never because somebody remembered to say so. Nothing
-is imported here, so that a hook costs only the framework it is for.
+The policy version is raised by hooks on the optimizer's step, not by explicit calls in the training loop. This package
+imports nothing, so that an integration costs only its own framework.
 """

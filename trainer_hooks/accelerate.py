@@ -1,11 +1,11 @@
 """Integration with Hugging Face accelerate.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    attach(accelerator, rollout)        the policy version counts the steps of every optimizer that steps the policy
-    accelerator.save_state(folder)      carries what every rank has in flight
-    accelerator.load_state(folder)      and goes on with it, in a job of the same size
+    attach(accelerator, rollout)        the policy version counts the steps of every optimizer of the policy
+    accelerator.save_state(folder)      also saves the requests in flight of every rank
+    accelerator.load_state(folder)      restores them, in a job of the same size
 
-Ranks do not speak to each other here: each saves and loads its own part, whenever accelerate asks it to.
+Without communication between ranks: each rank saves and loads its own file when accelerate calls it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from trainer_hooks.rank_state import RankFile, SavedRollout
 
 
 class AcceleratorAttachment:
-    """An Accelerator tied to a rollout, until `detach()` or the end of the `with` block. Built by `attach`.
+    """Hooks of an Accelerator for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
 
     Attributes:
-        accelerator: the one given.
-        rollout: what its optimizers tell.
+        accelerator: the Accelerator.
+        rollout: the rollout that the hooks notify.
         optimizers: one attachment per torch optimizer that steps the policy.
     """
 
@@ -48,21 +48,21 @@ class AcceleratorAttachment:
 
     @property
     def steps(self) -> int:
-        """Steps that changed the weights since the attachment, of all optimizers together."""
+        """Number of steps that changed the weights since the attachment, over all optimizers."""
         return sum(each.steps for each in self.optimizers)
 
     def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
-        """Give the rollout's metrics since the last call, and those given, to the Accelerator's trackers as one point.
+        """Log the rollout's metrics since the previous call, together with `metrics`, to the Accelerator's trackers.
 
-        Call it on every rank, as often as the training loop logs. Names are those of `rollout.metrics`; accelerate
-        hands on those of the main process, which are that rank's own.
+        Call it on every rank whenever the training loop logs. Names are those of `rollout.metrics`; accelerate logs the
+        values of the main process, which cover that rank only.
 
         Args:
-            step: of the trainer: the axis.
+            step: the trainer's step, used as the axis.
             metrics: numbers, numpy or torch scalars by name.
 
         Raises:
-            ValueError: two dicts bring the same name.
+            ValueError: a name occurs twice.
         """
         point: dict[str, Any] = {}
         for part in (self.rollout.metrics(), *metrics):
@@ -75,7 +75,7 @@ class AcceleratorAttachment:
         self.accelerator.log(point, step=step)
 
     def detach(self) -> None:
-        """Take the hooks off, and the rollout out of `save_state` and `load_state`. Harmless when repeated."""
+        """Remove the hooks, and the rollout from `save_state` and `load_state`. Idempotent."""
         for each in self.optimizers:
             each.detach()
         if self._saved is not None:
@@ -97,15 +97,15 @@ def attach(
     mode: Mode = None,
     checkpoint: bool = True,
 ) -> AcceleratorAttachment:
-    """Let the optimizers of `accelerator` count the policy version of `rollout`, and its checkpoints carry it.
+    """Hook the optimizers of `accelerator` to raise the policy version of `rollout`, and add it to checkpoints.
 
-    Needs: `accelerator.prepare` has been called with the optimizer, and `rollout` was built of the module that it was
-    given (DDP and mixed precision keep its parameters; FSDP2 puts its own in their place, in the same module). Build
-    the rollout after `prepare` where there are several ranks, for it is `Accelerator()` that makes the process group.
+    Requires: `accelerator.prepare` has been called with the optimizer, and `rollout` was constructed with the module given
+    to it (DDP and mixed precision keep its parameters; FSDP2 replaces them inside the same module). On several ranks,
+    construct the rollout after `prepare`, because `Accelerator()` creates the process group.
 
-    Changes: the hooks of `trainer_hooks.optimizer` on each torch optimizer that steps parameters of `rollout.model`; a
-    critic's optimizer is left alone, and two that step the policy count two versions per round. Accumulated
-    micro-batches and steps that a GradScaler skips do not count. Nothing is logged unless `log` is called.
+    Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `rollout.model`.
+    A critic's optimizer is not changed; two optimizers of the policy raise the version twice per round. Accumulated
+    micro-batches and steps skipped by a GradScaler do not count. Nothing is logged unless `log` is called.
 
     With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` (how many ranks, and the policy
     version; `<i>` counts the registered objects) and `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` on every rank (its
@@ -114,19 +114,19 @@ def attach(
     weights.
 
     Args:
-        accelerator: whose optimizers count.
-        rollout: what samples with the weights they step.
-        mode: what becomes of the KV cache at each step. None: what the rollout is configured to do.
-        checkpoint: False: `save_state` and `load_state` know nothing of the rollout.
+        accelerator: Accelerator whose optimizers are hooked.
+        rollout: rollout that samples with the weights they step.
+        mode: handling of the KV cache at each step. None: as the rollout is configured.
+        checkpoint: include the rollout in `save_state` and `load_state`.
 
     Returns:
-        The attachment, which logs and counts the steps; `detach()` undoes it.
+        The attachment; `detach()` removes the hooks.
 
     Raises:
-        TypeError: `accelerator` is none.
-        ConfigError: `mode` is no `KVCacheManagementMode`.
-        ValueError: no optimizer is prepared yet, none steps a parameter of `rollout.model`, or one is attached to this
-            rollout already. Nothing is attached then.
+        TypeError: `accelerator` is not an `accelerate.Accelerator`.
+        ConfigError: `mode` is not a `KVCacheManagementMode`.
+        ValueError: no optimizer is prepared yet, none steps a parameter of `rollout.model`, or one is already attached to
+            this rollout. Nothing is attached then.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator={accelerator!r}: must be an accelerate.Accelerator; see trainer_hooks.optimizer")
@@ -160,11 +160,11 @@ def _optimizers_of(accelerator: Accelerator, rollout: SavedRollout) -> list[Any]
 
 
 class _Saved:
-    """What accelerate saves and loads as a registered object, on every rank its own part.
+    """Object registered with accelerate that saves and loads one rank's state.
 
-    accelerate keeps the `state_dict()` of the main process only. It is the common part here; each rank's own is a file
-    that a hook writes before, when the folder is known. Loading goes the other way: the hook tells the folder, and
-    `load_state_dict()`, which accelerate calls when the weights are there, reads this rank's file.
+    accelerate saves the `state_dict()` of the main process only, which is the part common to all ranks. A pre-save hook,
+    which knows the folder, writes each rank's own file. On loading, a hook records the folder, and `load_state_dict()`,
+    called after the weights have been loaded, reads this rank's file.
     """
 
     def __init__(self, accelerator: Accelerator, rollout: SavedRollout) -> None:
@@ -178,14 +178,14 @@ class _Saved:
         accelerator.register_for_checkpointing(self)
 
     def remove(self) -> None:
-        """Be registered no more."""
+        """Unregister from the Accelerator."""
         for handle in self._handles:
             handle.remove()
         objects = self._accelerator._custom_objects
         objects[:] = [each for each in objects if each is not self]
 
     def state_dict(self) -> dict[str, int]:
-        """What all ranks have in common."""
+        """Return the state common to all ranks."""
         return {"ranks": self._accelerator.num_processes, "policy_version": self._rollout.policy_version}
 
     def load_state_dict(self, state: Any) -> None:

@@ -1,8 +1,8 @@
-"""Integration with DeepSpeed ZeRO-1, -2 and -3: hooks on steps that were really taken.
+"""Integration with DeepSpeed ZeRO-1, -2 and -3: hooks on the optimizer's own `step()`.
 
-They step flat copies of the parameters by several steps of the torch optimizer inside, gather the parameters afterwards,
-and skip by themselves when gradients overflow. So what counts is their own `step()`, which DeepSpeed's engine calls once
-per accumulated batch. DeepSpeed is not imported here: its objects are known by their class.
+A ZeRO optimizer steps flat copies of the parameters in several steps of an inner torch optimizer, gathers the parameters
+afterwards, and skips the update on a gradient overflow. So the hooks are on its own `step()`, which DeepSpeed's engine
+calls once per accumulated batch. DeepSpeed is not imported: its objects are recognised by their class.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import nn
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
-"""Where they keep the model's parameters: lists of lists, by class and stage."""
+"""Attributes with the model's parameters (lists of lists), by optimizer class and ZeRO stage."""
 
 
 def steps_by_itself(optimizer: object) -> bool:
-    """Whether it is one of DeepSpeed's optimizers, and neither its engine nor a torch optimizer that it only holds."""
+    """Whether it is a DeepSpeed optimizer, and neither an engine nor a plain torch optimizer."""
     package, _, rest = type(optimizer).__module__.partition(".")
     return package == "deepspeed" and rest.startswith("runtime") and not isinstance(optimizer, nn.Module)
 
 
 def parameters(optimizer: Any) -> list[nn.Parameter]:
-    """Those of the model that it steps.
+    """Return the model parameters that a DeepSpeed optimizer steps.
 
     Raises:
-        TypeError: this optimizer of DeepSpeed's keeps them elsewhere, or applies its steps at another time.
+        TypeError: this class keeps its parameters elsewhere, or applies its updates asynchronously.
     """
     groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
     if groups is None or "zenflow" in type(optimizer).__module__:
@@ -41,15 +41,15 @@ def parameters(optimizer: Any) -> list[nn.Parameter]:
 
 
 def overflowed(optimizer: Any) -> bool:
-    """Whether its last step was skipped."""
+    """Whether the last step was skipped because of a gradient overflow."""
     return bool(getattr(optimizer, "overflow", False))
 
 
 class HookedStep:
-    """What stands in the place of a DeepSpeed optimizer's `step` while it has hooks.
+    """Replacement of a DeepSpeed optimizer's `step` that calls hooks around it.
 
     Attributes:
-        hooks: pairs, called before and after every step.
+        hooks: (before, after) pairs, called around every step.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -77,7 +77,7 @@ class Handle:
         optimizer.step.hooks.append(self._pair)
 
     def remove(self) -> None:
-        """Take them off. Harmless when repeated."""
+        """Remove the hooks. Idempotent."""
         step = vars(self._optimizer).get("step")
         if isinstance(step, HookedStep) and self._pair in step.hooks:
             step.hooks.remove(self._pair)
@@ -86,6 +86,6 @@ class Handle:
 
 
 def hooked_after(optimizer: Any) -> list[Hook]:
-    """The hooks after its steps."""
+    """Return the hooks called after each step of a DeepSpeed optimizer."""
     step = vars(optimizer).get("step")
     return [after for _, after in step.hooks] if isinstance(step, HookedStep) else []

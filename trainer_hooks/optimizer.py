@@ -1,12 +1,12 @@
 """Optimizer hooks that suspend the rollout before `step()` and raise the policy version after it.
 
     optimizer.step()
-     ├ before    rollout.before_optimizer_step(mode)    no forward of ours is running, the KV is out of the way
+     ├ before    rollout.before_optimizer_step(mode)    suspends: no rollout forward is running, KV memory is released
      ├ the optimizer changes the weights
-     └ after     rollout.weights_updated()              only if it really stepped: version + 1
+     └ after     rollout.weights_updated()              only if the weights were updated: version + 1
 
-An attachment knows the optimizer and three names of the rollout, nothing of engines or trainers. Gradient accumulation,
-learning rate schedules and closures need nothing from it: torch calls the hooks of the optimizer that really steps.
+An attachment depends on the optimizer and the protocol `Rollout` only. Gradient accumulation, learning rate schedules and
+closures need no handling: torch calls the hooks of the optimizer that really steps.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from trainer_hooks import deepspeed
 
 
 class Rollout(Protocol):
-    """What the hook needs to know of a rollout (`RolloutManager` is one)."""
+    """Interface of a rollout that the optimizer hooks require; `RolloutManager` implements it."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module that samples: the one whose parameters the optimizer steps."""
+        """Module that samples; the optimizer steps its parameters."""
 
     def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
-        """Stop before the weights change, and suspend the KV cache as `mode` says. None: the rollout's configured mode."""
+        """Suspend before the weights change, with this KV cache mode. None: the configured mode."""
 
     def weights_updated(self) -> object:
-        """The weights have changed."""
+        """Raise the policy version after the weights have changed."""
 
 
 class Attachment:
-    """An optimizer tied to a rollout, until `detach()` or the end of the `with` block. Built by `attach`.
+    """Step hooks of an optimizer for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
 
     Attributes:
-        optimizer: the torch optimizer, or the one of DeepSpeed's, that carries the hooks.
-        rollout: what it tells.
+        optimizer: the torch or DeepSpeed optimizer with the hooks.
+        rollout: the rollout that the hooks notify.
         mode: passed to `rollout.before_optimizer_step`.
-        steps: how many steps changed the weights since the attachment.
+        steps: number of steps that changed the weights since the attachment.
     """
 
     def __init__(self, optimizer: Any, rollout: Rollout, mode: KVCacheManagementMode | None) -> None:
@@ -61,7 +61,7 @@ class Attachment:
             ]
 
     def detach(self) -> None:
-        """Take the hooks off the optimizer. Harmless when repeated."""
+        """Remove the hooks from the optimizer. Idempotent."""
         for handle in self._handles:
             handle.remove()
 
@@ -88,33 +88,32 @@ class Attachment:
 
 
 def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachment:
-    """Let every real step of `optimizer` suspend `rollout` before, and raise its policy version after.
+    """Hook `optimizer` so that every step suspends `rollout` before it and raises the policy version after it.
 
-    Needs a torch optimizer, or a wrapper that keeps one as `.optimizer` (accelerate's `AcceleratedOptimizer`), which
-    holds parameters of `rollout.model`. Adds one step pre-hook and one post-hook to the innermost torch optimizer, and
-    changes nothing else of it. Attach after `accelerator.prepare` or sharding, when the optimizer holds the parameters
-    it will step. Of DeepSpeed, its engine or its optimizer (`deepspeed.initialize` returns both): the `step` of the
-    latter is replaced then, and counts where `engine.step()` really steps.
+    Requires a torch optimizer, or a wrapper with one as `.optimizer` (accelerate's `AcceleratedOptimizer`), that holds
+    parameters of `rollout.model`. Adds one step pre-hook and one post-hook to the innermost torch optimizer and changes
+    nothing else. Attach after `accelerator.prepare` or sharding, when the optimizer holds its final parameters. With
+    DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both): the optimizer's `step` is replaced,
+    and counts when `engine.step()` really updates.
 
-    A step that `GradScaler` skips does not count, also where a fused optimizer is called and skips by itself
-    (`found_inf`; reading it waits for the device). A `step()` that raises does not count either: where it may have
-    changed some weights before it raised, call `rollout.weights_updated()`. Nor does the empty step by which
-    `torch.distributed.checkpoint` fills the state of an optimizer that has not stepped yet. Two optimizers on one model
-    count two versions per round.
+    Steps that do not count: one skipped by `GradScaler`, also inside a fused optimizer (`found_inf`; reading it
+    synchronises with the device); one that raises (call `rollout.weights_updated()` if it may have changed some weights);
+    and the empty step by which `torch.distributed.checkpoint` initialises optimizer state. Two optimizers on one model
+    raise the version twice per round.
 
     Args:
-        optimizer: whose steps count.
-        rollout: what samples with the weights it steps.
-        mode: what becomes of the KV cache at each step. None: the rollout's `kv_cache_management_mode`, for a
-            `RolloutManager` as for an `LLM`.
+        optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.
+        rollout: rollout that samples with the weights that the optimizer steps.
+        mode: handling of the KV cache at each step. None: as the rollout is configured.
 
     Returns:
-        The attachment, which counts the steps; `detach()` undoes it.
+        The attachment; `detach()` removes the hooks.
 
     Raises:
-        TypeError: `optimizer` is no torch optimizer and wraps none; or is one of DeepSpeed's whose steps cannot be told.
-        ConfigError: `mode` is no `KVCacheManagementMode`.
-        ValueError: it steps no parameter of `rollout.model`, or is attached to this rollout already.
+        TypeError: `optimizer` neither is nor wraps a torch optimizer, or is a DeepSpeed optimizer whose updates cannot be
+            observed.
+        ConfigError: `mode` is not a `KVCacheManagementMode`.
+        ValueError: it steps no parameter of `rollout.model`, or is already attached to this rollout.
     """
     inner = _innermost(optimizer)
     chosen = KVCacheManagementMode.parse(mode)
@@ -124,7 +123,7 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
 
 
 def stepped_parameters(optimizer: object) -> set[int]:
-    """The ids of the model's parameters that `optimizer`, or what it wraps, steps."""
+    """Return `id()` of the model parameters that `optimizer`, or the one it wraps, steps."""
     return _stepped(_innermost(optimizer))
 
 
@@ -136,8 +135,8 @@ def _stepped(inner: Any) -> set[int]:
 
 def _innermost(optimizer: object) -> Any:
     inner = optimizer
-    # A wrapper may call itself an Optimizer (accelerate's does) without having hooks, so unwrap as far as it goes; what
-    # an optimizer of DeepSpeed's holds does the work of its steps in parts.
+    # A wrapper may subclass Optimizer without having hooks (accelerate's does), so unwrap completely. A DeepSpeed optimizer
+    # is not unwrapped: one of its steps consists of several steps of the inner optimizer.
     while not deepspeed.steps_by_itself(inner) and (wrapped := getattr(inner, "optimizer", None)) is not None:
         inner = wrapped
     if not (isinstance(inner, Optimizer) or deepspeed.steps_by_itself(inner)):
@@ -176,9 +175,9 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def _is_no_update(optimizer: Any) -> bool:
-    # A subclass whose step() calls super().step() has its hooks called by both. The stack tells the outer one apart: a
-    # counter could not, because a step that raises never comes to its post-hook. It also tells of the step with a
-    # learning rate of 0 by which torch gives an optimizer its state before that is saved or loaded (accelerate, FSDP2).
+    # If a subclass's step() calls super().step(), both call the hooks; the stack identifies the inner call. A counter could
+    # not, because a step that raises never reaches its post-hook. The stack also identifies the step with learning rate 0
+    # by which torch initialises optimizer state before saving or loading it (accelerate, FSDP2).
     depth = 0
     frame = inspect.currentframe()
     while frame is not None and depth < 2:
@@ -192,7 +191,7 @@ def _is_no_update(optimizer: Any) -> bool:
 def _skipped_for_inf(optimizer: Any) -> bool:
     if deepspeed.steps_by_itself(optimizer):
         return deepspeed.overflowed(optimizer)
-    # GradScaler does not call other optimizers at all when gradients overflow; these it calls, with `found_inf` set.
+    # On an overflow, GradScaler calls step() only on optimizers with this attribute, with `found_inf` set.
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     found_inf = getattr(optimizer, "found_inf", None)

@@ -2,14 +2,14 @@
 
     model = get_peft_model(model, LoraConfig(...))
     rollout = RolloutManager(model, tokenizer, config)      the PeftModel itself, or a model with injected adapters
-    attach(optimizer, rollout)                              trainer_hooks.optimizer: an optimizer of adapters only will do
-    with adapter(rollout, None):                            the reference policy: no adapter acts, here or in the rollout
+    attach(optimizer, rollout)                              trainer_hooks.optimizer; it may step adapters only
+    with adapter(rollout, None):                            reference policy: all adapters disabled
         reference = token_logprobs(model, batch)
 
-The engine reads off the model which adapters act, whoever switched them, and keeps prompts cached under one apart from
-those of another. What `adapter` adds to PEFT's own switches: it acts between two steps of the engine, it waits for the
-other ranks, and it puts back exactly what was there, while the parameters' `requires_grad` is never touched (PEFT's
-`set_adapter` and `disable_adapter` change it, and an optimizer then misses gradients without a word).
+The engine reads the active adapters from the model, however they were switched, and separates the prefix cache by adapter.
+Compared with PEFT's own switches, `adapter` takes effect between two engine steps, synchronises the ranks, restores the
+exact previous state, and never changes `requires_grad` (PEFT's `set_adapter` and `disable_adapter` do, and an optimizer
+then silently misses gradients).
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from torch import nn
 
 
 class AdaptedRollout(Protocol):
-    """What the door needs to know of a rollout (`RolloutManager` and `DynamicInferenceEngine` are such)."""
+    """Interface of a rollout with adapters; `RolloutManager` and `DynamicInferenceEngine` implement it."""
 
     @property
     def model(self) -> nn.Module:
-        """The module that samples, with its adapters."""
+        """Module that samples, with its adapters."""
 
     def adapter_switch(self, what: str | None) -> AbstractContextManager[None]:
-        """A block that changes which adapters act; its end waits for the ranks whose block has the same name."""
+        """Context in which the active adapters may be changed; its end is a barrier of all ranks, named `what`."""
 
 
 @contextmanager
 def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
-    """A block in which the adapter `name` acts, in the trainer's forward and in `rollout.generate` alike.
+    """Context in which the adapter `name` is active, in the trainer's forward and in `rollout.generate`.
 
-    Needs a model whose adapters act inside its layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them
-    merged. Changes, until the block ends, however it ends: which adapter is active and whether adapters are disabled,
-    in every layer that has the switch. No parameter and no `requires_grad` flag changes. Blocks may be nested.
+    Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged.
+    Sets the active adapter and the disabled flag of every adapted layer and restores both at the end, also on an
+    exception. No parameter and no `requires_grad` flag changes. Contexts may be nested.
 
-    Requests in flight belong to the adapter they were accepted under: inside the block they wait, and go on after it in
-    their old order. As soon as something is generated inside, those that were running give up their KV cache; what of
-    it is still in the prefix cache afterwards is not computed again. So inside the block ask for whole batches
-    (`generate` without `min_groups`): what is in flight from outside cannot end there, and a call that waits for it
-    raises `EngineStateError`. What is left in flight inside waits for the same adapter again.
+    Requests in flight belong to the adapter under which they were accepted: they wait during the block and continue
+    afterwards in their order. When something is generated inside the block, running requests lose their KV cache; what
+    remains of it in the prefix cache is not computed again. So generate whole batches inside the block (`generate`
+    without `min_groups`): a call that waits for requests from outside raises `EngineStateError`. Requests left in flight
+    inside the block wait until the same adapter is active again.
 
-    On several ranks every rank enters and leaves the block, as with `rollout.pause()`; one that leaves it by an
-    exception waits for nobody.
+    On several ranks every rank must enter and leave the block, as with `rollout.pause()`; a rank that leaves it by an
+    exception skips the barrier.
 
     Args:
-        rollout: what samples with the model. Of an `LLM`, its `engine`.
-        name: of an adapter of the model; None: none acts.
+        rollout: rollout that samples with the model; for an `LLM`, its `engine`.
+        name: name of an adapter of the model. None: disable all adapters.
 
     Raises:
-        ValueError: the model has no such adapter, or none at all, or one is merged.
-        TypeError: an adapter is of a kind whose switch is more than a flag.
-        DeadlineError, EngineStateError: other ranks have not entered, or left, the same block.
+        ValueError: the model has no such adapter, or no adapters, or one is merged.
+        TypeError: an adapter's type needs more than a flag to be switched.
+        DeadlineError, EngineStateError: other ranks have not entered or left the same block.
     """
     model = rollout.model
     switches = _switches(model)
@@ -79,13 +79,13 @@ def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
 
 
 _FLAGS = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled")
-"""Of layers the first two, of PEFT's models the others."""
+"""Attributes that hold the active adapter: the first two of layers, the others of PEFT's models."""
 _ABSENT = object()
-"""A default of the class, which must not become a flag of the instance's own."""
+"""Marks an attribute that is a class default, which must not become an instance attribute."""
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Everything in the model that knows which adapter is active."""
+    """Return all modules that hold the active adapter."""
     return [
         module
         for module in model.modules()
@@ -97,7 +97,7 @@ def _set(owner: Any, name: str | None) -> None:
     if isinstance(owner, BaseTunerLayer | AuxiliaryTrainingWrapper):
         owner._disable_adapters = name is None
         if name is not None:
-            # A wrapped module that the adapter has no copy of is the original one.
+            # Without a copy of the module for this adapter, the original module is used.
             has = isinstance(owner, BaseTunerLayer) or name in owner._get_available_adapters()
             owner._active_adapter = [name] if has else []
         return

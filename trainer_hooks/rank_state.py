@@ -1,7 +1,7 @@
 """Rollout state in a trainer's checkpoint folder, one file per rank.
 
-A file is there whole or not at all, and nothing in it is ever unpickled. Its name says which rank of how many wrote it,
-so that ranks need not speak to each other, and a job of another size cannot take it for its own.
+Files are written atomically and contain msgpack, no pickle. The name contains rank and world size, so that ranks need no
+communication and a job of another size does not load the file.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from trainer_hooks.optimizer import Rollout
 
 
 class SavedRollout(Rollout, Protocol):
-    """What the doors need of a rollout that is logged and saved (`RolloutManager` is one)."""
+    """Interface of a rollout that integrations log and save; `RolloutManager` implements it."""
 
     @property
     def policy_version(self) -> int:
-        """Weight updates so far."""
+        """Number of weight updates so far."""
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """Return the metrics since the previous call, by name."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, as plain data."""
+        """Return all requests in flight as plain data."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what `state_dict` saved."""
+        """Restore the requests saved by `state_dict`."""
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """Where one rank keeps its part.
+    """State file of one rank.
 
     Attributes:
-        folder: the checkpoint.
-        stem: what the names of all ranks' files begin with.
-        rank: of this process, from 0.
-        size: how many there are.
-        without: how to begin with nothing in flight and policy version 0 instead; for error messages.
+        folder: checkpoint folder.
+        stem: common prefix of all ranks' file names.
+        rank: rank of this process, from 0.
+        size: number of ranks.
+        without: for error messages: how to start with nothing in flight and policy version 0 instead.
     """
 
     folder: Path
@@ -54,16 +54,16 @@ class RankFile:
 
     @property
     def path(self) -> Path:
-        """`<stem>_rank_<rank>_of_<size>.msgpack` in the folder."""
+        """Path of the file: `<folder>/<stem>_rank_<rank>_of_<size>.msgpack`."""
         return self.folder / f"{self.stem}_rank_{self.rank}_of_{self.size}.msgpack"
 
     @property
     def saved_by_anybody(self) -> bool:
-        """Whether a rank, of a job of any size, has saved its part in the folder."""
+        """Whether the folder contains a state file of any rank of a job of any size."""
         return bool(self._all())
 
     def write(self, rollout: SavedRollout) -> None:
-        """Save the rollout; it goes on undisturbed. What a job of another size has left under this stem is removed."""
+        """Save the rollout's state without disturbing it; remove files with this stem from jobs of another size."""
         fields = {"policy_version": rollout.policy_version, "state": rollout.state_dict()}
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")
@@ -77,15 +77,15 @@ class RankFile:
                 other.unlink(missing_ok=True)
 
     def load(self, rollout: SavedRollout, policy_version: int | None = None) -> None:
-        """Go on with what `write` saved. The model must hold the weights of that moment already.
+        """Restore the state saved by `write`. The model must already hold the weights of the checkpoint.
 
         Args:
-            rollout: a fresh one.
-            policy_version: the one that the rest of the checkpoint is of, where that is known.
+            rollout: a new rollout, with nothing in flight.
+            policy_version: policy version of the rest of the checkpoint. None: not checked.
 
         Raises:
-            FileNotFoundError: this rank of a job of this size has saved nothing here; the message says what is there.
-            SerializationError: the file is damaged, or of another moment than the rest of the checkpoint.
+            FileNotFoundError: there is no file of this rank and job size; the message lists the existing ones.
+            SerializationError: the file is damaged, or its policy version differs from the rest of the checkpoint.
             EngineStateError, ConfigError, InvalidRequestError: see `RolloutManager.load_state_dict`.
         """
         if not self.path.exists():

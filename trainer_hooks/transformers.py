@@ -1,12 +1,12 @@
 """Integration with the Hugging Face Trainer.
 
-    trainer begins    on_train_begin     the optimizer is there: its steps count from here; a resumed run is continued
-    a step            (torch's hooks)    the policy version moves, if the optimizer really stepped
-    logs              on_log             the rollout's metrics join them
-    checkpoint        on_save            what every rank has in flight lies in the checkpoint's folder
-    trainer ends      on_train_end       the hooks are taken off
+    training begins   on_train_begin     attaches the optimizer; restores the rollout if the run is resumed
+    a step            (torch's hooks)    raises the policy version if the weights were updated
+    logs              on_log             adds the rollout's metrics
+    checkpoint        on_save            saves the requests in flight of every rank
+    training ends     on_train_end       removes the hooks
 
-A callback never decides anything for the trainer: it returns no control.
+The callback does not influence the Trainer: it returns no control.
 """
 
 from __future__ import annotations
@@ -28,46 +28,45 @@ from trainer_hooks.optimizer import Attachment, attach
 from trainer_hooks.rank_state import RankFile, SavedRollout
 
 STEM = "rollout"
-"""What our files in a checkpoint's folder begin with."""
+"""Prefix of the rollout's files in a checkpoint folder."""
 STATE_FILE = "trainer_state.json"
-"""What the Trainer keeps its own state in, there."""
+"""The Trainer's own state file in a checkpoint folder."""
 
 
 class RolloutCallback(TrainerCallback):  # type: ignore[misc]
-    """A rollout that follows a Trainer: `trainer.add_callback(RolloutCallback(rollout))`, or in its `callbacks`.
+    """Trainer callback of a rollout: `trainer.add_callback(RolloutCallback(rollout))`, or in the Trainer's `callbacks`.
 
-    Needs: `rollout` was built of the model given to the Trainer (the very object), where it trains: the Trainer's
-    constructor moves it to the device. The Trainer makes its optimizer when it begins, so nothing is attached before.
-    Where the Trainer shards the model by FSDP2, `rollout` is a RolloutManager, which follows at its next `generate`;
-    other ways to spread weights over ranks are refused there.
+    Requires: `rollout` was constructed with the very model object given to the Trainer, after the Trainer's constructor
+    has moved it to the device. The Trainer creates its optimizer when training begins, so nothing is attached before. If
+    the Trainer shards the model by FSDP2, `rollout` must be a RolloutManager, which adapts at its next `generate`; other
+    ways of sharding are refused there.
 
-    Changes: the hooks of `trainer_hooks.optimizer` on the Trainer's torch optimizer, while it trains. The policy
-    version counts optimizer steps: once per accumulated batch, and not when a GradScaler skips (`global_step` counts
-    that too). Weights that `load_best_model_at_end` brings back are one version more.
+    Changes: adds the hooks of `trainer_hooks.optimizer` to the Trainer's torch optimizer during training. The policy
+    version counts optimizer steps: one per accumulated batch, none for a step skipped by a GradScaler (`global_step`
+    counts those too). Loading weights by `load_best_model_at_end` raises the version by one.
 
-    With `log`, the metrics since the last of the Trainer's logs (one per `global_step`, those of evaluations left out)
-    join `state.log_history`, the `logs` that later callbacks are given, and, where the Trainer reports to wandb, the
-    run of this process under their own names on the Trainer's axis. Other reporters come before user callbacks: for
-    them call `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics are those of the main process.
+    With `log`, metrics since the Trainer's previous log (one per `global_step`, evaluation logs excluded) are added to
+    `state.log_history`, to the `logs` given to later callbacks, and, if the Trainer reports to wandb, to the run of this
+    process under their own names on the Trainer's axis. Other reporters are called before user callbacks: for them, use
+    `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics are those of the main process.
 
     With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack` to the Trainer's checkpoint folder: its
-    requests in flight, with tokens, versions and random streams. `train(resume_from_checkpoint=...)` goes on with them;
-    it needs a fresh rollout and as many ranks.
+    requests in flight, with tokens, versions and random streams. `train(resume_from_checkpoint=...)` restores them; it
+    requires a new rollout and the same number of ranks.
 
-    After an exception in training the Trainer calls no callback: the hooks stay, and still tell the truth, until the
+    After an exception in training the Trainer calls no callback: the hooks stay and keep counting correctly until the
     next `train()` replaces them, `detach()`, or the end of a `with callback:` block around `train()`.
 
     Args:
-        rollout: what samples with the weights that the Trainer trains.
-        mode: what becomes of the KV cache at each step. None: what the rollout is configured to do.
-        log: whether metrics are logged; or the names of those that are.
-        checkpoint: whether checkpoints carry the rollout.
-        resume_from_checkpoint: the folder to go on with, where it is neither `args.resume_from_checkpoint` nor the one
-            in `args.output_dir`: the Trainer does not tell callbacks which it has taken. It counts only when the
-            Trainer itself resumes.
+        rollout: rollout that samples with the weights that the Trainer trains.
+        mode: handling of the KV cache at each step. None: as the rollout is configured.
+        log: whether metrics are logged, or the names of those to log.
+        checkpoint: whether checkpoints include the rollout.
+        resume_from_checkpoint: checkpoint folder, needed if it is neither `args.resume_from_checkpoint` nor in
+            `args.output_dir`: the Trainer does not pass the folder to callbacks. Used only if the Trainer resumes.
 
     Attributes:
-        attachment: to the optimizer, while the Trainer trains; else None.
+        attachment: the optimizer's attachment during training, else None.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         self._logged_at = -1
 
     def detach(self) -> None:
-        """Take the hooks off the optimizer. Harmless when repeated."""
+        """Remove the hooks from the optimizer. Idempotent."""
         if self.attachment is not None:
             self.attachment.detach()
         self.attachment = None
@@ -112,13 +111,13 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         optimizer: object = None,
         **kwargs: Any,
     ) -> None:
-        """Attach, in the place of an earlier training; go on with the checkpoint that the Trainer resumes from.
+        """Attach to the Trainer's optimizer; if the Trainer resumes, restore the rollout from its checkpoint.
 
         Raises:
             TypeError: the Trainer has no torch optimizer.
-            ConfigError: `mode` is no `KVCacheManagementMode`.
-            ValueError: the Trainer trains another model than `rollout.model`; its optimizer is attached to this rollout
-                already; or it resumes from a folder that is not found.
+            ConfigError: `mode` is not a `KVCacheManagementMode`.
+            ValueError: the Trainer trains another model than `rollout.model`; its optimizer is already attached to this
+                rollout; or the checkpoint folder is not found.
             FileNotFoundError, SerializationError, EngineStateError: the checkpoint's state cannot be loaded; see
                 `RankFile.load`. Nothing is attached then.
         """
@@ -141,7 +140,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the metrics since the log before; see the class."""
+        """Add the metrics since the previous log; see the class."""
         if not self._log or self.attachment is None or self._logged_at == state.global_step:
             return
         if any(name.startswith("eval_") for name in logs or ()):
@@ -155,14 +154,14 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
                 wandb.log(metrics | {"train/global_step": state.global_step})
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add this rank's part to the checkpoint."""
+        """Add this rank's state file to the checkpoint."""
         if self._checkpoint and self.attachment is not None:
             _file(_folder_of(args, state), args).write(self.rollout)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Detach."""
+        """Remove the hooks; raise the policy version if the best model has been loaded."""
         if self.attachment is not None and args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.rollout.weights_updated()
         self.detach()
@@ -170,7 +169,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _join(self, logs: dict[str, Any] | None, state: TrainerState) -> dict[str, float]:
-        """Add those of the metrics that are logged to a log, and to its entry in the history."""
+        """Add the selected metrics to a log and to its entry in the history; return them."""
         metrics = self.rollout.metrics()
         if isinstance(self._log, frozenset):
             metrics = {name: value for name, value in metrics.items() if name in self._log}
@@ -192,7 +191,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         file.load(self.rollout)
 
     def _file_to_resume(self, args: TrainingArguments, state: TrainerState) -> RankFile | None:
-        """This rank's, in the folder that the Trainer has read; None: that is not found."""
+        """Return this rank's file in the folder that the Trainer resumes from, or None if the folder is not found."""
         found = (folder for folder in self._folders(args, state) if _is_checkpoint_of(folder, state))
         return next((_file(folder, args) for folder in found), None)
 

@@ -1,15 +1,15 @@
 """Integration with TRL's GRPOTrainer: completions and log-probs come from a rollout.
 
-    attach(trainer, rollout)                                in the place of TRL's vLLM: log-probs enter the loss
-    GRPOTrainer(..., rollout_func=rollout_func(rollout))    TRL's own seam: log-probs are handed over, TRL corrects nothing
+    attach(trainer, rollout)                                replaces TRL's vLLM: log-probs correct the loss
+    GRPOTrainer(..., rollout_func=rollout_func(rollout))    TRL's own interface: log-probs are passed, without correction
 
-    a generation      the prompts of a group are one request of n samples; the KV cache leaves the device afterwards
-    a step            (torch's hooks) the policy version moves, if the optimizer really stepped
-    logs              the rollout's metrics join the trainer's
-    a checkpoint      carries the policy version and the random streams
+    a generation      a prompt's group is one request of n samples; KV memory is released afterwards
+    a step            (torch's hooks) raises the policy version if the weights were updated
+    logs              include the rollout's metrics
+    a checkpoint      contains the policy version and the random streams
 
-Nothing is said twice: how to sample is what GRPOConfig says. A completion is whole, or an error, or masked; never short.
-Written against TRL 1.16; TRL itself is not imported.
+Sampling options come from GRPOConfig. A failed completion is an error or a masked row, never a truncated one. Written
+against TRL 1.16; TRL itself is not imported.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Log = bool | Collection[str]
 
 
 class TrlAttachment:
-    """A GRPOTrainer tied to a rollout, until `detach()` or the end of the `with` block. Built by `attach`.
+    """Generation backend of a GRPOTrainer, until `detach()` or the end of the `with` block. Created by `attach`.
 
-    It is what TRL calls where it would call its vLLM.
+    Implements the interface of TRL's vLLM generation object.
 
     Attributes:
-        trainer: the one given.
-        rollout: what samples.
+        trainer: the GRPOTrainer.
+        rollout: the rollout that samples.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class TrlAttachment:
 
     @property
     def steps(self) -> int:
-        """Steps that changed the weights since training began; 0 where another callback follows the optimizer."""
+        """Number of steps that changed the weights since training began; 0 if another callback has the hooks."""
         return self._follower.steps
 
     def detach(self) -> None:
-        """Give the trainer back as it was. Harmless when repeated."""
+        """Restore the trainer's original state. Idempotent."""
         self._undo.close()
 
     def __enter__(self) -> TrlAttachment:
@@ -93,7 +93,7 @@ class TrlAttachment:
     # --- what TRL asks of its generation object -----------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Nothing to do: the rollout samples with the weights that the trainer steps."""
+        """No-op: the rollout samples with the weights that the trainer steps."""
 
     def generate(
         self,
@@ -102,20 +102,20 @@ class TrlAttachment:
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]:
-        """Complete every prompt once, in this order; equal prompts side by side are one group.
+        """Complete every prompt once, in order; adjacent equal prompts form one group.
 
         Args:
             prompts: token ids.
-            images: None.
-            num_generations: how often TRL has repeated every prompt; nothing hangs on it.
-            profiler: runs around it.
+            images: must be None.
+            num_generations: ignored; TRL has already repeated every prompt this often.
+            profiler: context entered around sampling.
 
         Returns:
             Prompts, completions, log-probs and token ids, the last two with one entry per token.
 
         Raises:
-            ValueError: there are images.
-            RolloutFailedError: a completion has failed; nothing comes back then.
+            ValueError: `images` is not None.
+            RolloutFailedError: a completion has failed.
         """
         if images is not None:
             raise ValueError("these prompts have images, and this rollout samples text alone: use TRL's own generation")
@@ -125,9 +125,9 @@ class TrlAttachment:
         return prompts, completions, [[[value] for value in row] for row in logprobs], each
 
     def sample(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float | None]]]:
-        """Completions and their log-probs, of the distribution sampled from; None where there is no number.
+        """Return completions and their log-probs (see `sampling_params`); None replaces a log-prob that is not finite.
 
-        A failed row, where these are masked, is one end-of-sequence token.
+        With `on_error="mask"`, a failed row is one end-of-sequence token.
         """
         params = sampling_params(self.trainer)
         groups = [(prompt, sum(1 for _ in equal)) for prompt, equal in groupby(prompts)]
@@ -138,7 +138,7 @@ class TrlAttachment:
                 on_error=self._on_error,
                 progress=False,
             )
-        # What follows is the trainer's, and it may be an update, or an evaluation's forward: the memory is theirs.
+        # The trainer continues with an update or an evaluation forward and needs the memory.
         self.rollout.before_optimizer_step(self._mode)
         self._batch, self._failed = batch, [error is not None for error in batch.errors]
         return self._rows(batch)
@@ -157,11 +157,10 @@ class TrlAttachment:
         """Complete the dataset's prompts, texts or chats, each once.
 
         Returns:
-            `prompt_ids`, `completion_ids`, `logprobs`; and `env_mask`, which keeps failed rows out of the loss, where
-            there are any.
+            `prompt_ids`, `completion_ids`, `logprobs`; and if rows failed, `env_mask`, which excludes them from the loss.
 
         Raises:
-            ValueError: there are images.
+            ValueError: the prompts contain images.
             RolloutFailedError: see `generate`.
         """
         prompt_ids, images, _ = self.trainer._tokenize_prompts(prompts)
@@ -178,8 +177,8 @@ class TrlAttachment:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def take_vllms_place(self, correction: str) -> None:
-        """From here TRL generates with this object, and corrects the loss by its log-probs, in the mode `correction`."""
-        # "server": else TRL looks for the longest sequence in vLLM's own engine.
+        """Make TRL generate with this object and correct the loss by its log-probs, in the mode `correction`."""
+        # "server": otherwise TRL reads the maximum sequence length from vLLM's engine.
         self._put(vllm_generation=self, use_vllm=True, vllm_mode="server", _last_loaded_step=-1)
         self._put(vllm_importance_sampling_mode=correction)
         score = self.trainer._generate_and_score_completions
@@ -198,11 +197,11 @@ class TrlAttachment:
     def _follow(self, follower: _Follower) -> None:
         self._follower = follower
         trainer, handler = self.trainer, self.trainer.callback_handler
-        # Somebody's own RolloutCallback does all that already.
+        # A RolloutCallback of the caller already does all of this.
         if any(getattr(callback, "rollout", None) is self.rollout for callback in handler.callbacks):
             return
-        # Reporters come after it, so that they are given the rollout's metrics too. Another list: the handler may be
-        # going through this one, when all this happens in a callback.
+        # Placed before reporters, so that they receive the rollout's metrics too. A new list, because the handler may be
+        # iterating over the old one if this runs inside a callback.
         handler.callbacks = [follower, *handler.callbacks]
         self._undo.callback(self._unfollow)
         if trainer.optimizer is not None:
@@ -217,10 +216,10 @@ class TrlAttachment:
         handler.callbacks = [each for each in handler.callbacks if each is not self._follower]
 
     def _observed(self, scored: dict[str, Any]) -> dict[str, Any]:
-        """What TRL has made of the last batch: the metric `rollout/logprob_diff` compares its log-probs with ours."""
+        """Record the metric `rollout/logprob_diff` from TRL's log-probs of the last batch; return `scored`."""
         trained, batch = scored.get("old_per_token_logps"), self._batch
         self._batch = None
-        # Turns of a tool loop are batches of their own.
+        # With a tool loop, `batch` covers one turn only.
         if trained is None or batch is None or self.trainer.tools:
             return scored
         used = scored["completion_mask"].bool() & scored.get("tool_mask", scored["completion_mask"]).bool()
@@ -231,7 +230,7 @@ class TrlAttachment:
         return scored
 
     def _without_failed(self, rewards_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A failed row has no reward: its group's mean is that of the others, its own advantage is 0."""
+        """Wrap the reward function to return NaN for failed rows: excluded from the group's mean, with advantage 0."""
 
         def calculate(*args: Any, **kwargs: Any) -> Tensor:
             rewards = rewards_of(*args, **kwargs)
@@ -251,49 +250,49 @@ def attach(
     log: Log = True,
     checkpoint: bool = True,
 ) -> TrlAttachment:
-    """Let `trainer` generate with `rollout`, and correct its loss by the rollout's log-probs.
+    """Make `trainer` generate with `rollout` and correct its loss by the rollout's log-probs.
 
-    Needs: a GRPOTrainer of TRL 1.16, `use_vllm=False`, and a rollout of its model: `RolloutManager(trainer.model,
-    tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`. On several ranks, call it on all of
-    them. The trainer may spread the weights over them by DDP or FSDP2 when it begins.
+    Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a rollout of its model: `RolloutManager(trainer.model,
+    tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`; on several ranks, on each of them. The
+    trainer may distribute the weights by DDP or FSDP2 when training begins.
 
-    Changes: the trainer believes that it has a vLLM, which is `rollout`, from then on. So the options of GRPOConfig
-    named `vllm_importance_sampling_*` hold (the correction is on unless switched off), the metrics `sampling/*` are
-    logged, `off_policy_mask_threshold` compares with the sampling log-probs; TRL's tool loop and `evaluate()` generate
-    here too, and `rollout/logprob_diff` is measured. A callback attaches the optimizer when training begins, detaches it
-    at the end, and adds `rollout/*` to every training log (reporters may put a prefix before it, as before all of the
-    Trainer's names). With `on_error="mask"` the trainer's `rollout_func` and `_calculate_rewards` are replaced too.
+    Changes: `rollout` takes the place of the trainer's vLLM. So GRPOConfig's `vllm_importance_sampling_*` options apply
+    (the correction is on by default), the metrics `sampling/*` are logged, `off_policy_mask_threshold` compares with the
+    sampling log-probs, TRL's tool loop and `evaluate()` generate with the rollout, and `rollout/logprob_diff` is measured.
+    A callback attaches the optimizer when training begins, detaches it at the end, and adds `rollout/*` to every training
+    log (reporters may add their usual prefix). With `on_error="mask"` the trainer's `rollout_func` and
+    `_calculate_rewards` are replaced too.
 
     Sampling follows `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
-    `generation_kwargs` of GRPOConfig. Where these draw from another distribution than the trained one, a warning says
-    so, and the log-probs handed over are those of the trained one (see `sampling_params`); `loss_type="vespo"` is
-    corrected by token, which is said too where GRPOConfig says otherwise. Random streams come from
-    `InferenceConfig.seed`. Completions end with the trainer's `eos_token_ids`.
+    `generation_kwargs` of GRPOConfig. If these make the sampling distribution differ from the trained one, a warning is
+    issued, and log-probs are those of the trained one (see `sampling_params`). `loss_type="vespo"` is corrected per token,
+    with a warning if GRPOConfig requests another mode. Random streams derive from `InferenceConfig.seed`. Completions end
+    with the trainer's `eos_token_ids`.
 
-    With `checkpoint`, the trainer's checkpoints carry the policy version and the random streams, in
-    `rollout_rank_<r>_of_<n>.msgpack`, and a rollout that has sampled for no training yet goes on with those of the
-    checkpoint that `train(resume_from_checkpoint=...)` takes from `args.output_dir`. Where it has none, a warning says
-    so, and the version goes on at the trainer's step. All of this callback's work is left to a `RolloutCallback(rollout,
-    ...)` of `trainer_hooks.transformers` that the trainer has already.
+    With `checkpoint`, the trainer's checkpoints contain the policy version and the random streams, in
+    `rollout_rank_<r>_of_<n>.msgpack`. A rollout with policy version 0 restores them from the checkpoint that
+    `train(resume_from_checkpoint=...)` takes from `args.output_dir`; if it has none, a warning is issued and the version
+    continues from the trainer's step. If the trainer already has a `RolloutCallback(rollout, ...)` of
+    `trainer_hooks.transformers`, that callback is used for hooks, logs and checkpoints.
 
     Args:
-        trainer: not training yet.
-        rollout: samples with the module that the trainer trains.
-        mode: what becomes of the KV cache while the trainer trains. None: what the rollout is configured to do.
-        on_error: `raise`: a failed completion is a `RolloutFailedError` in `train()`. `mask`: its row becomes one token
-            outside the loss, without reward, so that its group's advantages are those of the others.
-        log: whether metrics join the trainer's logs; or the names of those that do.
-        checkpoint: whether the trainer's checkpoints carry the rollout's state.
+        trainer: GRPOTrainer, before training.
+        rollout: rollout that samples with the module that the trainer trains.
+        mode: handling of the KV cache while the trainer trains. None: as the rollout is configured.
+        on_error: `raise`: a failed completion raises `RolloutFailedError` in `train()`. `mask`: its row becomes one token
+            outside the loss, without a reward, and does not affect its group's advantages.
+        log: whether metrics are added to the trainer's logs, or the names of those to add.
+        checkpoint: whether the trainer's checkpoints contain the rollout's state.
 
     Returns:
-        The attachment; `detach()` gives the trainer back as it was.
+        The attachment; `detach()` restores the trainer's original state.
 
     Raises:
-        TypeError: `trainer` has not the seams of TRL 1.16's GRPOTrainer.
-        ConfigError: `mode`, `on_error` or GRPOConfig asks for something unknown.
-        KeyError: `log` names a metric that is none.
-        ValueError: the trainer trains another model, generates with vLLM, continuous batching or a `rollout_func`
-            already, or has tools where failed rows are to be masked. Nothing is attached then.
+        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer.
+        ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported.
+        KeyError: `log` contains an unknown metric.
+        ValueError: the trainer trains another model; already generates with vLLM, continuous batching or a
+            `rollout_func`; or has tools with `on_error="mask"`. Nothing is attached then.
     """
     if getattr(trainer, "rollout_func", None) is not None:
         raise ValueError(
@@ -320,18 +319,18 @@ def rollout_func(
     log: Log = True,
     checkpoint: bool = True,
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """A `rollout_func` for GRPOTrainer that generates with `rollout`.
+    """Return a `rollout_func` for GRPOTrainer that generates with `rollout`.
 
-    Needs and does what `attach` does, at the trainer's first generation, but for one thing: TRL takes the log-probs of a
-    `rollout_func` without `use_vllm` for `off_policy_mask_threshold` alone, and corrects nothing. Tools are refused: TRL
+    Same requirements and effects as `attach`, from the trainer's first generation on, except that TRL uses the log-probs
+    of a `rollout_func` only for `off_policy_mask_threshold` and does not correct the loss. Tools are refused, because TRL
     would generate their later turns itself.
 
     Args:
-        rollout: samples with the module given to the trainer (the very object).
+        rollout: rollout that samples with the very module given to the trainer.
         mode, on_error, log, checkpoint: see `attach`.
 
     Returns:
-        What GRPOTrainer takes. It raises what `attach` raises, and at once for prompts with images.
+        The function for GRPOTrainer. It raises what `attach` raises, and `ValueError` for prompts with images.
     """
     tied: list[TrlAttachment] = []
 
@@ -351,7 +350,7 @@ def rollout_func(
 
 
 class _Follower(RolloutCallback):
-    """A `RolloutCallback` that comes before the reporters, and does not insist on a checkpoint of the rollout's own."""
+    """`RolloutCallback` that is called before the reporters and resumes also without a state file of the rollout."""
 
     def __init__(self, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
         super().__init__(rollout, mode=mode, log=log, checkpoint=checkpoint)
@@ -367,13 +366,13 @@ class _Follower(RolloutCallback):
         self._latest = self.attachment
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        # An evaluation's log, or the summary at the end, takes none away from the training's.
+        # Metrics are reported in training logs only, not in evaluation logs or the final summary.
         if self._log and logs is not None and "loss" in logs:
             self._join(logs, state)
 
     def _resume(self, args: Any, state: Any) -> None:
         if self.rollout.policy_version:
-            # It counts on from an earlier training.
+            # The rollout continues from an earlier training.
             return
         file = self._file_to_resume(args, state)
         if file is not None and file.saved_by_anybody:
@@ -383,7 +382,7 @@ class _Follower(RolloutCallback):
         warnings.warn(
             f"the trainer stands at step {state.global_step}, and no state of the rollout is found beside that of the "
             f"trainer in {', '.join(map(str, self._folders(args, state)))}: the policy version goes on from "
-            f"{state.global_step}, and random streams begin anew. Where another folder has it, give the trainer "
+            f"{state.global_step}, and random streams start from the seed. If another folder has it, give the trainer "
             "RolloutCallback(rollout, resume_from_checkpoint=FOLDER) before attaching",
             stacklevel=2,
         )
@@ -391,8 +390,11 @@ class _Follower(RolloutCallback):
 
 @contextmanager
 def _own_forward(model: nn.Module) -> Iterator[None]:
-    """Without the forward that TRL puts before the model's own, to train by: it passes generation on unchanged, and keeps
-    the engine from its CPU kernels, which take the place of what the class says and of nothing else."""
+    """Context without TRL's replacement of `model.forward`, which is used for training only.
+
+    The replacement passes generation through unchanged, but prevents the engine from using its CPU kernels, which require
+    the forward of the model's class.
+    """
     replaced = vars(model).get("forward")
     if not _hides_only_the_class(replaced, type(model)):
         yield

@@ -1,6 +1,6 @@
 """Checks of a GRPOTrainer's configuration, and its sampling parameters.
 
-Reads attributes of the trainer and its GRPOConfig, changes nothing. Whatever is not done is refused by its name.
+Reads attributes of the trainer and its GRPOConfig without changing them. Unsupported options are refused by name.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ _CHOICES = {field.name for field in fields(SamplingParams)} - _DECIDED
 _SHAPING = (
     "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
 )  # fmt: skip
-"""What makes of the trainer's distribution, softmax(logits / temperature), another one to draw from."""
+"""Parameters that make the sampling distribution differ from the trainer's, softmax(logits / temperature)."""
 _BY_TOKEN = ("token_truncate", "token_mask")
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
-    """How the trainer's GRPOConfig wants completions sampled, one per prompt.
+    """Return the sampling parameters of a GRPOConfig, for one completion per prompt.
 
     `generation_kwargs` may use the names of `SamplingParams` and transformers' `do_sample`, `max_new_tokens`,
     `min_new_tokens` and `stop_strings`.
 
-    Log-probs are of the distribution that the trainer computes, softmax(logits / temperature), also where a part of it
-    is drawn from (`top_k`), or another one (`repetition_penalty`). Their ratio to the trainer's is then what TRL's
-    correction is for: 1, but for how the two forwards differ. That to the log-probs drawn with would be the mass of what
-    was cut off, token by token: over a completion so near to 0 that nothing is learnt, and no correction either of what
-    can never be drawn.
+    Log-probs are those of the trainer's distribution, softmax(logits / temperature), also if sampling is restricted
+    (`top_k`) or reweighted (`repetition_penalty`). Importance weights then differ from 1 only by the numerical difference
+    of the two forwards, which TRL's correction is meant for. With log-probs of the restricted distribution, the weights
+    would multiply the probability mass cut off at every token: over a completion they vanish, and nothing is learnt.
 
     Raises:
-        ConfigError: it asks for something else, or a value is out of range.
+        ConfigError: an option is unsupported, or a value is out of range.
     """
     asked = {
         "temperature": trainer.temperature,
@@ -59,7 +58,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
     }
     given = dict(trainer.args.generation_kwargs or {})
     if not given.pop("do_sample", True):
-        # At temperature 0 log-probs would be those of temperature 1, whatever the trainer's is.
+        # Greedy by top_k=1: at temperature 0, log-probs would be those of temperature 1 instead of the trainer's.
         asked |= {"top_k": 1, "top_p": 1.0, "min_p": 0.0}
     for name, value in given.items():
         known = _RENAMED.get(name, name)
@@ -69,16 +68,16 @@ def sampling_params(trainer: Any) -> SamplingParams:
                 f"do_sample, {', '.join(sorted({*_RENAMED, *_CHOICES}))})"
             )
         asked[known] = value
-    # Not the engine's own end-of-sequence ids: TRL asks these whether a completion was cut off.
+    # The trainer's end-of-sequence ids instead of the engine's: TRL uses them to decide whether a completion was cut off.
     stop = (*trainer.eos_token_ids, *(asked.pop("stop_token_ids", None) or ()))
     params = SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
     return params.replace(logprobs_mode="tempered") if _shaping(params) else params
 
 
 def warn_of_shaping(trainer: Any, stacklevel: int) -> None:
-    """Say so where completions are not drawn from the distribution whose log-probs the trainer computes."""
+    """Warn if completions are not sampled from the distribution whose log-probs the trainer computes."""
     params = sampling_params(trainer)
-    # Greedy completions of a prompt are all the same: whoever asks for them trains on nothing.
+    # Greedy completions of a prompt are all equal: no training signal, so no warning is needed.
     if params.top_k != 1 and (names := _shaping(params)):
         shown = ", ".join(f"{name}={getattr(params, name)!r}" for name in names)
         warnings.warn(
@@ -97,10 +96,10 @@ def _shaping(params: SamplingParams) -> list[str]:
 
 
 def refuse_tools(trainer: Any) -> None:
-    """Tools need `attach` that raises on failures.
+    """Raise if the trainer has tools: they are supported only by `attach` with on_error='raise'.
 
     Raises:
-        ValueError: there are some.
+        ValueError: the trainer has tools.
     """
     if trainer.tools:
         raise ValueError(
@@ -110,11 +109,11 @@ def refuse_tools(trainer: Any) -> None:
 
 
 def check_trainer(trainer: Any, model: nn.Module) -> None:
-    """It is a GRPOTrainer that trains `model`, and nobody else generates for it.
+    """Check that `trainer` is a GRPOTrainer that trains `model` and uses no other generation backend.
 
     Raises:
-        TypeError: it lacks what the door needs.
-        ValueError: another model, or another generation.
+        TypeError: it lacks attributes of GRPOTrainer that the integration needs.
+        ValueError: it trains another model, or uses another generation backend.
     """
     missing = [name for name in _SEAMS if not hasattr(trainer, name)]
     if missing:
@@ -137,10 +136,10 @@ def check_trainer(trainer: Any, model: nn.Module) -> None:
 
 
 def check_choices(trainer: Any, mode: KVCacheManagementMode | str | None, on_error: str) -> None:
-    """The options of the door, and those of GRPOConfig about sampling, are known.
+    """Check the integration's options and GRPOConfig's sampling options.
 
     Raises:
-        ConfigError: one is not; the message names it.
+        ConfigError: an option is unknown or unsupported; the message names it.
     """
     modes = [member.value for member in KVCacheManagementMode]
     if mode is not None and mode not in modes:
@@ -151,9 +150,9 @@ def check_choices(trainer: Any, mode: KVCacheManagementMode | str | None, on_err
 
 
 def correction_mode(trainer: Any, stacklevel: int) -> str:
-    """The `vllm_importance_sampling_mode` that the loss can be corrected in: GRPOConfig's, where it can."""
+    """Return GRPOConfig's `vllm_importance_sampling_mode`, or with a warning a token-level one if the loss requires it."""
     asked = str(trainer.vllm_importance_sampling_mode)
-    # GRPOTrainer refuses this itself, but only where it is built with vLLM; GRPOConfig's default is one of these.
+    # GRPOTrainer itself refuses this, but only if constructed with vLLM; GRPOConfig's default is one of these modes.
     if trainer.loss_type != "vespo" or not trainer.vllm_importance_sampling_correction or asked in _BY_TOKEN:
         return asked
     warnings.warn(

@@ -1,7 +1,7 @@
 """Logs metrics of a training run to Weights & Biases on one axis, the trainer's step.
 
-wandb is imported when a logger is built, not before. A logger never asks anything: a user who is not logged in gets an
-offline run, which `wandb sync` uploads later.
+wandb is imported when a logger is constructed. A logger never prompts: without a login the run is offline, and `wandb sync`
+uploads it later.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from rollout.manager.batch import RolloutBatch
 
 STEP = "train/step"
-"""The axis of everything logged."""
+"""Name of the axis of all metrics."""
 
 SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_staleness", "by_version")
 
 AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
-"""Background of tokens sampled 0, 1, 2 … weight updates ago; the last is for all that are older."""
+"""Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
 
 
 class WandbLogger:
-    """One wandb run, with the axes defined. Also a context manager that finishes it.
+    """A wandb run with its axes defined; a context manager that finishes the run.
 
-    A run that is active in this process already is joined, not replaced, and left open by `finish()`.
+    If a run is already active in this process, it is used, and left open by `finish()`.
 
     Args:
-        project: where the run belongs.
-        config: what the run was started with.
-        directory: where the run's files go, in a folder `wandb`. None: the current directory.
-        name: of the run. None: wandb invents one.
-        mode: "online", "offline" or "disabled". None: WANDB_MODE where it is set and not empty; else online if the user
-            is logged in (WANDB_API_KEY, netrc, wandb's settings), and offline if not.
+        project: wandb project of the run.
+        config: configuration logged with the run.
+        directory: parent of the folder `wandb` with the run's files. None: the current directory.
+        name: name of the run. None: chosen by wandb.
+        mode: "online", "offline" or "disabled". None: WANDB_MODE if set and not empty; else online if the user is logged
+            in (WANDB_API_KEY, netrc, wandb's settings), else offline.
 
     Raises:
-        ValueError: `mode` is unknown, or it is "online" and nobody is logged in.
+        ValueError: `mode` is unknown, or it is "online" without a login.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class WandbLogger:
             self.run.define_metric(axis, step_metric=STEP)
 
     def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
-        """One point on the axis: the dicts together. Scalars may be numbers, numpy or torch scalars.
+        """Log the dicts together as one point. Values are numbers, numpy or torch scalars.
 
         Raises:
             KeyError: a name under `rollout/` is not in the table of `rollout.metrics`.
-            ValueError: two dicts bring the same name, or one brings the axis itself.
+            ValueError: a name occurs twice, or is that of the axis.
         """
         point: dict[str, Any] = {STEP: step}
         for part in metrics:
@@ -106,15 +106,15 @@ class WandbLogger:
     ) -> None:
         """Log a table of sample rollouts, worst to best, and a histogram of all completion lengths.
 
-        The column `by_version` is the completion in HTML: tokens that one version of the weights has sampled stand
-        together, on a ground that is the darker the older they are (`AGES`).
+        The column `by_version` is the completion as HTML: each run of tokens sampled under one policy version is a span
+        whose background shows its age (`AGES`).
 
         Args:
-            step: on the axis.
+            step: value on the axis.
             batch: N samples.
             rewards: one number per sample: a sequence, array or tensor [N].
-            rows: how many samples the table shows, spread evenly over the ranking by reward.
-            tokenizer: what `by_version` is decoded with. None: token ids.
+            rows: number of samples in the table, spread evenly over the ranking by reward.
+            tokenizer: tokenizer that decodes `by_version`. None: show token ids.
 
         Raises:
             ValueError: the number of rewards is not N.
@@ -149,7 +149,7 @@ class WandbLogger:
         )
 
     def finish(self, exit_code: int = 0) -> None:
-        """End the run if it is ours. Harmless when repeated."""
+        """Finish the run if this logger started it. Idempotent."""
         if self._owns_run:
             self.run.finish(exit_code=exit_code)
 
@@ -173,7 +173,7 @@ class WandbLogger:
             return "online"
         if chosen is None:
             return "offline"
-        raise ValueError("mode='online', but nobody is logged in: run `wandb login` first, or use mode='offline'")
+        raise ValueError("mode='online', but there is no login: run `wandb login` first, or use mode='offline'")
 
     def _logged_in(self) -> bool:
         if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -199,7 +199,7 @@ def _numbers(values: Any) -> NDArray[np.float64]:
 
 
 def _mean_staleness(batch: RolloutBatch) -> NDArray[np.float64]:
-    # Of the completion, not of the response mask: a sample masked out for its age is the one worth looking at.
+    # Over the completion instead of the response mask: samples masked out for staleness are of interest too.
     position = np.arange(batch.input_ids.shape[1])
     start = _numbers(batch.prompt_lengths)[:, None]
     length = _numbers(batch.response_lengths)

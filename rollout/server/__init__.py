@@ -1,5 +1,6 @@
-"""OpenAI-compatible HTTP over one `LLM`: what arrives is checked, what goes out is typed, and no request outlives its
-client. Names are resolved lazily, so that importing the package costs neither torch nor a web framework.
+"""OpenAI-compatible HTTP server over one `LLM`.
+
+Names are resolved lazily: importing the package loads neither torch nor a web framework.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from rollout.server.server import Server as Server
     from rollout.server.server import serve as serve
 
-_HOME = {"Server": "running", "build_app": "app", "serve": "running"}
+_HOME = {"Server": "server", "build_app": "app", "serve": "server"}
 
 __all__ = ["Server", "build_app", "serve"]
 

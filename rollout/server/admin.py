@@ -1,7 +1,7 @@
-"""/admin routes: pause, suspend, weight updates, abort. Present only when `ServerConfig.admin` is on.
+"""/admin routes: pause, suspend, weight updates, abort. Registered only if `ServerConfig.admin` is on.
 
-Always true: a call answers when it is done, not before, with the engine's state and policy version afterwards; what the
-engine does not allow now is a 409 with its own words.
+A route replies after the call has completed, with the engine's state and policy version. A call that the engine does not
+allow in its current state is a 409 with the engine's message.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class _Order(BaseModel):
 
 
 class SuspendOrder(_Order):
-    """How to suspend."""
+    """Body of `/admin/suspend`."""
 
     mode: Annotated[KVCacheManagementMode | None, Field(strict=False)] = None
-    """What becomes of the KV cache. Left out: as each engine is configured."""
+    """Handling of the KV cache. Default: the configured mode of each engine."""
 
 
 class WeightsOrder(_Order):
-    """Which weights these are."""
+    """Body of `/admin/weights_updated`."""
 
     version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
-    """The policy version from now on, no lower than the present one. Left out: one more. Cached KV is dropped either way."""
+    """New policy version, at least the current one. Default: the current one plus 1. Cached KV is dropped either way."""
 
 
 def _either(schema: dict[str, Any]) -> None:
-    """Describe the two orders that there are, not the fields that they share."""
+    """JSON schema of `AbortOrder` as `oneOf`: either `request_id`, or `all=true`."""
     fields = schema.pop("properties")
     name = {"type": "string", "minLength": 1, "description": fields["request_id"]["description"]}
     one = {"request_id": name, "all": fields["all"] | {"const": False}}
@@ -53,14 +53,14 @@ def _either(schema: dict[str, Any]) -> None:
 
 
 class AbortOrder(_Order):
-    """What to abort: one of the two."""
+    """Body of `/admin/abort`: exactly one of `request_id` and `all`."""
 
     model_config = ConfigDict(json_schema_extra=_either)
 
     request_id: Annotated[str, Field(min_length=1)] | None = None
-    """The `id` of a reply, `chatcmpl-…` or `cmpl-…`."""
+    """`id` of a reply: `chatcmpl-…` or `cmpl-…`."""
     all: bool = False
-    """Everything that is open, over HTTP or not."""
+    """Abort all open requests, also those that did not come over HTTP."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> AbortOrder:
@@ -74,30 +74,30 @@ class _Told(BaseModel):
 
 
 class EngineReply(_Told):
-    """Where the engine stands now."""
+    """State of the engine after the call."""
 
     state: str
     """`running`, `paused`, `suspended` …"""
     policy_version: int
-    """Of the weights: updates so far, unless a version was named."""
+    """Policy version of the weights: the number of updates so far, unless set explicitly."""
 
 
 class FlushReply(_Told):
-    """What flushing did."""
+    """Result of `/admin/flush_prefix_cache`."""
 
     flushed_blocks: int
-    """KV blocks that are free now."""
+    """Number of KV blocks freed."""
 
 
 class AbortReply(_Told):
-    """What aborting did."""
+    """Result of `/admin/abort`."""
 
     aborted: int
-    """Prompts that were still open; 0 where all had ended."""
+    """Number of prompts that were still open; 0 if all had ended."""
 
 
 def add_admin_routes(app: FastAPI, serving: Serving) -> None:
-    """Offer /admin/…; the caller has made sure that it is wanted."""
+    """Register the /admin routes, without checking `ServerConfig.admin`."""
     router = APIRouter(prefix="/admin", tags=["admin"], responses=documented(409, 504))
     _add_lifecycle(router, serving)
     _add_weights_and_requests(router, serving)
@@ -112,35 +112,35 @@ def _add_lifecycle(router: APIRouter, serving: Serving) -> None:
 
     @router.post("/pause")
     async def pause() -> EngineReply:
-        """Every engine stops at its next step boundary; requests wait."""
+        """Pause every engine at its next step boundary; requests wait."""
         with _conflict():
             await serving.ask(llm.pause)
         return now()
 
     @router.post("/unpause")
     async def unpause() -> EngineReply:
-        """Every engine goes on."""
+        """Continue every paused engine."""
         with _conflict():
             await serving.ask(llm.unpause)
         return now()
 
     @router.post("/suspend")
     async def suspend(order: Annotated[SuspendOrder, Body()] = SuspendOrder()) -> EngineReply:  # noqa: B008 - frozen
-        """Paused engines give their KV memory back."""
+        """Suspend paused engines: release their KV memory as `mode` specifies."""
         with _conflict():
             await serving.ask(llm.suspend, order.mode)
         return now()
 
     @router.post("/resume")
     async def resume() -> EngineReply:
-        """Suspended engines take their KV memory again, and are paused."""
+        """Restore the KV memory of suspended engines; they are paused afterwards."""
         with _conflict():
             await serving.ask(llm.resume)
         return now()
 
     @router.post("/weights_updated")
     async def weights_updated(order: Annotated[WeightsOrder, Body()] = WeightsOrder()) -> EngineReply:  # noqa: B008 - frozen
-        """The weights of every engine have changed: tokens from here on carry the new version."""
+        """Announce that the weights of every engine have changed: later tokens carry the new policy version."""
         with _conflict():
             await serving.ask(llm.set_policy_version, order.version)
         return now()
@@ -149,12 +149,12 @@ def _add_lifecycle(router: APIRouter, serving: Serving) -> None:
 def _add_weights_and_requests(router: APIRouter, serving: Serving) -> None:
     @router.post("/flush_prefix_cache")
     async def flush_prefix_cache() -> FlushReply:
-        """Forget cached KV blocks that no request holds."""
+        """Evict all cached KV blocks that no request references."""
         return FlushReply(flushed_blocks=await asyncio.to_thread(serving.llm.flush_prefix_cache))
 
     @router.post("/abort")
     async def abort(order: AbortOrder) -> AbortReply:
-        """End one reply's requests, or all."""
+        """Abort the requests of one reply, or all open requests."""
         if order.request_id is None:
             return AbortReply(aborted=await serving.ask(serving.llm.abort))
         return AbortReply(aborted=await serving.abort(order.request_id))
@@ -162,10 +162,10 @@ def _add_weights_and_requests(router: APIRouter, serving: Serving) -> None:
 
 @contextmanager
 def _conflict() -> Iterator[None]:
-    """What is not allowed now, or not in direct mode, in the engine's own words.
+    """Translate the engine's refusal of a call, in its current state or in direct mode, into a 409.
 
     Raises:
-        ApiError: 409.
+        ApiError: 409 with the engine's message.
     """
     try:
         yield

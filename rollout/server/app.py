@@ -1,12 +1,12 @@
 """The ASGI application over one LLM: routes and OpenAPI description.
 
-    /v1/chat/completions  /v1/completions  /v1/models      as OpenAI has them, and our fields
-    /health                                                for whoever watches; asks for no key
+    /v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields
+    /health                                                for monitoring; requires no key
     /metrics  /docs  /openapi.json
-    /admin/…                                               only when switched on
+    /admin/…                                               only if `ServerConfig.admin` is on
 
-Always true: every reply but a stream is JSON (or Prometheus' text), every error has OpenAI's shape, and the description
-names every status a path may have.
+Every reply except streams is JSON (or Prometheus' text), every error has OpenAI's shape, and the OpenAPI description
+lists every status of a path.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
 from rollout.server.serving import Serving
 from rollout.state import EngineState
 
-_DESCRIPTION = """OpenAI's API over a rollout engine that lives in a trainer. Beyond OpenAI's fields, every choice brings
-the token ids, the log-probs they were sampled with and the policy version of each (`rollout`; `return_rollout=false`
-leaves it out). A conversation that comes back with these ids is continued from them, not tokenised again."""
+_DESCRIPTION = """OpenAI's API over a rollout engine inside a trainer. In addition to OpenAI's fields, every choice contains
+the token ids, their sampling log-probs and their policy versions (`rollout`; omitted with `return_rollout=false`). A
+conversation sent back with these ids is continued from them instead of being tokenised again."""
 
 
 class _Told(BaseModel):
@@ -48,37 +48,37 @@ class _Told(BaseModel):
 
 
 class ModelReply(_Told):
-    """A model that is served."""
+    """A served model."""
 
     id: str
-    """What requests call it."""
+    """Name of the model in requests."""
     object: str = "model"
     created: int
-    """Seconds since 1970 at which its server was built."""
+    """Construction time of the server, in seconds since 1970."""
     owned_by: str = "rollout"
     max_model_len: int
-    """Longest prompt + completion, in tokens."""
+    """Maximum length of prompt + completion, in tokens."""
 
 
 class ModelListReply(_Told):
-    """The models that are served: one."""
+    """List with the one served model."""
 
     object: str = "list"
     data: list[ModelReply]
 
 
 class HealthReply(_Told):
-    """Whether the engine lives."""
+    """Health of the engine."""
 
     status: str
-    """The engine's state, `running`, `paused`, `suspended` …; `dead` when it has failed for good, `coordinator_lost` when
-    nothing reaches it any more."""
+    """State of the engine: `running`, `paused`, `suspended` …; `dead` after a permanent failure, `coordinator_lost` if the
+    connection to the coordinator is lost."""
     policy_version: int
-    """Of the weights."""
+    """Policy version of the weights."""
 
 
 def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
-    """The application; `app.state.serving` is what its endpoints share.
+    """Build the application; `app.state.serving` is the state shared by its endpoints.
 
     Args:
         llm: an `AsyncLLM` or `LLM`.
@@ -106,7 +106,7 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
 
 
 def bare_app(serving: Serving) -> FastAPI:
-    """Everything but the endpoints: key, limits, errors, description."""
+    """Build the application without endpoints: authentication, limits, error handling, OpenAPI description."""
     app = _DescribedApp(
         title="rollout",
         version="1",
@@ -125,40 +125,40 @@ def bare_app(serving: Serving) -> FastAPI:
 
 
 def add_model_routes(app: FastAPI, serving: Serving) -> None:
-    """`/v1/models` and each of them."""
+    """Register `/v1/models` and `/v1/models/{model}`."""
 
     def the_model() -> ModelReply:
         return ModelReply(id=serving.model_name, created=serving.created, max_model_len=serving.llm.max_sequence_length)
 
     @app.get("/v1/models", tags=["models"])
     async def models() -> ModelListReply:
-        """The one model there is."""
+        """List the served model."""
         return ModelListReply(data=[the_model()])
 
-    # A name may have slashes: some clients send them as they are.
+    # A model name may contain slashes, which some clients send unescaped.
     @app.get("/v1/models/{model:path}", tags=["models"], responses=documented(404))
     async def model(model: str) -> ModelReply:
-        """A model by its name."""
+        """Return a model by its name."""
         serving.check_model(model)
         return the_model()
 
 
 def add_watching_routes(app: FastAPI, serving: Serving) -> None:
-    """`/health` and `/metrics`."""
+    """Register `/health` and `/metrics`."""
 
     @app.get("/health", tags=["watching"], responses={503: {"model": HealthReply, "description": "The engine is gone"}})
     async def health() -> HealthReply:
-        """200 while the engine lives, also paused or suspended; 503 when it is gone. Asks for no key."""
+        """200 while the engine is alive, also if paused or suspended; 503 if it is dead. Requires no key."""
         reply, alive = _health(serving.llm)
         return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
 
-    # Load balancers ask without wanting a body, and with a slash behind it.
+    # Load balancers send HEAD requests, some with a trailing slash.
     app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/health/", health, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return Response(serving.counters.text(), media_type=CONTENT_TYPE)
 
 
@@ -180,11 +180,10 @@ async def _tell(_: Request, exc: Exception) -> Response:
 
 
 class _DescribedApp(FastAPI):
-    """FastAPI's description, with the statuses that come from around the endpoints, and without its 422: here a body
-    that does not fit is a 400 like every other."""
+    """FastAPI whose OpenAPI document includes the middleware's statuses, and no 422: an invalid body is a 400 here."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document."""
+        """Return the OpenAPI document."""
         if not self.openapi_schema:
             self.openapi_schema = self._describe()
         return self.openapi_schema
@@ -194,7 +193,7 @@ class _DescribedApp(FastAPI):
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        # Bodies that endpoints read themselves, and errors that come from around them.
+        # Bodies that endpoints parse themselves, and errors raised by the middleware.
         for model in (ChatRequest, CompletionRequest, ErrorReply):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
@@ -212,8 +211,8 @@ class _DescribedApp(FastAPI):
 
 
 def _complete(operation: dict[str, Any], method: str, *, open_to_all: bool) -> None:
-    """Add to an operation what may come from around its endpoint."""
-    # A request that is no HTTP, or whose head is too long, may be meant for any path.
+    """Add the middleware's error statuses to an operation."""
+    # Invalid HTTP and oversized headers can occur on every path.
     statuses = [400, 431, 503] if open_to_all else [400, 401, 431, 503]
     if method == "post":
         statuses += [408, 413]
@@ -238,15 +237,15 @@ def _conversation(llm: Any, template: str | None) -> Conversation | None:
 
 
 def _own_name(model: Any) -> str:
-    """The name or path a model was loaded from, or else its class."""
+    """Name or path that the model was loaded from, else its class name."""
     return getattr(getattr(model, "config", None), "_name_or_path", None) or type(model).__name__
 
 
 def _template(given: str | None) -> str | None:
-    """A template's text, or the content of the file it names.
+    """Return a template's text: `given` itself, or the content of the file it names.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `given` is neither a template nor a readable file.
     """
     if given is None or any(mark in given for mark in "{}\n"):
         return given

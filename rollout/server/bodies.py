@@ -1,7 +1,7 @@
-"""Request bodies: bounded parsing, off the event loop where they are large.
+"""Parses request bodies with bounded work; large ones in a thread, off the event loop.
 
-Always true: no more than so many values are parsed, however large a body may be; what takes a thread is given up when its
-client goes away, and the largest bodies wait for one another, not smaller ones for them.
+The number of parsed JSON values is bounded whatever the size of a body. Work in a thread stops when the client
+disconnects. The largest bodies share a few threads of their own, so that smaller ones do not wait for them.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from rollout.server.serving import Serving, or_disconnected
 from rollout.server.validation import explain
 
 LARGE = 32 * 1024
-"""Bytes from which on a body is read by a thread, so that other clients' streams go on meanwhile."""
+"""Bytes from which a body is parsed in a thread, so that other clients' streams are not blocked."""
 
 HUGE = 2**20
-"""Bytes from which on it is read by one of few threads that read nothing else."""
+"""Bytes from which a body is parsed in one of the few threads reserved for such bodies."""
 
 MAX_ITEMS = 1_000_000
-"""Most items of all lists and objects of a body together: half a second of parsing at most."""
+"""Maximum items of all lists and objects of a body together: at most half a second of parsing."""
 
 MAX_MEMBERS = 100_000
-"""Most members of all its objects together, and most lists and objects: each costs as much as ten items."""
+"""Maximum members of all objects together, and maximum number of lists and objects: each costs as much as ten items."""
 
 MAX_FIELDS = 256
-"""Most fields of the body itself, those that do not exist counted."""
+"""Maximum fields of the body itself, unknown ones included."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string; also one that never ends, so that text that is no JSON is looked through once as well."""
+"""A JSON string, also an unterminated one, so that invalid JSON is scanned only once too."""
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
 
 class Amount:
-    """Values of JSON texts, counted before they are parsed; several texts add up."""
+    """Counter of the values in JSON texts before parsing; several texts add up."""
 
     def __init__(self) -> None:
         self.items = self.members = self.containers = 0
 
     def add(self, text: bytes) -> None:
-        """Count one more text.
+        """Add the values of one text.
 
         Raises:
-            ApiError: 413: there are too many.
+            ApiError: 413, a limit is exceeded.
         """
         before = self.items, self.members, self.containers
-        # Commas in strings are counted too, which does no harm where there are few.
+        # First a quick count that includes commas in strings; the exact one only if that exceeds a limit.
         self._count(text)
         if not self._too_many():
             return
@@ -70,7 +70,7 @@ class Amount:
         self._refuse()
 
     def _count(self, text: bytes) -> None:
-        # What nearly always stands between two strings, of which there may be a million.
+        # Fast path: the text between two strings is nearly always a comma, and there may be a million of them.
         if text == b",":
             self.items += 1
             return
@@ -92,13 +92,13 @@ class Amount:
 
 
 def parsed(model: type[Model], text: bytes) -> Model:
-    """A body as its model.
+    """Parse and validate a body.
 
     Args:
-        text: of which `Amount` has been counted.
+        text: JSON whose values `Amount` has counted.
 
     Raises:
-        ApiError: 400, with the field that is wrong.
+        ApiError: 400, naming the invalid field.
     """
     body = _json(text)
     if not isinstance(body, dict):
@@ -128,21 +128,24 @@ def _json(text: bytes) -> Any:
 
 
 async def body_of(serving: Serving, request: Request, model: type[Model]) -> Model:
-    """The body of a request. Raises: as `parsed`, and ClientGoneError."""
+    """Read, parse and validate the body of a request. Raises: as `parsed`, and ClientGoneError."""
     text = await request.body()
     return await off_the_loop(serving, request, len(text), lambda _: parsed(model, text))
 
 
 async def off_the_loop(serving: Serving, request: Request, size: int, work: Callable[[Stop], T]) -> T:
-    """The result of work that takes time in proportion to a body.
+    """Run work whose duration grows with the body: inline if the body is small, else in a thread.
 
     Args:
-        request: whose body has been read.
-        size: of the body, in bytes.
-        work: is told when to stop.
+        request: its body has been read.
+        size: bytes of the body.
+        work: called with a `Stop`, which is set when the client disconnects.
+
+    Returns:
+        The result of `work`.
 
     Raises:
-        ClientGoneError: nobody waits for it any more.
+        ClientGoneError: the client disconnected.
     """
     stop = Stop()
     if size < LARGE:
@@ -155,6 +158,6 @@ async def off_the_loop(serving: Serving, request: Request, size: int, work: Call
 
 
 def documented_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that reads such a body."""
+    """Return the `openapi_extra` of a route whose body is parsed by `body_of`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

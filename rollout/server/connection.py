@@ -1,10 +1,8 @@
-"""One connection, and what a client may cost before a request of its is there: bytes and time of its head, and how long
-it may leave unread what it asked for.
+"""HTTP/1.1 connection with limits on header size, header time and unread replies.
 
-Always true: when it is lost, every request that it brought hears of it, also those sent before the reply to another; a
-client that offers to go on in another protocol is answered in this one.
-
-uvicorn and llhttp check the grammar, but set no limit to either; the answers here have OpenAI's shape as all others.
+When a connection is lost, all its requests are notified, pipelined ones included. An offered protocol upgrade is declined
+and the request is answered over HTTP/1.1. uvicorn and llhttp check the grammar but enforce no such limits. Errors have
+OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -17,46 +15,46 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from rollout.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers. What arrives in one piece with the head's first byte does not count."""
+"""Maximum bytes of request line and headers; bytes that arrive in the same read as the first one are not counted."""
 
 HEAD_TIMEOUT_S = 30.0
-"""From a connection's, or a request's, first byte to the end of its headers."""
+"""Seconds from the start of a connection or request to the end of its headers, after which the connection is cut."""
 
 STALL_TIMEOUT_S = 60.0
-"""How long a client may read nothing while its buffers are full."""
+"""Seconds for which a client may leave full buffers unread before the connection is cut."""
 
 MAX_AHEAD = 8
-"""Requests that a client may send before it has the reply to the first: with more we stop reading, and do not notice
-either that it goes away."""
+"""Pipelined requests up to which the connection keeps reading. Beyond, reading stops (backpressure), and a disconnect is
+not noticed until it resumes."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with the limits of this file."""
+    """uvicorn's httptools protocol with limits on headers and unread replies."""
 
     _cycles: tuple[RequestResponseCycle, ...] = ()
-    """Requests that are not answered."""
+    """Requests without a complete reply."""
     _in_head = False
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head has to come in time."""
+        """Start the timer of the first request's headers."""
         super().connection_made(transport)
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No timer outlives it."""
+        """Cancel the timers and notify all unanswered requests."""
         self._end_head()
         self._end_stall()
         super().connection_lost(exc)
-        # uvicorn tells the last one only.
+        # uvicorn notifies only the last one.
         for cycle in self._unanswered():
             cycle.disconnected = True
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Count what comes while a head is not whole."""
+        """Parse data; refuse the request if its headers exceed `MAX_HEAD_BYTES`."""
         if self._in_head:
             self._head_bytes += len(data)
         self._feed(data)
@@ -64,33 +62,33 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: send less"))
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Start the header timer of a request."""
         super().on_message_begin()
         if not self._in_head:
             self._begin_head()
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Stop the header timer and register the request."""
         self._end_head()
         super().on_headers_complete()
         self._cycles = (*self._unanswered(), self.cycle)
         if 1 < len(self._cycles) <= MAX_AHEAD:
-            # uvicorn has stopped reading, which is how one hears that the client goes away.
+            # uvicorn has stopped reading; a disconnect is only noticed while reading.
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """The client reads slower than we write."""
+        """Start the stall timer: the client reads slower than the server writes."""
         super().pause_writing()
         self._end_stall()
         self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Cancel the stall timer: the client has caught up."""
         super().resume_writing()
         self._end_stall()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP."""
+        """Answer invalid HTTP with status 400."""
         self._refuse(ApiError(400, msg))
 
     def _feed(self, data: bytes) -> None:
@@ -103,7 +101,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _decline(self, rest: bytes) -> None:
-        """Stay with HTTP/1.1. The parser has taken the body for the other protocol's: another one reads it as what it is."""
+        """Decline an upgrade. The parser treats the body as the other protocol's data, so a second parser reads it."""
         framing = [each for each in self.headers if each[0] in (b"content-length", b"transfer-encoding")]
         self.cycle.keep_alive = False
         self.cycle.more_body = True
@@ -136,7 +134,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _BodyOnly:
-    """Hears of one request's body and of nothing else."""
+    """Parser callbacks for the body of one request only."""
 
     def __init__(self, connection: Connection) -> None:
         self.on_body = connection.on_body

@@ -1,10 +1,9 @@
-"""Error responses in OpenAI's shape, and the table of statuses.
+"""Error responses in OpenAI's shape, and the mapping of exceptions to HTTP statuses.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-Always true: an exception that is not in the table is a 500 that shows nothing of the inside. A deadline that a request
-brought (or the server's own for it) is a 408, not a 504: nothing of the server has failed, and what watches for 5xx
-should stay quiet.
+An exception that is not in the table becomes a 500 without internal details. A request's deadline is a 408, not a 504:
+the server has not failed, and monitoring of 5xx should not be triggered.
 """
 
 from __future__ import annotations
@@ -38,39 +37,39 @@ from rollout.errors import (
 from rollout.server.validation import explain
 
 CLIENT_GONE = 499
-"""Nobody reads this status; it is counted."""
+"""Status counted for clients that disconnected; never sent."""
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
-    """The value, the rule, the cure."""
+    """The offending value, the rule and the remedy."""
     type: str
-    """The family the status belongs to."""
+    """Category of the status."""
     param: str | None
-    """The field of the request that is wrong."""
+    """Field of the request that is invalid."""
     code: str | None
-    """A name programs can look for."""
+    """Machine-readable error code."""
 
 
 class ErrorReply(BaseModel):
-    """Every reply whose status is not 200, but for /health."""
+    """Reply of every path but /health when the status is not 200."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer with an error in it, of our own making.
+    """An error reply of the API.
 
     Attributes:
-        status: of HTTP.
-        message: the value, the rule, the cure.
-        param: the field of the request that is wrong.
-        code: a name programs can look for.
-        headers: of the reply.
+        status: HTTP status.
+        message: the offending value, the rule and the remedy.
+        param: field of the request that is invalid.
+        code: machine-readable error code.
+        headers: additional headers of the reply.
     """
 
     def __init__(
@@ -91,32 +90,32 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """The family of the status, as OpenAI names them."""
+        """OpenAI's category of the status."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """The JSON object of the reply, also of an `error` event in a stream."""
+        """Return the JSON object of the reply, also used as an `error` event in a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The whole reply. Written in ASCII: a message may quote half a surrogate pair, which UTF-8 cannot hold."""
+        """Return the HTTP response, encoded in ASCII: a message may quote a lone surrogate, which UTF-8 cannot encode."""
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 class ClientGoneError(ApiError):
-    """The client has closed its connection; what it asked for is given up."""
+    """The client has closed its connection; its request is aborted."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client has closed its connection")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request can never be served as it is."""
+    """Return a 400: the request can never be served as it is."""
     return ApiError(400, message, param=param, code=code)
 
 
 def shutting_down() -> ApiError:
-    """503: this server ends."""
+    """Return a 503: the server is shutting down."""
     return ApiError(
         503, "the server is shutting down: send the request elsewhere", code="shutting_down", headers=_LATER
     )
@@ -133,7 +132,7 @@ _TYPES = {
 
 _LATER = {"Retry-After": "1"}
 _FINAL = {"x-should-retry": "false"}
-"""Keeps OpenAI's client from trying again on its own what would end the same way."""
+"""Disables automatic retries of OpenAI's client where a retry would fail the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ class _Rule:
     code: str | None = None
     headers: dict[str, str] | None = None
     message: str | None = None
-    """None: the exception's own."""
+    """None: the exception's message."""
 
 
 STATUS_OF: dict[type[BaseException], _Rule] = {
@@ -164,7 +163,7 @@ STATUS_OF: dict[type[BaseException], _Rule] = {
     RankLostError: _Rule(503, "rank_lost", _LATER),
     DeadlineError: _Rule(504, "timeout", _FINAL),
 }
-"""Exception, or a parent of it → what the caller is told."""
+"""Exception class → status and code of the reply; the first match in the exception's MRO applies."""
 
 _INTERNAL = "the server failed at this request; its log says why"
 
@@ -172,7 +171,7 @@ _FIELD = re.compile(r"\b(?:SamplingParams|RequestOptions)\.(\w+)")
 
 
 def describe(exc: BaseException) -> ApiError:
-    """What a caller is told about an exception; one of no known kind is a 500 without its text."""
+    """Convert an exception to an API error; an unknown kind becomes a 500 without its text."""
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestValidationError):
@@ -203,5 +202,5 @@ def _of_framework(exc: HTTPException) -> ApiError:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route: every status its errors may have, for the OpenAPI description."""
+    """Return the `responses` of a route for the OpenAPI description: the error statuses it can have."""
     return {status: {"model": ErrorReply, "description": HTTPStatus(status).phrase} for status in statuses}

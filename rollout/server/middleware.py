@@ -1,10 +1,10 @@
-"""ASGI middleware: authentication, body limits, admission, metrics.
+"""ASGI middleware: error boundary, authentication, body limits.
 
-    Boundary   what is raised becomes a reply, what was replied is counted, a server that stops takes nothing in
-    Auth       who has the key
-    Body       read whole, within its limit and in time; JSON and text, or refused
+    Boundary   converts exceptions to replies, counts replies, refuses requests during shutdown
+    Auth       checks the API key
+    Body       reads the whole body within its size and time limits; refuses what is not JSON text
 
-Always true: of a body nothing is read before the key was right, and never more is kept than the limit allows.
+No byte of a body is read before the key has been checked, and no more is buffered than the limit allows.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from rollout.server.errors import ApiError, ClientGoneError, bad_request, descri
 from rollout.server.serving import Serving
 
 LINGER_S = 2.0
-"""How long what a refused client still sends is read and dropped: closing at once could cost it the answer."""
+"""Seconds for which the remaining body of a refused request is read and dropped: closing immediately could lose the
+reply."""
 
 OPEN_PATHS = frozenset({"/health", "/health/"})
-"""Nobody needs a key there."""
+"""Paths that require no key."""
 
 _log = logging.getLogger(__name__)
 
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-"""An escape of one half of a surrogate pair: emoji are written so, and so is what is no text at all."""
+"""JSON escape of a surrogate: half of a valid pair (emoji), or a lone surrogate, which is not valid text."""
 
 
 class Boundary:
-    """Turns what is raised inside into a reply and counts it."""
+    """Converts exceptions to error replies and counts all replies."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
         self._serving = serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, from its head to its reply's last byte."""
+        """Handle one request up to the last byte of its reply."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -66,7 +67,7 @@ class Boundary:
         except ClientGoneError as exc:
             status = exc.status
         except asyncio.CancelledError:
-            # Only the end of the server cancels a request, and only one that did not end in its grace.
+            # Only shutdown cancels requests: those that did not finish within the grace period.
             if not status:
                 await _answer(shutting_down(), scope, receive, watched)
         except Exception as exc:
@@ -87,17 +88,17 @@ class Boundary:
 
 
 class Auth:
-    """Asks for the key, where there is one."""
+    """Checks the API key, if one is configured."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what has the key.
+        """Pass on an authenticated request.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401, the key is missing or wrong.
         """
         if scope["type"] == "http" and self._key is not None and scope["path"] not in OPEN_PATHS:
             self._check(scope, self._key)
@@ -118,10 +119,10 @@ class Auth:
 
 
 class Body:
-    """Reads the body of a POST, and gives the endpoint one that is whole and is JSON text.
+    """Reads the whole body of a POST request and checks that it is JSON text.
 
     Args:
-        serving: `max_body_mb` and `request_timeout_s`, within which it has to be here; and who is still reading.
+        serving: its `max_body_mb` and `request_timeout_s` limit the body; its `reading` lists the tasks that still read.
     """
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
@@ -132,11 +133,11 @@ class Body:
         self._reading = serving.reading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read it, then pass it on as one message; what comes after is the client's going away.
+        """Read the body and pass it on as one message; only a disconnect can follow it.
 
         Raises:
-            ApiError: 400, no JSON text.
-            ClientGoneError: it went before the body was whole.
+            ApiError: 400, not JSON text; 413, too many values.
+            ClientGoneError: the client disconnected before the body was complete.
         """
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -196,7 +197,7 @@ class Body:
 
 
 class _RefusedBodyError(Exception):
-    """A body of which more would come: it is answered before it is whole."""
+    """A body that is refused before it has been received completely."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
@@ -204,10 +205,11 @@ class _RefusedBodyError(Exception):
 
 
 def _check_text(headers: Headers, body: bytes) -> None:
-    """Refuse what is not JSON by its own account, holds more values than are parsed, or what no tokenizer can take.
+    """Check content type, UTF-8, the number of values and lone surrogates of a body.
 
     Raises:
         ApiError: 400, 413.
+        UnicodeEncodeError: a string contains a lone surrogate.
     """
     if not body:
         return
@@ -224,7 +226,7 @@ def _check_text(headers: Headers, body: bytes) -> None:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            return  # the endpoint says better what is wrong
+            return  # the endpoint's error message is more specific
         json.dumps(value, ensure_ascii=False).encode()
 
 
@@ -233,7 +235,7 @@ async def _answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -
 
 
 async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
-    """Answer a client that may still be sending, then close its connection."""
+    """Send the error to a client that may still be sending, then close the connection."""
     response = error.response()
     headers = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -248,5 +250,5 @@ async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
 
 
 def _endpoint(scope: Scope) -> str:
-    """The route's path, `/v1/models/{model}`; one name for all that lead nowhere, or were refused before."""
+    """Path of the route, such as `/v1/models/{model}`; "other" for unknown paths and requests refused before routing."""
     return getattr(scope.get("route"), "path", "other")

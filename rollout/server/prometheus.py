@@ -1,7 +1,7 @@
-"""/metrics in Prometheus' text format.
+"""/metrics endpoint in Prometheus' text format.
 
-Always true: one registry per server, never the process's own, so that several servers, tests and a trainer's metrics do
-not meet. The engine's numbers are read when somebody asks, and their names and help come from `rollout.metrics`.
+Every server has its own registry, so that several servers, tests and a trainer's metrics do not collide. Engine
+statistics are read at scrape time; their names and help come from `rollout.metrics`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ONLY_HERE = {
     "kv_device_bytes": "bytes the KV cache takes on the device",
     "kv_host_bytes": "bytes the KV cache takes on the host",
 }
-"""Statistics of the engine that are not in `METRICS`."""
+"""Help of engine statistics that are not in `METRICS`."""
 
 
 class EngineNumbers(Collector):
-    """Reads `llm.stats()` whenever the registry is read; an engine that is gone has no numbers but `rollout_engine_up`.
+    """Collector of `llm.stats()`, read at scrape time; a dead engine reports only `rollout_engine_up 0`.
 
     Args:
         llm: with `stats()` and `num_open`.
@@ -41,11 +41,11 @@ class EngineNumbers(Collector):
         self._llm = llm
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the engine is not asked while the registry is built."""
+        """Return no metrics, so that registration does not query the engine."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The present numbers."""
+        """Yield the engine's current statistics."""
         try:
             stats = self._llm.stats()
         except RolloutError:
@@ -64,10 +64,10 @@ class EngineNumbers(Collector):
 
 
 class RequestMetrics:
-    """What the HTTP server counts.
+    """Request counters and latency histograms of one HTTP server.
 
     Args:
-        llm: whose numbers are shown beside its own.
+        llm: its engine statistics are exported in the same registry.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -92,18 +92,18 @@ class RequestMetrics:
         return Histogram(f"rollout_{name}", text, labels, registry=self._registry, buckets=buckets)
 
     def replied(self, endpoint: str, status: int, seconds: float) -> None:
-        """A reply has gone out, or its client has.
+        """Count a reply that was sent, or whose client disconnected.
 
         Args:
-            endpoint: the route's path, not the request's: there must be few.
-            status: of HTTP.
-            seconds: since the request's head was there.
+            endpoint: path of the route, not of the request, to bound the number of label values.
+            status: HTTP status.
+            seconds: time since the request's headers were complete.
         """
         self._requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(seconds)
 
     def finished(self, results: Iterable[DynamicInferenceRequest]) -> None:
-        """Samples have ended; those that failed count only among the engine's numbers."""
+        """Record finished samples. Failed ones are counted in the engine's statistics only."""
         for result in results:
             if result.error is not None:
                 continue
@@ -115,7 +115,7 @@ class RequestMetrics:
                 self._latency.observe(result.latency)
 
     def text(self) -> bytes:
-        """Everything, as `CONTENT_TYPE`."""
+        """Return all metrics in the format `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
 

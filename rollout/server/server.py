@@ -1,7 +1,7 @@
 """Server lifecycle: uvicorn as a coroutine on the LLM's event loop.
 
-Always true: it accepts connections when `start` returns; no signal handler of the process is touched but inside `wait`;
-what runs when it stops gets its grace, then is aborted, and no connection, task or socket of it is left.
+The server accepts connections when `start` returns. Signal handlers of the process are replaced only during `wait`. At a
+stop, running requests get a grace period and are then aborted; no connection, task or socket is left.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rollout.server.serving import Serving
 START_TIMEOUT_S = 30.0
 
 ABORT_TIMEOUT_S = 5.0
-"""How long an aborted request may take to say so to its client, before its connection is cut."""
+"""Seconds an aborted request has to send its error reply before its connection is cut."""
 
 KEEP_ALIVE_S = 30
-"""How long a connection may be idle between two requests."""
+"""Seconds a connection may be idle between two requests."""
 
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -41,7 +41,7 @@ class Server:
     """An HTTP server over one LLM.
 
     Args:
-        llm: an `AsyncLLM` or `LLM`, on whose `loop` everything runs.
+        llm: an `AsyncLLM` or `LLM`; the server runs on its `loop`.
         config: None: defaults.
 
     Raises:
@@ -60,10 +60,10 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is reached from this machine, `http://127.0.0.1:8000`.
+        """URL of the server on this machine, such as `http://127.0.0.1:8000`.
 
         Raises:
-            RuntimeError: it was never started.
+            RuntimeError: the server was never started.
         """
         if self._url is None:
             raise RuntimeError("this server has no address before start()")
@@ -71,15 +71,15 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether it accepts connections, or still ends what it has."""
+        """Whether the server accepts connections or is still stopping."""
         return self._life is not None and not self._life.done()
 
     def start(self) -> Self:
-        """Accept connections. Harmless while it runs.
+        """Start accepting connections. No-op while the server is running.
 
         Raises:
-            ConfigError: the address is taken, or not this machine's.
-            RuntimeError: it has been stopped, or the LLM has been shut down.
+            ConfigError: the address is in use, or not an address of this machine.
+            RuntimeError: the server has been stopped, or the LLM has been shut down.
         """
         with self._changing:
             if self.running:
@@ -98,10 +98,10 @@ class Server:
             return self
 
     def stop(self) -> None:
-        """Take nothing in any more, let what runs go on for `shutdown_grace_s`, then abort it. Harmless when repeated.
+        """Refuse new requests, give running ones `shutdown_grace_s` to finish, then abort them. Idempotent.
 
         Raises:
-            RuntimeError: called on the LLM's own loop, which would wait for ever.
+            RuntimeError: called on the LLM's loop, which would deadlock.
         """
         with self._changing:
             if self._life is None or self._life.done():
@@ -111,7 +111,7 @@ class Server:
                     self._end(self._life), self._config.shutdown_grace_s + 2 * ABORT_TIMEOUT_S + START_TIMEOUT_S
                 )
             except RuntimeError:
-                # Where the loop was closed meanwhile, it has cancelled everything of ours.
+                # If the loop was closed in the meantime, it has cancelled all tasks of the server.
                 if not self._life.done():
                     raise
 
@@ -124,15 +124,15 @@ class Server:
             await over
 
     async def _end(self, life: Future[None]) -> None:
-        """Cancelled, because whoever waits has no patience any more (a second Ctrl-C), it cuts everything at once."""
+        """Stop uvicorn and wait for its end. Cancelling this (a second Ctrl-C) cuts all connections immediately."""
         self._uvicorn.stopping.set()
         await asyncio.wrap_future(life)
 
     def wait(self) -> None:
-        """Wait until it has ended; in the main thread also until Ctrl-C or SIGTERM, which stop it in order.
+        """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stop it as `stop` does.
 
         Raises:
-            RuntimeError: called on the LLM's own loop, which would wait for ever.
+            RuntimeError: called on the LLM's loop, which would deadlock.
         """
         if self._life is None:
             return
@@ -156,12 +156,12 @@ def serve(llm: Any, config: ServerConfig | None = None, *, blocking: bool = True
     """Serve an LLM over HTTP.
 
     Args:
-        llm: an `AsyncLLM` or `LLM`; it stays up when the server ends.
+        llm: an `AsyncLLM` or `LLM`; it is not shut down with the server.
         config: None: defaults.
-        blocking: wait until Ctrl-C, SIGTERM, or somebody's `stop()`. False: return at once.
+        blocking: wait until Ctrl-C, SIGTERM or a `stop()` from another thread. False: return immediately.
 
     Raises:
-        ConfigError: the address is taken, or not this machine's; the chat template cannot be read.
+        ConfigError: the address is in use, or not an address of this machine; the chat template cannot be read.
         RuntimeError: the LLM has been shut down.
     """
     server = Server(llm, config).start()
@@ -171,7 +171,7 @@ def serve(llm: Any, config: ServerConfig | None = None, *, blocking: bool = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's accepting and speaking; when to end, and how, is ours: it is told, and does not look ten times a second."""
+    """uvicorn with its own shutdown sequence, triggered by an event instead of uvicorn's polling ten times a second."""
 
     def __init__(self, app: Any, serving: Serving) -> None:
         super().__init__(
@@ -195,12 +195,12 @@ class _Uvicorn(uvicorn.Server):
         self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
+        """Start accepting connections and set `up`."""
         await super().startup(sockets)
         self.up.set()
 
     async def main_loop(self) -> None:
-        """Until it is told to stop."""
+        """Wait for `stopping`."""
         try:
             await self.stopping.wait()
         except asyncio.CancelledError:
@@ -208,7 +208,7 @@ class _Uvicorn(uvicorn.Server):
             raise
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Nothing new; a grace for what runs; its abort; then the connections are cut."""
+        """Refuse new requests, wait for the grace period, abort running requests, then cut the connections."""
         self._serving.stopping = True
         for server in self.servers:
             server.close()
@@ -237,10 +237,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; found out here and not in the loop, so that the caller hears what is wrong.
+    """Return a listening socket. Bound here and not in the loop, so that `start` raises the error.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be bound.
     """
     try:
         found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), port, type=socket.SOCK_STREAM)
@@ -249,7 +249,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"ServerConfig.port={port}: somebody listens on {host}:{port} already; choose another, or 0 for a free one"
+                f"ServerConfig.port={port}: {host}:{port} is already in use; choose another port, or 0 for a free one"
             ) from exc
         raise ConfigError(f"ServerConfig.host={host!r}, port={port}: cannot listen there: {exc}") from exc
 
@@ -263,10 +263,9 @@ def _url(listener: socket.socket) -> str:
 
 
 class _Bell:
-    """A pipe that the main thread waits at: it is rung by signals, and by the server's end.
+    """Self-pipe that wakes the main thread on a signal or at the end of the server.
 
-    A pipe and not an event: it is written by whichever thread the signal reaches, and a handler that takes a lock could
-    find its own thread holding it.
+    A pipe instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
     """
 
     ENDED = 0
@@ -279,18 +278,18 @@ class _Bell:
         self._closing = threading.Lock()
 
     def ring(self) -> None:
-        """The server has ended. Does nothing once the bell is closed, when the descriptor may be somebody else's."""
+        """Signal the end of the server. No-op once closed, because the descriptor may have been reused."""
         with self._closing:
             if self._open:
                 os.write(self.writer, bytes([self.ENDED]))
 
     def wait(self) -> None:
-        """Until it rings for one of ours: other signals with a handler ring it too."""
+        """Wait for a stopping signal or the end of the server; other signals with a handler also write to the pipe."""
         while os.read(self._reader, 1)[0] not in (*_STOPPING_SIGNALS, self.ENDED):
             pass
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Close the pipe."""
         with self._closing:
             self._open = False
             os.close(self._reader)
@@ -299,7 +298,7 @@ class _Bell:
 
 @contextmanager
 def _signals() -> Iterator[_Bell]:
-    """Inside the block Ctrl-C and SIGTERM ring the bell and do nothing else."""
+    """Block during which SIGINT and SIGTERM only write to the pipe; restores the previous handlers."""
     bell = _Bell()
     before = {number: signal.signal(number, lambda *_: None) for number in _STOPPING_SIGNALS}
     woken_before = signal.set_wakeup_fd(bell.writer, warn_on_full_buffer=False)

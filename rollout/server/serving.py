@@ -1,7 +1,7 @@
 """State shared by all endpoints: model name, limits, abortable replies.
 
-Always true: a reply is in the table exactly while somebody computes it, under the id its client sees. Nothing here
-touches a tensor or knows a schema.
+A reply is in the table exactly while it is being computed, under the id that its client sees. Independent of tensors and
+request schemas.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HUGE_BODIES_AT_ONCE = 2
-"""The largest bodies wait for one another."""
+"""Threads for bodies of at least `bodies.HUGE` bytes."""
 
 
 _SAMPLES = "rollout.samples"
-"""Where a request's scope says how many it was admitted with."""
+"""Key in a request's scope of the number of samples it was admitted with."""
 
 
 def _few_threads() -> ThreadPoolExecutor:
@@ -43,19 +43,19 @@ def _few_threads() -> ThreadPoolExecutor:
 
 @dataclass(kw_only=True, eq=False)
 class Serving:
-    """What endpoints are given. Lives on the server's event loop.
+    """State of one server, shared by its endpoints. Used on the server's event loop only.
 
     Attributes:
-        llm: an `AsyncLLM` or `LLM`, or what looks like one.
+        llm: an `AsyncLLM`, `LLM` or an object with the same interface.
         config: the server's options.
         model_name: the model's name in requests and replies.
-        counters: where requests and results are counted.
-        conversation: messages to token ids; None where the model has no tokenizer.
-        created: when the server was built, in seconds since 1970.
-        stopping: nothing new is taken in.
-        reading: tasks whose request's body is not whole yet.
-        threads_for_huge_bodies: as `bodies.HUGE` says.
-        samples: open ones, those of prompts that are still read included.
+        counters: metrics of requests and results.
+        conversation: renders messages to token ids; None if the model has no tokenizer.
+        created: construction time, in seconds since 1970.
+        stopping: True during shutdown: new requests are refused.
+        reading: tasks whose request body is still incomplete.
+        threads_for_huge_bodies: executor for bodies of at least `bodies.HUGE` bytes.
+        samples: number of open samples, including those whose prompts are still being parsed.
     """
 
     llm: Any
@@ -73,7 +73,7 @@ class Serving:
     # --- may this request be served? ----------------------------------------------------------------------------
 
     def check_model(self, name: str) -> None:
-        """Refuse a name that is not this model's.
+        """Check that `name` is the served model's name.
 
         Raises:
             ApiError: 404.
@@ -83,15 +83,16 @@ class Serving:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def admit(self, request: Request, samples: int, *, wait_while_suspended: bool = True) -> None:
-        """Count so many samples more as open, from here to the request's end.
+        """Admit a request: count its samples as open until the request ends.
 
         Args:
-            wait_while_suspended: the caller waits until the engine runs again; False: it wants to be told.
+            samples: prompts times n.
+            wait_while_suspended: False: fail if the engine is not running, instead of waiting until it runs.
 
         Raises:
-            ApiError: 503, the server is shutting down; 400, so many can never be open.
-            EngineStateError: the engine does not run, and the caller does not wait.
-            QueueFullError: more would be open than `ServerConfig.max_open_requests`.
+            ApiError: 503, the server is shutting down; 400, `samples` exceeds `ServerConfig.max_open_requests`.
+            EngineStateError: the engine is not running, and `wait_while_suspended` is False.
+            QueueFullError: open samples and `samples` together exceed `ServerConfig.max_open_requests`.
         """
         if self.stopping:
             raise shutting_down()
@@ -115,11 +116,11 @@ class Serving:
         request.scope[_SAMPLES] = request.scope.get(_SAMPLES, 0) + samples
 
     def ended(self, scope: Scope) -> None:
-        """A request has ended, its reply's last byte included."""
+        """Release the samples of a request whose reply has been sent completely."""
         self.samples -= scope.pop(_SAMPLES, 0)
 
     def time_limit(self, timeout_s: float | None) -> float:
-        """Seconds a request may take: what it asks for, at most `ServerConfig.request_timeout_s`."""
+        """Deadline of a request in seconds: `timeout_s`, capped at `ServerConfig.request_timeout_s`."""
         longest = self.config.request_timeout_s
         return longest if timeout_s is None else min(timeout_s, longest)
 
@@ -127,11 +128,11 @@ class Serving:
 
     @contextmanager
     def computing(self, reply_id: str, request_ids: Iterable[int]) -> Iterator[None]:
-        """Inside the block, `abort(reply_id)` and the end of the server reach these requests.
+        """Register a reply for `abort(reply_id)` and server shutdown during the block.
 
         Args:
-            reply_id: what the client sees, `chatcmpl-…`.
-            request_ids: of the groups it is made of.
+            reply_id: id that the client sees, `chatcmpl-…`.
+            request_ids: ids of the groups whose samples form the reply.
         """
         self._computed[reply_id] = tuple(request_ids)
         try:
@@ -140,18 +141,18 @@ class Serving:
             del self._computed[reply_id]
 
     async def abort(self, reply_id: str) -> int:
-        """Abort what a reply is made of.
+        """Abort the requests of a reply.
 
         Returns:
-            How many requests were still open; 0 also for a reply that has ended or never was.
+            Number of requests that were still open; 0 also for an unknown or finished reply.
         """
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     async def abort_all(self) -> int:
-        """Abort everything that came over HTTP, and nothing else; a body that is not whole is not waited for.
+        """Abort all requests that came over HTTP, and cancel those whose body is incomplete.
 
         Returns:
-            How many requests were still open.
+            Number of requests that were still open.
         """
         for task in self.reading:
             task.cancel()
@@ -159,20 +160,20 @@ class Serving:
 
     @staticmethod
     async def ask(method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the LLM that takes its time: awaited on an `AsyncLLM`, in a thread on an `LLM`."""
+        """Call a blocking method of the LLM: awaited if it is a coroutine function, else run in a thread."""
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         return await asyncio.to_thread(method, *arguments)
 
 
 async def or_disconnected(request: Request, awaitable: Awaitable[T]) -> T:
-    """The result of `awaitable`, which is cancelled at once when the client goes away before.
+    """Return the result of `awaitable`; cancel it when the client disconnects.
 
     Args:
-        request: whose body has been read.
+        request: its body has been read.
 
     Raises:
-        ClientGoneError: the client has gone; nobody is there to answer.
+        ClientGoneError: the client disconnected first.
     """
     work = asyncio.ensure_future(awaitable)
     gone = asyncio.ensure_future(_disconnected(request))

@@ -1,8 +1,8 @@
 """Server-sent events: encoding of chunks, and the streaming response.
 
-Always true: a chunk costs a few microseconds, because what all chunks of a reply share is encoded once; what waited
-while the socket was busy goes out as one chunk per sample; an error after the first byte is an `error` event without
-`[DONE]` behind it; when the client goes away, the source is closed at once.
+Fields shared by all chunks of a reply are encoded once. Deltas that queued up while the socket was busy are merged into
+one chunk per sample. An error after the first byte is sent as an `error` event without `[DONE]`. When the client
+disconnects, the source is closed immediately.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
 
 Burst = list[tuple[int, TextDelta]]
-"""(which prompt, delta): at most one delta per sample."""
+"""(prompt index, delta) pairs: at most one delta per sample."""
 
 
 def encode(value: Any) -> bytes:
-    """JSON as bytes; NaN and infinities are null."""
+    """Encode as JSON; NaN and infinities become null."""
     return to_json(value, inf_nan_mode="null")
 
 
 def event(value: Any) -> bytes:
-    """One event."""
+    """Encode one server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 class Chunks:
-    """The chunks of one reply.
+    """Encoder of the chunks of one reply.
 
     Args:
-        head: fields that every chunk has: id, object, created, model.
-        with_usage: the last chunk brings the usage, and every other one says that it does not.
+        head: fields common to all chunks: id, object, created, model.
+        with_usage: the last chunk carries the usage, and all others `"usage": null`.
     """
 
     def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
@@ -55,11 +55,11 @@ class Chunks:
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def choice(self, choice: dict[str, Any], policy_version: int) -> bytes:
-        """A chunk of one choice."""
+        """Encode a chunk with one choice."""
         return b'%b%d,"choices":[%b%b' % (self._head, policy_version, encode(choice), self._tail)
 
     def usage(self, usage: dict[str, Any], policy_version: int) -> bytes:
-        """The chunk without a choice."""
+        """Encode the final chunk, with the usage and no choice."""
         return b'%b%d,"choices":[],"usage":%b}\n\n' % (self._head, policy_version, encode(usage))
 
 
@@ -67,10 +67,10 @@ class Chunks:
 
 
 async def bursts(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
-    """What the streams have given since the last look, as soon as there is anything; closes them when left.
+    """Yield the deltas that have arrived since the previous burst, merged per sample; close the streams at the end.
 
     Raises:
-        RolloutError: why one of them ended without samples.
+        RolloutError: the cause, if a stream ended without samples.
     """
     try:
         if len(streams) == 1:
@@ -120,29 +120,29 @@ async def _together(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
 
 
 class EventStream(Response):
-    """Sends what a source gives, while the client listens.
+    """Response that streams events until the source ends or the client disconnects.
 
     Args:
-        serving: whether the server is shutting down is told instead of an abort.
-        first: the bytes to begin with: with them there, the status is known to be 200.
-        source: gives the others; closed in any case.
+        serving: while it is stopping, aborts are reported as a shutdown.
+        first: first bytes of the body; their existence fixes the status at 200.
+        source: yields the following bytes; closed in any case.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, serving: Serving, first: bytes, source: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # A length is not known before the end.
+        # The length is not known before the end.
         del self.headers["content-length"]
         self._serving = serving
         self._first = first
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The whole reply.
+        """Send the whole reply.
 
         Raises:
-            ClientGoneError: the client went away; the source is closed.
+            ClientGoneError: the client disconnected; the source is closed.
         """
         async with aclosing(self._source):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -1,4 +1,4 @@
-"""Turns pydantic errors into one sentence naming field and value."""
+"""Converts pydantic validation errors into one sentence that names field and value."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_REASONS = 4
-"""Alternatives of a union that are listed."""
+"""Maximum number of union alternatives listed in a message."""
 
 _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
-"""Parts of a location that name the alternative which a discriminator chose: the field goes on behind it."""
+"""Location parts that are discriminator tags: the field path continues after them."""
 
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
-"""Parts that name an alternative of another union, or a key: the field ends before it."""
+"""Location parts that name another union's alternative, or a key: the field path ends before them."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The message and the field of the first error; where a field has several alternatives, what each of them asks for.
+    """Return (message, field) of the first error; for a union, the message lists what each alternative requires.
 
-    A field that nobody knows comes before one that is missing: it is likely to be the same, misspelt.
+    An unknown field is reported before a missing one: it is likely to be the missing one, misspelt.
 
     Args:
-        errors: as `RequestValidationError.errors()` gives them.
+        errors: as returned by `RequestValidationError.errors()`.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
@@ -50,7 +50,7 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def _field(error: Any) -> str | None:
-    """`("body", "messages", 0, "content", "Many", 1, "text")` → `messages[0].content[1].text`."""
+    """Field path of an error: `("body", "messages", 0, "content", "Many", 1, "text")` → `messages[0].content[1].text`."""
     location = error["loc"][1:]
     parts: list[str] = []
     for position, part in enumerate(location):

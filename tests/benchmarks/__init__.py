@@ -1,1 +1,1 @@
-"""Every claim of speed is here, against a named peer in the same run. `python -m tests.benchmarks.NAME --help`."""
+"""Benchmarks of every speed claim, against named peers in the same run: `python -m tests.benchmarks.NAME --help`."""

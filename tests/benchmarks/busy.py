@@ -1,8 +1,8 @@
-"""What is left of the speed beside busy processes: ours, and vLLM if it is installed, quiet and under load, turn by turn.
+"""Throughput beside busy processes: this engine, and vLLM if it is installed, quiet and under load, in alternation.
 
     nice -n -15 python -m tests.benchmarks.busy --vllm-python V/bin/python
 
-Loads: nobody, one process pinned to the last core, several unpinned ones. A busy process counts in a loop at the priority
+Loads: none, one process pinned to the last core, several unpinned ones. A busy process counts in a loop at the priority
 that this command has. A fair share beside k others on c cores is c / (c + k) of the machine, at most.
 """
 

@@ -1,4 +1,4 @@
-"""A peer in an interpreter of its own: started, asked, and given up when it is dead or late. The other end is `serve.py`.
+"""Benchmark peer in a separate interpreter: started, queried with deadlines, terminated. The other end is `serve.py`.
 
 Promises: no wait without a deadline; a child that dies, hangs or answers nonsense raises `PeerFailed` with the end of what
 it printed, and is gone afterwards; Ctrl-C in the terminal reaches the race, not the child.

@@ -1,4 +1,4 @@
-"""What the coordinator adds, carries and keeps, and how near its schedule is to the best, beside peers of the same run.
+"""Coordinator benchmarks: latency, throughput, memory and schedule quality, beside peers of the same run.
 
     python -m tests.benchmarks.coordinator latency throughput core memory long_tail --json coordinator.json
 

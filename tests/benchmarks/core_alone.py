@@ -1,4 +1,4 @@
-"""The deciding part of the coordinator without a socket: what a request costs it, and whether it keeps anything of one.
+"""Cost per request and memory growth of the coordinator's core, without sockets.
 
 A request goes from `Submit` through `Assign` and a `Progress` that ends its samples to `Update`, as messages. Every prompt
 is another one, and its blocks are reported as cached, so that the table of hashes is as full as it gets.

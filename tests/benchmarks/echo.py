@@ -1,4 +1,4 @@
-"""The processes of the coordinator's benchmarks: clients, a rank that answers at once, and the same hops in plain ZMQ.
+"""Processes of the coordinator benchmarks: clients, an echo rank, and the same hops in plain ZMQ.
 
     ours     InferenceClient ──▶ coordinator ──▶ echo rank         frames, sessions, routing
     floor    DEALER ──▶ ROUTER ──▶ DEALER, and back                byte strings as long as our frames, never read

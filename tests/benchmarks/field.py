@@ -1,6 +1,6 @@
-"""Runs the peers of one model against each other: opens them, alternates them round by round, and fills in the ledger.
+"""Runs the peers of one model in alternating rounds and fills in the ledger.
 
-Promise: whatever a peer does, the race goes on; what went wrong stands in the peer's cells.
+A failure of a peer does not stop the race; it is recorded in the peer's cells.
 """
 
 from __future__ import annotations

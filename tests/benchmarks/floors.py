@@ -1,4 +1,4 @@
-"""What nobody can beat on this machine: bytes over measured bandwidth, multiplications over the measured rate.
+"""Lower bounds of step times on this machine: bytes over measured bandwidth, multiplications over the measured rate.
 
 A decode step reads every weight once and every live key and value once, and multiplies every weight once per sequence. A
 key or value that several sequences share (a common prompt) counts once. Attention's own multiplications are left out, so a

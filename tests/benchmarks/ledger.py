@@ -1,4 +1,4 @@
-"""What was measured: rows of one figure each, with a cell per peer; medians, spread and ratios. No torch."""
+"""Measurements: one row per figure with a cell per peer; medians, spread and ratios. No torch."""
 
 from __future__ import annotations
 

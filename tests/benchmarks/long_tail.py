@@ -1,4 +1,4 @@
-"""Long-tailed lengths on several ranks: how far the coordinator's schedule is from the best one, and from a static split.
+"""Schedule quality for long-tailed lengths on several ranks, compared with the optimum and a static split.
 
 The core is the real one; ranks are fakes that speak its messages under a virtual clock. A rank decodes up to `slots`
 samples at once, a token each in a step of a + b · batch seconds; what is assigned meanwhile joins at the next step. A
@@ -11,7 +11,7 @@ message takes `HOP_S`. All prompts are submitted at once, in the order in which 
     lower bound            max of the two below: no schedule whatever is faster
         the work           R ranks at full batches from beginning to end: tokens · (a / slots + b) / R
         the longest        its tokens, alone on a rank: length · (a + b)
-    foreseen               a schedule that exists: whoever knew all lengths would start the longest samples first, each
+    foreseen               a feasible schedule with all lengths known: it starts the longest samples first, each
                            where a slot is free (groups are torn apart)
     one queue              the same in the order of arrival: the best that can be had without knowing lengths, as no
                            slot is ever empty while a sample waits

@@ -1,4 +1,4 @@
-"""Ours or `model.generate` in a fresh process: asked for one token by `startup.py`."""
+"""Startup peer in a fresh process: this engine or `model.generate`, asked for one token by `startup.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who races in this process: one small class per peer, all with the same three methods.
+"""Peers that run in this process: one class each, with the methods `generate`, `forget` and `close`.
 
 `generate` runs a batch of prompts (token ids) to forced lengths at temperature 1 with the log-prob of every sampled token,
 and says how long that took; `forget` empties whatever cache earlier calls filled; `close` ends it. A peer is opened once per

@@ -1,4 +1,4 @@
-"""Our engine against its peers, in one run: same weights, same prompts, same forced tokens, turn by turn.
+"""Race of this engine against its peers in one run: same weights, prompts and forced tokens, in alternation.
 
     python -m tests.benchmarks.race --vllm-python V/bin/python --llama-python L/bin/python --json race.json --png race.png
 

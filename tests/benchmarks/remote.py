@@ -1,4 +1,4 @@
-"""The peers that have an interpreter of their own: where it is, how it is started, and how it is asked."""
+"""Peers with their own interpreter: location, start-up and requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a race: tables, and a picture with one panel per figure and the floor drawn in it."""
+"""Report of a race: tables, and a plot with one panel per figure and its floor."""
 
 from __future__ import annotations
 

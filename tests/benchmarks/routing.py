@@ -1,8 +1,8 @@
-"""What a routing decision costs from 1 to 1,000 ranks: `python -m tests.benchmarks.routing`.
+"""Cost of a routing decision from 1 to 1,000 ranks: `python -m tests.benchmarks.routing`.
 
 Prompts of 1,000 tokens: 16 blocks that every rank holds, the rest their own. A request is placed and assigned, and the
 oldest open one ends and is released. Rounds go through all numbers of ranks in turn, and medians are shown. Hashing the
-prompt does not depend on the ranks and stands beside it. The last column is a decision when nobody has room.
+prompt does not depend on the ranks and stands beside it. The last column is a decision when no rank has room.
 
 Two tables: as many open requests whatever the number of ranks shows what a rank costs; as many on each rank shows what
 a table of hashes beyond the processor's caches costs as well.

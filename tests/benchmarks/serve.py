@@ -1,4 +1,4 @@
-"""The child's end of the line: JSON lines in on stdin, one JSON line out per line in. Standard library only.
+"""Child side of the benchmark protocol: JSON lines on stdin, one JSON line out per line in. Standard library only.
 
 Whatever a library prints to stdout goes to stderr, so that the answers have the real stdout to themselves. Blocked in a
 read while others are timed; ends when stdin does.

@@ -1,4 +1,4 @@
-"""What HTTP costs: tokens per second of many streams over a socket, beside the same streams and calls in the process.
+"""HTTP overhead: tokens per second of many streams over a socket, beside the same streams and calls in the process.
 
     python -m tests.benchmarks.serving --size 10m --streams 64 --tokens 256 --rounds 5
 

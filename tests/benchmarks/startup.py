@@ -1,4 +1,4 @@
-"""From nothing to the first token, in a process of its own: what a person waits for after a crash.
+"""Time from process start to the first token, in a fresh process.
 
 Timed from outside, from the start of the interpreter to the answer that holds the token, with files in the page cache and
 compilers' caches on disk as earlier runs have left them.

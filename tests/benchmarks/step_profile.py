@@ -1,4 +1,4 @@
-"""Where a decode step of ours goes, and what scheduling costs without a model."""
+"""Profile of a decode step, and the cost of scheduling without a model."""
 
 from __future__ import annotations
 

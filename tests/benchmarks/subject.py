@@ -1,4 +1,4 @@
-"""The model that everybody runs: random weights of Qwen3 shape, in this process and in a folder for those that load."""
+"""Benchmark model shared by all peers: random weights of Qwen3 shape, in this process and in a folder."""
 
 from __future__ import annotations
 

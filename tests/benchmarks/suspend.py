@@ -1,4 +1,4 @@
-"""What a suspend costs and gives: bandwidth beside a plain copy, memory given back, resuming beside prefilling again.
+"""Cost and benefit of a suspend: bandwidth beside a plain copy, memory released, resume time beside prefilling again.
 
     python -m tests.benchmarks.suspend --size 100m --requests 16 --tokens 2048
 

@@ -1,4 +1,4 @@
-"""A whole training step: generate, stop with half the requests in flight, learn, go on to the end.
+"""A whole training step: generate, suspend with half of the requests in flight, train, finish the rest.
 
 Requests come in two lengths. Ours trains as soon as the shorter half has ended, with the rest suspended, and then finishes
 the rest under the new weights; `model.generate` runs everything to its end and then trains on as many samples. Both make

@@ -1,4 +1,4 @@
-"""What the proof of the weights costs: both fingerprints of an update beside the training step that they belong to.
+"""Cost of weight fingerprints: both fingerprints of an update beside its training step.
 
     python -m tests.benchmarks.weights --size 100m --samples 8 --tokens 128
 

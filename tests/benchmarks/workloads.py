@@ -1,4 +1,4 @@
-"""The work of the race as plain data: who asks for how many tokens after which prompts. No torch.
+"""Workloads of the race as plain data: prompts, turns and forced lengths. No torch.
 
 A workload is a number of conversations that advance together, turn by turn. Most have one turn. Everything is seeded: the
 same command gives every peer, and every run, the same token ids and the same forced lengths.

@@ -1,4 +1,4 @@
-"""Whatever way the work is cut, the tokens are `model.generate`'s and the log-probs are the trainer's own forward's."""
+"""Tests that tokens equal `model.generate` and log-probs the trainer's forward, however the work is scheduled."""
 
 from __future__ import annotations
 

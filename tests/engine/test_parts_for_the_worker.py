@@ -1,4 +1,4 @@
-"""What the engine offers to whoever passes its work on: parts of a group, progress, cache changes, one boundary."""
+"""Tests of the engine's interface for the worker: parts of a group, progress, cache changes, step boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random lives of an engine with a real model: whatever happened to it, every number of every sample is Hugging Face's.
+"""Random event sequences of an engine with a real model: every value of every sample equals Hugging Face's.
 
 More of them: python -m tests.lives --seeds 0 1000; one event by event: python -m tests.lives --seed 12
 """

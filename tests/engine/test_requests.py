@@ -1,4 +1,4 @@
-"""What a request asks for is what it gets, whoever runs beside it, and whatever goes wrong beside it."""
+"""Tests of requests: results are independent of other requests and of their failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever raises inside a step, at any line: its requests end with the cause, nothing leaks, and the next one is right.
+"""Tests of exceptions at any line of a step: its requests fail with the cause, nothing leaks, the next step is correct.
 
 Every line, instead of a few: ROLLOUT_FAULT_STRIDE=1 pytest tests/engine/test_step_failures.py
 """

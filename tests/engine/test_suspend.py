@@ -1,4 +1,4 @@
-"""The KV cache out of the way and back: what moves, what is freed, and what happens when the memory does not come back."""
+"""Tests of suspend and resume: what is moved and freed, and resumes with too little memory."""
 
 from __future__ import annotations
 

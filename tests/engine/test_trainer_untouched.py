@@ -1,4 +1,4 @@
-"""Whenever no call of the engine is running, the trainer's model is exactly as the trainer left it."""
+"""Tests that the trainer's model is unchanged whenever no call of the engine is running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights move under running requests: who reads which KV, and which version each token and each position carries."""
+"""Tests of weight updates under running requests: which KV is read, and the version of each token and position."""
 
 from __future__ import annotations
 

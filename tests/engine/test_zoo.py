@@ -1,4 +1,4 @@
-"""The parts of `python -m tests.zoo`: a small model of an architecture, a verdict about it, the survey of all of them."""
+"""Tests of `python -m tests.zoo`: small models, verdicts, the survey of architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal gives back what was appended, whole and once, whatever became of its files; everything else is named."""
+"""Tests of the journal: every record is returned whole and once, whatever happened to its files; damage is named."""
 
 from __future__ import annotations
 

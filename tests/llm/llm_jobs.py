@@ -1,4 +1,4 @@
-"""What ranks do in `tests.llm.test_llm_ranks`: each job runs on every rank at once."""
+"""Jobs of `tests.llm.test_llm_ranks`: each runs on every rank."""
 
 from __future__ import annotations
 

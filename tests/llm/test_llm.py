@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM` in one process: with and without an event loop, on the trainer's live module."""
+"""Tests of `LLM` and `AsyncLLM` in one process: with and without an event loop, on the trainer's live module."""
 
 from __future__ import annotations
 

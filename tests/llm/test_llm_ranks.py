@@ -1,4 +1,4 @@
-"""`LLM` on several ranks, each a process with a real model: who may ask, who computes, and how it ends."""
+"""Tests of `LLM` on several ranks, each a process with a real model: requests, work distribution, shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts one argument means, and what it cannot mean."""
+"""Tests of prompt arguments: accepted forms and refusals."""
 
 from __future__ import annotations
 

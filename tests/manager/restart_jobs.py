@@ -1,4 +1,4 @@
-"""What is killed in `tests.manager.test_restart`: the loop of `examples/async_grpo.py`, tiny, and its ledger.
+"""Processes killed by `tests.manager.test_restart`: a tiny loop of `examples/async_grpo.py`, and its ledger.
 
 Always true: a line of the ledger is a batch that was handed out and trained on; it is there, whole, before the loop goes
 on. Everything that a child needs is imported here, so that one that is forked begins at once.

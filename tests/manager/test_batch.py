@@ -1,4 +1,4 @@
-"""What the loss reads: rows never shift, padded and packed agree, every token carries the version that sampled it."""
+"""Tests of batches: row alignment, padded against packed, the version of every token."""
 
 from __future__ import annotations
 

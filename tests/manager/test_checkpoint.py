@@ -1,4 +1,4 @@
-"""What was in flight survives the process: after a kill, a fresh one goes on as if nothing had happened."""
+"""Tests of checkpoints: requests in flight continue in a new process after a kill."""
 
 from __future__ import annotations
 

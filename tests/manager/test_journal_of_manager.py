@@ -1,4 +1,4 @@
-"""A manager with a journal: what it had finished when it was killed is handed out once, and not computed again."""
+"""Tests of a manager with a journal: groups finished before a kill are returned once and not computed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of completion lengths decides who starts first, and nothing else."""
+"""Tests of length estimates: they decide the start order and nothing else."""
 
 from __future__ import annotations
 

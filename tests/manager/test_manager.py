@@ -1,4 +1,4 @@
-"""The manager, on a real model: what a training loop asks is what it gets, whatever happens in between."""
+"""Tests of the manager with a real model, under everything a training loop may do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kill -9` at any moment of an asynchronous training run: what is restored and what was finished are exactly the whole.
+"""Tests of `kill -9` at any moment of an asynchronous training run: restored and finished groups are exactly the whole.
 
 Twenty processes die one after another, each at a random word of what it says before every forward, save and what comes
 after, five of them while they write a checkpoint; each goes on from the last one that the one before it has left.

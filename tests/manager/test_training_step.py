@@ -1,4 +1,4 @@
-"""The whole line, end to end: rollouts, a loss on them, a real optimizer step through the hook, and rollouts again."""
+"""End-to-end test: rollouts, a loss, an optimizer step through the hook, and rollouts again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block hashes: equal for equal prefixes, different after any difference, the same in one piece and link by link."""
+"""Tests of block hashes: equal for equal prefixes, different after any difference, incremental or at once."""
 
 from __future__ import annotations
 

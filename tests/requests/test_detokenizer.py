@@ -1,4 +1,4 @@
-"""Text while it arrives: what was given out is what the tokenizer decodes, and stop strings are found anywhere."""
+"""Tests of incremental detokenising: the text equals the tokenizer's, and stop strings are found anywhere."""
 
 from __future__ import annotations
 

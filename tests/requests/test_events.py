@@ -1,4 +1,4 @@
-"""Events: which payload belongs to which type, one readable line each, and exceptions that survive the wire."""
+"""Tests of events: payload types, one readable line each, serialisation of exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: the history of a sample, however often it was interrupted, reads like one that never was."""
+"""Tests of records: the history of an interrupted sample equals that of an uninterrupted one."""
 
 from __future__ import annotations
 

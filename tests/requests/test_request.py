@@ -1,4 +1,4 @@
-"""Requests: construction, lengths, versions, and the wire."""
+"""Tests of requests: construction, lengths, versions, serialisation."""
 
 from __future__ import annotations
 

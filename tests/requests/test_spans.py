@@ -1,4 +1,4 @@
-"""Spans against a list with one version per position."""
+"""Tests of version spans against a list with one version per position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates of four families, in the shape of the real ones, tokenizers to go with them, and messages to put in."""
+"""Chat templates of four families, with tokenizers and messages for them."""
 
 from __future__ import annotations
 

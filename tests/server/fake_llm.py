@@ -1,4 +1,4 @@
-"""A small `AsyncLLM` without a model: it answers with the text it is told to, when it is told to, and remembers.
+"""Small `AsyncLLM` without a model: replies with scripted text on command and records its requests.
 
 Tokens are bytes. `hold()` keeps requests open until `release()` or their abort; `aborted` is a queue, so that a test can
 wait for what a disconnect does.

@@ -1,4 +1,4 @@
-"""A `FakeLLM` that says exactly the deltas it is given, over a real tokenizer, and a client for what serves it."""
+"""`FakeLLM` that sends exactly the given deltas over a real tokenizer, and an HTTP client for its server."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Streams without end over HTTP while the weights under them change: what each reply says is held against a ledger.
+"""Endless streams over HTTP while the weights change, with every reply checked against a ledger.
 
     python -m tests.server.soak --streams 256 --seconds 60
 
 One thread pauses, suspends (each mode in turn), changes the weights, announces the version, resumes and unpauses, over
 and over; meanwhile every stream that ends is followed by another one. Held true of every stream: all its tokens came,
-its text is that of its tokens, its versions only rise; and of all of them together: nobody was sent a token of a version
+its text is that of its tokens, its versions only rise; and of all of them together: no client was sent a token of a version
 before it was announced, or of the one before after the first of the new one had been waited for.
 """
 

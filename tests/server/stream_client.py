@@ -1,4 +1,4 @@
-"""A client so thin that the server is what is measured: one connection per request, HTTP/1.0, events as they come."""
+"""Minimal streaming client, so that the server dominates the measurement: one HTTP/1.0 connection per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/admin: there only when asked for, behind the key, and as strict as the engine."""
+"""Tests of /admin: off by default, behind the key, with the engine's state rules."""
 
 from __future__ import annotations
 

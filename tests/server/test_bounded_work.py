@@ -1,4 +1,4 @@
-"""What a request may cost before it is refused, counted in work and not in seconds, and that nobody else pays for it."""
+"""Tests of bounded work: the cost of a refused request, counted in operations, and isolation of other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat completions over HTTP, read by OpenAI's own client: replies, streams, tools, and conversations that come back."""
+"""Tests of chat completions with OpenAI's client: replies, streams, tools, continued conversations."""
 
 from __future__ import annotations
 

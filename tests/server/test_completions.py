@@ -1,4 +1,4 @@
-"""Completions over HTTP, read by OpenAI's own client: prompts of every kind, echo, log-probs, streams, disconnects."""
+"""Tests of completions with OpenAI's client: prompts of every kind, echo, log-probs, streams, disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages, tools and a choice among them become the tokens that the chat template makes of them."""
+"""Tests of rendering: messages, tools and tool choice become the chat template's tokens."""
 
 from __future__ import annotations
 

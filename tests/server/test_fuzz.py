@@ -1,4 +1,4 @@
-"""The server is held to its own description: whatever is sent, no 5xx and no status or shape that the description lacks.
+"""Fuzz test against the OpenAPI description: no 5xx, and no undocumented status or shape.
 
 Random, but the same each time. For a longer run, with other examples each time:
 

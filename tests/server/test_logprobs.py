@@ -1,4 +1,4 @@
-"""Log-probs in OpenAI's two formats: what a token reads as, and where its text begins."""
+"""Tests of log-probs in OpenAI's two formats: token texts and text offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the real server and a real model: what it gets is what the engine says in this process."""
+"""Tests of OpenAI's client against the real server and a real model: replies equal the engine's in-process results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation that comes back with the ids of a reply goes on from them; nothing before is tokenised again."""
+"""Tests of token id reuse: a conversation sent back with ids continues from them without tokenising again."""
 
 from __future__ import annotations
 

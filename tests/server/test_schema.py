@@ -1,4 +1,4 @@
-"""Bodies of requests: what is taken, what it becomes, and which field a refusal names."""
+"""Tests of request schemas: accepted bodies, their conversion, and the field named in a refusal."""
 
 from __future__ import annotations
 

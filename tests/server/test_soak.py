@@ -1,4 +1,4 @@
-"""Many streams at once over HTTP while another thread pauses, suspends, changes the weights and resumes."""
+"""Tests of many streams over HTTP while another thread pauses, suspends, changes the weights and resumes."""
 
 from __future__ import annotations
 

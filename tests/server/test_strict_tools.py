@@ -1,4 +1,4 @@
-"""A call of a strict tool fits its schema, or is no call; what cannot be checked is refused."""
+"""Tests of strict tools: a call matches its schema or is text; unsupported keywords are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls are found in a reply however it is cut, and what is no call stays text."""
+"""Tests of tool-call parsing: calls are found however the reply is split, other text is unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whatever bytes a model says, a stream's chunks join to the reply: characters over several tokens, stop strings over
-several chunks, special tokens, spaces that a tokenizer puts before words and drops again.
-"""
+"""Tests of UTF-8 over HTTP: joined chunks equal the reply, with characters and stop strings across chunks."""
 
 from __future__ import annotations
 

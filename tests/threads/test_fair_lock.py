@@ -1,4 +1,4 @@
-"""A loop that takes the lock again and again cannot keep it from a thread that waits."""
+"""Tests of the fair lock: a loop that reacquires it cannot starve a waiting thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop on its own thread: results and errors come through, nobody waits for ever."""
+"""Tests of the event-loop thread: results and errors are returned, and no caller waits forever."""
 
 from __future__ import annotations
 

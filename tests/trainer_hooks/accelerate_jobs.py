@@ -1,4 +1,4 @@
-"""Jobs of `test_accelerate_hook`, each run on every rank at once, as `accelerate launch` has it."""
+"""Jobs of `test_accelerate_hook`, each run on every rank as `accelerate launch` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in `tests.trainer_hooks.test_optimizer_hook`: DeepSpeed's engines step, and the policy version counts."""
+"""Jobs of `test_optimizer_hook` on several ranks: DeepSpeed engines step, and the policy version counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a loop of accelerate the version counts optimizer steps, and a checkpoint of accelerate carries the rollout."""
+"""Tests of the accelerate integration: the version counts optimizer steps, checkpoints include the rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy version counts the steps that changed the weights: each once, and no other."""
+"""Tests of the optimizer hooks: the policy version counts each step that changed the weights, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of PEFT stay live: what samples is what trains, and nothing of one adapter ever serves another."""
+"""Tests of PEFT adapters: sampling uses the live adapter, and caches of different adapters stay separate."""
 
 from __future__ import annotations
 

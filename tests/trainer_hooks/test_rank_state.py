@@ -1,4 +1,4 @@
-"""A rank finds what it has saved, and nothing else: not another rank's, not another size's, not half of it."""
+"""Tests of rank state files: a rank loads only its own complete file, from a job of the same size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under a Trainer the version counts optimizer steps, its logs have the metrics, its checkpoints carry the rollout."""
+"""Tests of the Trainer callback: versions count optimizer steps, logs have metrics, checkpoints have the rollout."""
 
 from __future__ import annotations
 

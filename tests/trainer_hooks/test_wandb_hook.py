@@ -1,4 +1,4 @@
-"""What a run logs is what the table of metrics names; and a logger never asks anything."""
+"""Tests of the wandb logger: logged names are those of the metrics table, and it never prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of `test_transformers_hook`, and small Trainers: a model of a few thousand weights, on the CPU."""
+"""Jobs of `test_transformers_hook`, and small Trainers with a model of a few thousand weights on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an offline run of wandb has written, read back from its files."""
+"""Reads the files written by an offline wandb run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every causal architecture of the installed transformers, built small: equal to `generate`, or refused by name.
+"""Survey of every causal architecture of the installed transformers, built small: equal to `generate`, or refused.
 
     python -m tests.zoo --jobs 2
     python -m tests.zoo phimoe stablelm --verbose

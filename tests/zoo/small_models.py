@@ -1,4 +1,4 @@
-"""Small random models of every causal architecture that the installed transformers knows.
+"""Small random models of every causal architecture of the installed transformers.
 
 Nothing here is about one architecture but `PARTICULAR`: sizes are found by their names in the default configuration.
 """

@@ -1,4 +1,4 @@
-"""Whether an engine serves a small model as the model serves itself, each in a process of its own."""
+"""Verdicts on small models: whether an engine's results equal the model's own, each in a separate process."""
 
 from __future__ import annotations
 

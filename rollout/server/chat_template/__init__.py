@@ -1,1 +1,1 @@
-"""Chat messages to prompt text and back: templates, tool calls, the end of a turn."""
+"""Chat templates: rendering of conversations, tool-call parsing, reuse of earlier token ids."""

@@ -1,13 +1,11 @@
 """Renders a conversation to prompt token ids through the tokenizer's chat template.
 
-Promises:
-- what a template or a tokenizer cannot do with a conversation is an `InvalidRequestError` that says why;
-- a conversation that comes back with the ids of a reply goes on from those ids, as far as what the template writes
-  before the reply, and what the reply says, are what the ids were made of (`earlier_ids`): they are a
-  prefix of the prompt, and only the text behind them is tokenised. From the first difference on the text counts;
-- what cannot be told for certain is refused, not guessed.
+- A conversation that the template or the tokenizer cannot process raises `InvalidRequestError` with the cause.
+- Token ids sent back with earlier replies are reused as a prefix of the prompt, as far as their digests match
+  (`earlier_ids`); only the text after them is tokenised. From the first difference on, the text is tokenised.
+- Ambiguous cases are refused, not guessed.
 
-Any thread may ask: the tokenizer is a copy, whose settings a trainer cannot change meanwhile.
+Thread-safe: the tokenizer is a copy, whose settings a trainer cannot change.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ from rollout.server.chat_template.turn_end import Write, text_behind_reply, toke
 ToolChoice = str | Mapping[str, Any]
 
 MAX_TRIED = 4
-"""Earlier replies whose ids are tried. A second one only where the template writes an edited reply otherwise than its
-prompt began it."""
+"""Maximum number of earlier replies tried. More than one is needed only if the template renders an edited reply differently
+from how its prompt began."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """What the engine gets.
+    """A tokenised prompt.
 
     Attributes:
-        token_ids: the prompt.
-        forced_prefix: text that the reply begins with although it is in the prompt ("" normally).
-        digest: of the text that the tokens stand for.
-        reused: how many of the first tokens are ids that came back with an earlier reply.
-        retokenized: why the ids that came back with the last reply are not among them, where they are not.
+        token_ids: token ids of the prompt.
+        forced_prefix: beginning of the reply's text that is part of the prompt ("" unless a call is forced).
+        digest: digest of the prompt's text.
+        reused: number of leading tokens reused from an earlier reply's ids.
+        retokenized: why the ids sent back with the last reply were not reused; None if they were, or none were sent.
     """
 
     token_ids: list[int]
@@ -55,15 +53,15 @@ class RenderedPrompt:
 
 
 class Conversation:
-    """One tokenizer and one chat template.
+    """Renders conversations with one tokenizer and one chat template.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        chat_template: a Jinja template in place of the tokenizer's own.
-        vocab_size: ids in earlier replies are below it: the model's, which may be larger than the tokenizer's; None for
-            the tokenizer's.
-        end_token_ids: tokens that end a reply, besides the tokenizer's own: the model's.
-        room: most tokens of a prompt, now; None: any number.
+        chat_template: a Jinja template instead of the tokenizer's.
+        vocab_size: exclusive upper bound of token ids in earlier replies: the model's vocabulary size, which may exceed
+            the tokenizer's. None: the tokenizer's.
+        end_token_ids: the model's end-of-sequence ids, in addition to the tokenizer's.
+        room: returns the current maximum number of tokens of a prompt. None: unlimited.
     """
 
     def __init__(
@@ -99,18 +97,18 @@ class Conversation:
         template_kwargs: Mapping[str, Any] | None = None,
         stop: Stop | None = None,
     ) -> RenderedPrompt:
-        """The prompt of a conversation.
+        """Render and tokenise the prompt of a conversation.
 
         Args:
-            messages: as OpenAI has them; an assistant's `rollout` holds the ids of its reply and of its prompt, and their
-                digests.
-            tools: as OpenAI has them. With the choice "none" they are not shown to the model.
+            messages: in OpenAI's format; `rollout` of an assistant message holds the token ids of its reply and its prompt,
+                and their digests.
+            tools: in OpenAI's format. Not rendered if `tool_choice` is "none".
             tool_choice: "none", "auto" (None), "required" or `{"type": "function", "function": {"name": …}}`; the last
-                two put the beginning of a call into the prompt.
-            add_generation_prompt: the model is to write the next assistant message.
-            continue_final_message: it is to write on where the last message ends.
-            template_kwargs: further variables of the template.
-            stop: set from elsewhere, it ends the work.
+                two end the prompt with the beginning of a call.
+            add_generation_prompt: append the start of an assistant message.
+            continue_final_message: the reply continues the last message.
+            template_kwargs: additional variables of the template.
+            stop: cancels the work when set.
 
         Raises:
             InvalidRequestError: a message, a choice or a variable cannot be honoured, or the template refuses them.
@@ -159,16 +157,16 @@ class Conversation:
         return RenderedPrompt(ids, prefix, digest, 0, earlier.why_not(None))
 
     def parser_for(self, tools: Tools | None, tool_choice: ToolChoice | None) -> Callable[[], ToolCallParser] | None:
-        """A maker of parsers for the replies; None where text stays text."""
+        """Return a factory of tool-call parsers, or None if calls are not parsed: no tools, or an unknown format."""
         if tool_choice == "none" or not tools:
             return None
         return parser_for(self._template(tools), tools)
 
     def one_call_ends_at(self, tools: Tools | None, tool_choice: ToolChoice | None) -> str:
-        """Stop string that ends a reply behind its first call; "" where replies have no calls.
+        """Return the stop string that ends a reply after its first call; "" if calls are not parsed.
 
         Raises:
-            InvalidRequestError: this template's calls cannot be told apart so.
+            InvalidRequestError: the template's call format has no such string.
         """
         if self.parser_for(tools, tool_choice) is None:
             return ""
@@ -189,7 +187,7 @@ class Conversation:
         open_ended: bool,
         stop: Stop | None,
     ) -> tuple[list[int], int]:
-        """The ids of the earlier reply's prompt, of the reply, and of all that follows; how many are not new."""
+        """Return (ids of the earlier prompt, its reply and all that follows, number of reused ids)."""
         text = text_behind_reply(plain, earlier.index, write, self._special_texts, closed=open_ended)
         written = earlier.token_ids or []
         kept, appended = tokens_to_append(written, self._encode_behind(text + prefix, stop), self._end_token_ids)
@@ -223,15 +221,15 @@ class Conversation:
                     messages, chat_template=self._chat_template, tokenize=False, **variables
                 )
             )
-        except Exception as exc:  # a template is somebody else's program: whatever it raises is its answer
+        except Exception as exc:  # templates are third-party code and may raise anything
             raise InvalidRequestError(
                 f"messages: the chat template cannot write them: {type(exc).__name__}: {str(exc)[:500]}"
             ) from exc
 
     def _encode_behind(self, text: str, stop: Stop | None) -> list[int]:
-        """Tokens of a text that stands behind something else.
+        """Return the token ids of a text that continues another one.
 
-        Some tokenizers put a space before what a text begins with: a special token before it keeps them from it.
+        Some tokenizers insert a space at the start of a text; a special token before the text prevents this.
         """
         length = len(self._anchor_ids)
         together = self._reader.ids(self._anchor + text, "messages", stop)

@@ -1,7 +1,8 @@
-"""Reuses token ids of earlier replies as far as their digests agree with the conversation.
+"""Reuses token ids of earlier replies as far as their digests match the conversation.
 
-Always true: ids are used only where a digest that came with them agrees: of the text that the template wrote before the
-reply (so of messages, tools and variables alike), and of the reply's content and calls. What has no digest does not agree.
+Token ids are reused only if both digests sent with them match: the digest of the prompt text rendered before the reply
+(which covers messages, tools and template variables), and the digest of the reply's content and tool calls. A missing
+digest does not match.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.chat_messages import Message, plain_arguments
 
 Ask = Callable[[list[Message]], str]
-"""What the template writes of messages that are to be answered."""
+"""Renders messages followed by a generation prompt."""
 
 DIGEST_BYTES = 16
 
@@ -28,26 +29,26 @@ _OTHER_REPLY = "its content or its calls are not those of the reply"
 
 
 def text_digest(text: str) -> str:
-    """Digest of a prompt's text."""
+    """Return the digest of a prompt's text."""
     return blake2b(_bytes(text), digest_size=DIGEST_BYTES).hexdigest()
 
 
 class ReplyDigest:
-    """Digest of a reply's content and calls, fed as they come. Ids of calls do not count, nor does the layout of JSON."""
+    """Incremental digest of a reply's content and tool calls. Independent of call ids and JSON formatting."""
 
     def __init__(self) -> None:
         self._content = blake2b(digest_size=DIGEST_BYTES)
         self._calls: list[tuple[str, Any]] = []
 
     def add(self, content: str, calls: Sequence[Mapping[str, Any]] = ()) -> None:
-        """More content, further calls; arguments as JSON text, or as the object it stands for."""
+        """Add content and tool calls; arguments as JSON text or as the parsed object."""
         self._content.update(_bytes(content))
         for call in calls:
             function = call["function"]
             self._calls.append((function["name"], plain_arguments(function.get("arguments"))))
 
     def hexdigest(self) -> str:
-        """Of what was added so far."""
+        """Return the digest of everything added so far."""
         whole = self._content.copy()
         if self._calls:
             whole.update(b"\0" + json.dumps(self._calls, sort_keys=True).encode())
@@ -56,14 +57,14 @@ class ReplyDigest:
 
 @dataclass(frozen=True, slots=True)
 class EarlierReply:
-    """A reply whose ids came back, and the prompt before it agrees.
+    """An earlier reply with token ids whose prompt digest matches.
 
     Attributes:
-        index: place of its message.
-        prompt_text: what the ids of the prompt stand for.
-        prompt_token_ids: the prompt that it answered.
-        token_ids: what the model wrote, with the token that ended it where there was one; None: its message says
-            something else.
+        index: index of its message.
+        prompt_text: text of the prompt.
+        prompt_token_ids: token ids of the prompt that it answered.
+        token_ids: generated token ids, including the one that ended the reply, if any; None if the content digest does
+            not match.
     """
 
     index: int
@@ -73,16 +74,16 @@ class EarlierReply:
 
 
 class EarlierReplies:
-    """Those of one conversation.
+    """Earlier replies with token ids in one conversation.
 
     Args:
-        messages: of which an assistant's may have `rollout`, an object with `prompt_token_ids` and `token_ids`.
-        plain: the same, as templates read them.
-        ask: the template.
-        vocab_size: every id is below it.
+        messages: assistant messages may have `rollout`, an object with `prompt_token_ids` and `token_ids`.
+        plain: the same messages in the format of chat templates.
+        ask: renders messages followed by a generation prompt.
+        vocab_size: exclusive upper bound of token ids.
 
     Raises:
-        InvalidRequestError: `rollout` is no object.
+        InvalidRequestError: a `rollout` is not an object.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Ask, vocab_size: int) -> None:
@@ -97,13 +98,13 @@ class EarlierReplies:
         ]
 
     def agreeing(self) -> Iterator[EarlierReply]:
-        """Replies whose prompt agrees, the latest first.
+        """Yield the replies whose prompt digest matches, latest first.
 
-        An edit makes all replies behind it disagree, and none before it: the latest that agrees is found by halving, so
-        that a long conversation is written a few times and not once per reply.
+        An edit invalidates all replies after it and none before it, so the latest match is found by bisection: a long
+        conversation is rendered a few times, not once per reply.
 
         Raises:
-            InvalidRequestError: its ids are no token ids.
+            InvalidRequestError: the ids of a reply are not valid token ids.
         """
         latest = len(self._found) - 1
         if latest >= 0 and self._prompt_text(latest) is None:
@@ -118,10 +119,10 @@ class EarlierReplies:
                 yield self._reply(place, text)
 
     def why_not(self, used: EarlierReply | None) -> str | None:
-        """Why the ids of the last reply are not used, if they are not.
+        """Return why the token ids of the last reply are not used, or None if they are.
 
         Args:
-            used: the one whose ids are.
+            used: the reply whose ids are used; None: no reply's.
         """
         if not self._found:
             return None
@@ -137,7 +138,7 @@ class EarlierReplies:
         return f"messages[{index}].rollout: {why}: from there the text counts"
 
     def _prompt_text(self, place: int) -> str | None:
-        """The text before a reply, if it is what the reply's ids were made under."""
+        """Return the rendered text before a reply if it matches the reply's prompt digest, else None. Cached."""
         if place not in self._texts:
             self._texts[place] = self._agreed_text(place)
         return self._texts[place]
@@ -149,7 +150,7 @@ class EarlierReplies:
         try:
             text = self._ask(self._plain[:index]) + (rollout.get("forced_prefix") or "")
         except InvalidRequestError:
-            # The template wrote what the reply answered: this is something else.
+            # The template rendered the reply's original prompt, so a conversation that it refuses is a different one.
             return None
         return text if text_digest(text) == rollout["prompt_digest"] else None
 

@@ -1,7 +1,7 @@
-"""Tokenises prompts with work bounded by what fits.
+"""Tokenises prompts with work bounded by the maximum prompt length.
 
-Always true: a text of more characters than the longest tokens could cover is refused unread; a long one is first read in
-pieces, and refused as soon as these have clearly more tokens than there is room for. Any thread may ask.
+A text with more characters than the longest tokens can cover is refused without tokenising. A long text is first tokenised
+in pieces and refused as soon as they clearly exceed the limit. Thread-safe.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from rollout.errors import InvalidRequestError
 from rollout.server.errors import ClientGoneError
 
 PIECE = 65536
-"""Characters of a long text that are read together."""
+"""Characters per piece of a long text."""
 
 CERTAINLY = 2
-"""A text whose pieces have so many times the tokens that there is room for does not fit, however the pieces would join."""
+"""A text is refused when its pieces have more than this many times the permitted tokens: joining the pieces cannot halve
+their number."""
 
 
 class Stop(threading.Event):
-    """Set when nobody waits for the work any more."""
+    """Cancellation flag for work in a thread; set when the client has disconnected."""
 
     def check(self) -> None:
-        """Raises: ClientGoneError: it is set."""
+        """Raise `ClientGoneError` if the flag is set."""
         if self.is_set():
             raise ClientGoneError
 
 
 class PromptTokenizer:
-    """One tokenizer, nobody else's: a trainer may set padding and truncation of its own while a thread is about to read.
+    """Tokenises prompts with length checks.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        room: most tokens of a prompt, now.
-        special: whether the tokenizer puts its own special tokens around a text.
+        tokenizer: a Hugging Face tokenizer used only here: a trainer may change padding and truncation of its own.
+        room: returns the current maximum number of tokens of a prompt.
+        special: whether the tokenizer adds its special tokens around a text.
     """
 
     def __init__(self, tokenizer: Any, room: Callable[[], int], *, special: bool = True) -> None:
@@ -45,14 +46,14 @@ class PromptTokenizer:
         self._special = special
 
     def ids(self, text: str, field: str, stop: Stop | None = None) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            field: that errors name.
-            stop: set from elsewhere, it ends the work.
+            field: request field named in errors.
+            stop: cancels the work when set.
 
         Raises:
-            InvalidRequestError: it cannot fit, or is no text.
+            InvalidRequestError: the text is too long, or not valid Unicode.
             ClientGoneError: `stop` was set.
         """
         self.check(text, field)
@@ -61,10 +62,10 @@ class PromptTokenizer:
         return self._encode(text, field)
 
     def check(self, text: str, field: str) -> None:
-        """Refuse by length alone.
+        """Check the number of characters, without tokenising.
 
         Raises:
-            InvalidRequestError: it cannot fit.
+            InvalidRequestError: the text is certainly too long.
         """
         most = self._room() * self._longest
         if len(text) > most:
@@ -75,7 +76,7 @@ class PromptTokenizer:
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token; of byte-level ones more than it stands for, which is as well."""
+        """Characters of the longest token name: an upper bound of the characters that a token stands for."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def _check_pieces(self, text: str, field: str, stop: Stop) -> None:

@@ -1,6 +1,6 @@
 """Validates tool-call arguments against the JSON schema of a strict tool.
 
-Always true: a keyword of a schema is checked or refused by name, never passed over, but for those that only describe.
+Every schema keyword is either checked or refused by name; only descriptive keywords (`title`, `default`, ...) are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DESCRIBING = frozenset(
 )
 
 MAX_CHECKS = 10_000
-"""Most values compared with most schemas, for one call: schemas that refer to one another can ask for any number."""
+"""Maximum (value, schema) checks per call: recursive references can otherwise require any number."""
 
 _BOUNDS = frozenset({"minimum", "maximum", "minItems", "maxItems", "minLength", "maxLength"})
 
@@ -31,14 +31,14 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 class StrictTool:
-    """One function's `parameters`.
+    """Validator of one function's arguments.
 
     Args:
-        schema: a JSON schema; {} is fitted by everything.
-        where: `tools[0].function.parameters`, which errors name.
+        schema: JSON schema of the arguments; {} accepts everything.
+        where: field path for errors, such as `tools[0].function.parameters`.
 
     Raises:
-        InvalidRequestError: it has a keyword that is not checked here, or is no schema.
+        InvalidRequestError: `schema` is not a valid schema, or has an unsupported keyword.
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
@@ -47,7 +47,7 @@ class StrictTool:
         self._look_through(schema, where)
 
     def fits(self, arguments: Any) -> bool:
-        """Whether a call may be made with these."""
+        """Whether `arguments` match the schema; False if the check exceeds `MAX_CHECKS`."""
         self._left = MAX_CHECKS
         try:
             return self._fits(arguments, self._root)
@@ -93,7 +93,7 @@ class StrictTool:
                 raise InvalidRequestError(f"{at}={value!r:.80}: must be of {', '.join(_TYPES)}")
 
     def _target(self, reference: Any, where: str = "$ref") -> Any:
-        """What a reference within the schema stands for."""
+        """Resolve a `$ref` within the schema."""
         found: Any = self._root
         parts = reference.split("/") if isinstance(reference, str) else [""]
         for part in parts[1:]:
@@ -129,7 +129,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality as JSON has it: true is not 1."""
+    """JSON equality: unlike in Python, true is not equal to 1."""
     return (
         type(one) is type(other) and one == other if isinstance(one, bool) or isinstance(other, bool) else one == other
     )
@@ -157,14 +157,14 @@ _CHECKS: dict[str, Check] = {
     "minLength": lambda tool, value, least, schema: not isinstance(value, str) or len(value) >= least,
     "maxLength": lambda tool, value, most, schema: not isinstance(value, str) or len(value) <= most,
 }
-"""Keyword → whether a value agrees with what it says."""
+"""Schema keyword → function that checks a value against it."""
 
 
 def strict_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, StrictTool]:
-    """The strict ones, by name.
+    """Return the validators of the tools with strict=true, by function name.
 
     Raises:
-        InvalidRequestError: a schema has a keyword that is not checked here.
+        InvalidRequestError: a schema has an unsupported keyword.
     """
     return {
         str(tool["function"]["name"]): StrictTool(

@@ -1,15 +1,15 @@
 """Parses tool calls from a reply, incrementally or whole.
 
-Promises:
-- how the text is cut makes no difference: pieces pushed in any cuts add up to the same content and the same calls;
-- a text without a call comes out as it went in; text before, between and behind calls is content. Only the layout
-  around a call goes: white space before it, the separators of its format, white space between it and the end;
-- a call is given out when its JSON is complete, its arguments exactly as the model wrote them;
-- what only looks like a call (broken JSON, no name, no arguments object, none that a strict tool takes) is content, to the
-  last character;
-- a call is scanned once, whatever the model writes and however it is cut.
+Invariants:
+- the result does not depend on how the text is split into pieces;
+- text without a call is returned unchanged; text before, between and after calls is content. Only the formatting around a
+  call is dropped: white space before it, the separators of its format, white space between it and the end;
+- a call is returned when its JSON is complete, with its arguments exactly as generated;
+- text that only resembles a call (invalid JSON, no name, no arguments object, arguments that a strict tool refuses) is
+  returned completely as content;
+- every character of a call is scanned once.
 
-The formats are data; one machine reads them all. Knows strings, no tokens.
+Formats are data (`tool_formats`), read by one state machine over strings.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rollout.server.chat_template.tool_json import JsonEnd, read_calls
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call, complete.
+    """A complete tool call.
 
     Attributes:
-        index: place among the calls of the reply, from 0.
-        id: what the message with its result refers to.
-        name: the function.
-        arguments: a JSON object, as the model wrote it.
+        index: index among the calls of the reply, from 0.
+        id: id that the message with the call's result refers to.
+        name: name of the function.
+        arguments: JSON object, as generated.
     """
 
     index: int
@@ -44,28 +44,28 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What one piece of a reply adds: content, or a call."""
+    """New content, or a new tool call."""
 
     content: str = ""
     tool_call: ToolCall | None = None
 
 
 RandomHex = Callable[[int], str]
-"""Gives so many random hexadecimal digits."""
+"""Returns the given number of random hexadecimal digits."""
 
 
 def random_hex(digits: int) -> str:
-    """So many digits from the operating system."""
+    """Return random hexadecimal digits from the operating system's generator."""
     return secrets.token_hex((digits + 1) // 2)[:digits]
 
 
 def parser_for(
     template: str | None, tools: Sequence[Mapping[str, Any]] | None, random_hex: RandomHex = random_hex
 ) -> Callable[[], ToolCallParser] | None:
-    """A maker of parsers, one for each sample of a reply; None where text stays text: no tools, or no known format.
+    """Return a factory of parsers (one per sample), or None if there are no tools or the template's format is unknown.
 
     Raises:
-        InvalidRequestError: the schema of a strict tool cannot be checked.
+        InvalidRequestError: the schema of a strict tool has an unsupported keyword.
     """
     known = format_of(template)
     if known is None or not tools:
@@ -76,16 +76,16 @@ def parser_for(
 
 
 class ToolCallParser:
-    """The machine, for one reply.
+    """Incremental tool-call parser of one reply.
 
-    A state is a method that takes from the front of the buffer what it can decide about; False if it needs more text.
+    A state is a method that consumes text from the front of the buffer; it returns False if it needs more text.
 
     Args:
-        tool_format: what to look for.
-        tool_names: functions that there are. A call without a marker counts only if it is of one of these: else it is
-            an answer that happens to be JSON.
-        random_hex: source of the ids.
-        strict: functions whose calls count only if their arguments fit.
+        tool_format: format of the calls.
+        tool_names: names of the available functions. A call without a marker is accepted only if it names one of them:
+            otherwise it is an answer that happens to be JSON.
+        random_hex: source of call ids.
+        strict: functions whose calls are accepted only if their arguments match the schema.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ToolCallParser:
         strict: Mapping[str, StrictTool] | None = None,
     ) -> None:
         self.num_calls = 0
-        """Calls given out."""
+        """Number of calls returned so far."""
         self._format = tool_format
         self._tool_names = tool_names
         self._random_hex = random_hex
@@ -108,21 +108,21 @@ class ToolCallParser:
         self._deltas: list[ChatDelta] = []
 
     def push(self, text: str) -> list[ChatDelta]:
-        """Take the next piece of the reply; what it settles."""
+        """Add the next piece of the reply; return the content and calls that are now certain."""
         self._buffer += text
         while self._state():
             pass
         return self._take()
 
     def finish(self) -> list[ChatDelta]:
-        """Nothing follows: what was held back."""
+        """End the reply; return the text that was held back."""
         if self.num_calls and self._buffer.isspace() and self._state != self._text:
             self._buffer = ""
         self._give(len(self._buffer))
         return self._take()
 
     def _lead(self) -> bool:
-        """Nothing but white space since the start, or since a call."""
+        """State: only white space since the start or the previous call."""
         rest = self._buffer.lstrip()
         if self._format.marker.startswith(rest) and rest != self._format.marker:
             return False
@@ -145,7 +145,7 @@ class ToolCallParser:
         return True
 
     def _enter_call(self, value_start: int) -> None:
-        """The buffer begins with the call: white space, the marker if there is one, and from `value_start` JSON."""
+        """Enter the state `_call`; the buffer holds white space, an optional marker, and JSON from `value_start`."""
         self._value_start = value_start
         self._value = JsonEnd(value_start)
         self._state = self._call
@@ -169,7 +169,7 @@ class ToolCallParser:
         return True
 
     def _behind(self) -> bool:
-        """Directly behind a call: its closing is no content."""
+        """State: directly after a call; drop the closing text of the format."""
         closing = self._format.closing
         rest = self._buffer.lstrip()
         if closing and rest.startswith(closing):
@@ -180,7 +180,7 @@ class ToolCallParser:
         return True
 
     def _read(self, value: str) -> list[tuple[str, str]] | None:
-        """Name and arguments of each call in a JSON value; None if it is no call."""
+        """Return (name, arguments) of each call in a JSON value, or None if it is not a call."""
         try:
             calls = read_calls(value)
             if not all(self._strict[name].fits(json.loads(text)) for name, text in calls if name in self._strict):
@@ -191,7 +191,7 @@ class ToolCallParser:
         return calls if marked or all(name in self._tool_names for name, _ in calls) else None
 
     def _give(self, length: int) -> None:
-        """So much of the buffer is content."""
+        """Emit the first `length` characters of the buffer as content."""
         if length:
             self._deltas.append(ChatDelta(content=self._buffer[:length]))
             self._buffer = self._buffer[length:]

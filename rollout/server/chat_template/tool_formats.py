@@ -8,47 +8,47 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of chat templates has its model write calls."""
+    """Tool-call syntax of a family of chat templates."""
 
     name: str
-    """What errors and logs call it."""
+    """Name in errors and logs."""
 
     signs: tuple[str, ...]
-    """Texts that a template of this family holds, all of them."""
+    """Texts that every template of this family contains."""
 
     foreign: tuple[str, ...]
-    """Texts that no template of this family holds."""
+    """Texts that no template of this family contains."""
 
     marker: str
-    """Text before a call, wherever it stands."""
+    """Text before a call."""
 
     bare: str
-    """What a call may begin with where no marker is: at the start of the reply and behind a call; "" for nothing.
+    """Beginning of a call without a marker, at the start of the reply or directly after a call; "" if not permitted.
 
-    Markers that are special tokens are not in the text at all.
+    Needed because markers that are special tokens do not appear in the text.
     """
 
     closing: str
-    """Text behind a call; may be missing."""
+    """Text after a call; optional in a reply."""
 
     required: str
-    """What a reply begins with that has to be a call."""
+    """Beginning of a reply that must be a call."""
 
     named: str
-    """What a reply begins with that has to be a call of the function NAME (a JSON string). Ends before a space: models
-    write it in one token with what follows."""
+    """Beginning of a reply that must be a call of the function NAME (a JSON string). Ends before a space, because models
+    generate the space in one token with the text after it."""
 
     one_call_ends_at: str
-    """Stop string that ends a reply behind its first call, and stands in no call and no text; "" where there is none."""
+    """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
 
     id_prefix: str = "call_"
-    """What the ids of its calls begin with."""
+    """Prefix of call ids."""
 
     id_digits: int = 24
-    """Hexadecimal digits behind it."""
+    """Number of hexadecimal digits in call ids."""
 
     def opening(self, function: str | None) -> str:
-        """What a reply begins with that has to be a call (of this function)."""
+        """Return the beginning of a reply that must be a call of `function`; None: of any function."""
         return self.required if function is None else self.named.replace("NAME", json.dumps(function))
 
 
@@ -91,13 +91,13 @@ MISTRAL = ToolFormat(
     id_prefix="",
     id_digits=9,
 )
-"""Mistral before its tokenizer's version 11. Its templates refuse ids that are not nine letters or digits."""
+"""Mistral before tokenizer version 11. Its templates require call ids of nine letters or digits."""
 
 FORMATS = (HERMES, LLAMA3, MISTRAL)
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """The format a chat template teaches its model; None if it is none of `FORMATS`."""
+    """Return the tool-call format of a chat template, or None if it is none of `FORMATS`."""
     for known in FORMATS:
         if template and all(s in template for s in known.signs) and not any(f in template for f in known.foreign):
             return known

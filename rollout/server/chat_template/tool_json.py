@@ -13,10 +13,10 @@ _SPACE = re.compile(r"\s*")
 
 
 class JsonEnd:
-    """Where a JSON object or array ends, in a text that grows. Each character is looked at once.
+    """Incremental search for the end of a JSON object or array in a growing text. Scans each character once.
 
     Attributes:
-        position: the first character not looked at; behind the value once it is complete.
+        position: index of the first character not scanned; the end of the value once it is complete.
     """
 
     def __init__(self, position: int) -> None:
@@ -25,7 +25,7 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str) -> bool | None:
-        """True: it ends at `position`. False: what stands at `position` cannot be JSON. None: more text is needed."""
+        """Continue the scan. True: the value ends at `position`. False: not JSON at `position`. None: needs more text."""
         while True:
             skipped = _INSIDE if self._in_string else _OUTSIDE if self._depth else _SPACE
             match = skipped.match(text, self.position)
@@ -55,10 +55,10 @@ class JsonEnd:
 
 
 def read_calls(value: str) -> list[tuple[str, str]]:
-    """Name and arguments of each call in a JSON object or an array of them.
+    """Return (name, arguments) of each call in a JSON object or an array of objects.
 
     Raises:
-        ValueError: it is not JSON, or not calls.
+        ValueError: not JSON, or not calls.
     """
     objects = [value] if value.startswith("{") else [raw for _, raw in _members(value)]
     if not objects:
@@ -79,15 +79,15 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-# Numbers are not wanted, only where they end: as strings they may have any number of digits.
+# Only the ends of numbers matter: parsed as strings, they may have any number of digits.
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
 
 
 def _members(text: str) -> Iterator[tuple[str, str]]:
-    """Key ("" in an array) and raw text of each member of the JSON object or array that the text is, in order.
+    """Yield (key, raw text) of each member of a JSON object or array, in order; keys are "" in an array.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     is_object = text.startswith("{")
     closer = "}" if is_object else "]"

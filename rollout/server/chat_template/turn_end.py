@@ -1,8 +1,7 @@
 """Token ids that a chat template appends after a reply, joined to the model's own ids.
 
-The reply's content is replaced by a mark that stands nowhere else: what the template writes behind the mark is what
-follows the reply: the end of its turn, later messages, the generation prompt. Knows a template as a function from
-messages to text, and tokens as integers.
+The reply's content is replaced by a unique random mark. The text that the template renders after the mark follows the
+reply: the end of its turn, later messages, the generation prompt. A template is a function from messages to text.
 """
 
 from __future__ import annotations
@@ -15,38 +14,38 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.chat_messages import Message
 
 END_TOKENS = 32
-"""Tokens of an end of turn that a reply may already have, at most."""
+"""Maximum number of end-of-turn tokens that a reply may already contain."""
 
 
 class Write(Protocol):
-    """A chat template with everything but the messages given."""
+    """A chat template with all arguments bound except the messages."""
 
     def __call__(self, conversation: list[Message], *, closed: bool = False) -> str:
-        """The text. `closed`: it ends with the last message, which is neither continued nor answered.
+        """Render a conversation. `closed`: end with the last message, without continuation or generation prompt.
 
         Raises:
-            InvalidRequestError: the template refuses.
+            InvalidRequestError: the template refuses the conversation.
         """
 
 
 def text_behind_reply(
     messages: list[Message], index: int, write: Write, special_texts: Collection[str], *, closed: bool = False
 ) -> str:
-    """What the template writes behind the content of `messages[index]`, from the end of its turn on.
+    """Return the text that the template renders after the content of `messages[index]`, from its end of turn on.
 
-    A template may ask that a tool's message follows a call, or write something else behind a call. So a reply with
-    calls is written without them only if the whole conversation ends with the same text; else its calls stay, and the
-    first special token behind them ends it.
+    A template may require a tool message after a call, or render different text after a call. So a reply with calls is
+    rendered without them only if the whole conversation ends with the same text; otherwise its calls are kept, and the
+    first special token after them ends the reply.
 
     Args:
-        messages: as templates read them.
-        index: place of the reply.
+        messages: messages in the format of chat templates.
+        index: index of the reply.
         write: the template.
-        special_texts: special tokens, as text.
-        closed: as `Write` has it.
+        special_texts: texts of the special tokens.
+        closed: see `Write`.
 
     Raises:
-        InvalidRequestError: the template refuses the conversation, or where the reply ends cannot be told.
+        InvalidRequestError: the template refuses the conversation, or the end of the reply cannot be determined.
     """
     reply = messages[index]
     if "tool_calls" not in reply:
@@ -68,15 +67,15 @@ def text_behind_reply(
 
 
 def tokens_to_append(reply: Sequence[int], behind: list[int], end_token_ids: Collection[int]) -> tuple[int, list[int]]:
-    """Joins a reply and what the template writes behind it, so that the turn ends once.
+    """Join a reply and the template's text after it, so that the end of turn occurs once.
 
     Args:
-        reply: ids that the model wrote; with the end of its turn, or without, where its length was limited.
-        behind: ids of the template's text, which begins with the end of the turn.
-        end_token_ids: tokens that end a reply. A model may end it with another one than the template writes.
+        reply: generated ids, with the end of turn, or without it if the length was limited.
+        behind: ids of the template's text, which begins with the end of turn.
+        end_token_ids: tokens that end a reply; the model's may differ from the template's.
 
     Returns:
-        How many tokens of the reply come before the end of its turn, and the tokens to put behind the reply.
+        (number of reply tokens before the end of turn, tokens to append to the reply).
     """
     longest = min(END_TOKENS, len(reply), len(behind))
     shared = next((n for n in range(longest, 0, -1) if list(reply[-n:]) == behind[:n]), 0)
@@ -96,10 +95,10 @@ def _behind_content(messages: list[Message], index: int, write: Write, closed: b
 def _behind_calls(
     messages: list[Message], index: int, write: Write, special_texts: Collection[str], closed: bool
 ) -> str | None:
-    """The same with the mark in the arguments of the last call.
+    """Return the text after a reply with calls, with the mark in the arguments of the last call.
 
-    What closes the call is the reply's own: the first special token behind the mark ends the reply, if it stands
-    before the content of the next message, which for this gets a mark too.
+    The text that closes the call belongs to the reply. The first special token after the mark ends the reply, provided
+    it comes before the content of the next message, which gets a mark of its own for this check.
     """
     mark, next_mark = _mark(), _mark()
     reply = messages[index]
@@ -121,11 +120,11 @@ def _behind_calls(
 
 
 def _mark() -> str:
-    """A word that is in no message: nobody can guess it. Templates neither trim nor escape it."""
+    """Return an unguessable word that occurs in no message and that templates neither trim nor escape."""
     return f"reply{secrets.token_hex(16)}"
 
 
 def _behind(mark: str, text: str) -> str | None:
-    """The text behind the mark; None if it is not there exactly once."""
+    """Return the text after the mark, or None unless the mark occurs exactly once."""
     parts = text.split(mark)
     return parts[1] if len(parts) == 2 else None

@@ -1,1 +1,1 @@
-"""OpenAI's requests and responses."""
+"""OpenAI-compatible endpoints: request and response schemas, generation, log-prob formats."""

@@ -1,7 +1,7 @@
-"""`POST /v1/chat/completions`.
+"""Endpoint `POST /v1/chat/completions`.
 
-Always true: what a stream's chunks add up to is what the whole reply would have been; every token's id reaches the
-caller, with the chunk that brings its text or before it.
+The concatenated chunks of a stream equal the whole reply. Every token id is sent in the chunk that contains its text, or
+in an earlier one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rollout.server.sse import DONE, Chunks, EventStream
 
 
 def add_chat_routes(app: FastAPI, serving: Serving) -> None:
-    """Serve chat completions.
+    """Register the chat completions route.
 
     Args:
-        app: gets the route.
+        app: application to extend.
         serving: the model and its limits.
     """
     texts = TokenTexts(serving.llm.tokenizer)
@@ -50,7 +50,7 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
         openapi_extra=documented_body(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate replies to a conversation."""
         body = await body_of(serving, request, ChatRequest)
         calls.admit(serving, request, body, 1)
         size = len(await request.body())
@@ -70,7 +70,7 @@ def _conversation(serving: Serving) -> Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What a request asks of the engine, and how its replies are read."""
+    """Rendered prompt, sampling parameters and tool-call parser factory of a request."""
 
     prompt: RenderedPrompt
     params: SamplingParams
@@ -104,7 +104,7 @@ def _prepared(serving: Serving, body: ChatRequest, stop: Stop) -> _Prepared:
 
 
 def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
-    """The request's stop strings, and what ends a reply behind its only call."""
+    """Stop strings of the request, plus the one that ends a reply after its first call if parallel calls are off."""
     asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if body.parallel_tool_calls is not False:
         return asked
@@ -113,11 +113,11 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class _Reply:
-    """One request's answer.
+    """Reply to one request, whole or as a stream.
 
     Args:
-        texts: the tokenizer's tokens.
-        prepared: what the engine is given.
+        texts: texts of the tokenizer's tokens.
+        prepared: prompt, parameters and parser.
     """
 
     def __init__(self, serving: Serving, body: ChatRequest, texts: TokenTexts, prepared: _Prepared) -> None:
@@ -134,7 +134,7 @@ class _Reply:
     # --- whole ------------------------------------------------------------------------------------------------------
 
     async def whole(self, request: Request) -> dict[str, Any]:
-        """The reply, once every sample has ended."""
+        """Return the reply once every sample has finished."""
         head = calls.reply_head(self._serving, "chat.completion", "chatcmpl")
         groups = await calls.samples_of(self._serving, request, self._body, head["id"], self._asked)
         version = self._serving.llm.policy_version
@@ -164,7 +164,7 @@ class _Reply:
         }
 
     def _of_prompt(self) -> dict[str, Any]:
-        """What `rollout` says of the prompt."""
+        """Fields of `rollout` that describe the prompt."""
         prompt = self._prompt
         forced = {"forced_prefix": prompt.forced_prefix} if prompt.forced_prefix else {}
         return {
@@ -187,10 +187,10 @@ class _Reply:
     # --- as a stream ------------------------------------------------------------------------------------------------
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The reply as events, `[DONE]` at the end.
+        """Yield the reply as server-sent events, ending with `[DONE]`.
 
         Raises:
-            ApiError, RolloutError: there is no more, and no `[DONE]`.
+            ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
         """
         body, serving = self._body, self._serving
         head = calls.reply_head(serving, "chat.completion.chunk", "chatcmpl")
@@ -221,7 +221,7 @@ class _Reply:
         return choice
 
     def _pieces(self, delta: TextDelta, voice: _Voice, version: int) -> list[dict[str, Any]]:
-        """The choices of the chunks that a delta makes: what it adds, then how the sample ended."""
+        """Choices of the chunks for one delta: the added content, then the end of the sample."""
         content, tool_calls = voice.take(delta)
         added: dict[str, Any] = {"content": content} if content else {}
         if tool_calls:
@@ -252,7 +252,7 @@ class _Reply:
 
 
 class _Voice:
-    """One sample's text, told apart into content and calls of tools."""
+    """Splits one sample's text into content and tool calls."""
 
     def __init__(self, parser: Callable[[], ToolCallParser] | None, forced_prefix: str) -> None:
         self._parser = None if parser is None else parser()
@@ -261,13 +261,13 @@ class _Voice:
         self._digest = ReplyDigest()
 
     def take(self, delta: TextDelta) -> tuple[str, list[dict[str, Any]]]:
-        """New content, and new calls as a stream writes them."""
+        """Return the new content and the new tool calls, in the format of a stream."""
         content, found = self._told_apart(delta)
         self._digest.add(content, found)
         return content, found
 
     def of_reply(self) -> dict[str, Any]:
-        """What `rollout` says of the reply when it has ended."""
+        """Fields of `rollout` that describe the finished reply."""
         return {"content_digest": self._digest.hexdigest()}
 
     def _told_apart(self, delta: TextDelta) -> tuple[str, list[dict[str, Any]]]:
@@ -290,6 +290,6 @@ class _Voice:
         ]
 
     def finish_reason(self, delta: TextDelta) -> str | None:
-        """OpenAI's word for the end: a reply that ended by itself and has calls ended for them."""
+        """OpenAI's finish reason; `tool_calls` for a reply that stopped by itself and contains calls."""
         reason = finish_reason(delta)
         return "tool_calls" if reason == "stop" and self._called else reason

@@ -1,8 +1,8 @@
 """Request schema of chat completions: messages, tools, and options.
 
-Always true: see `schema`. An assistant's message is taken as a reply brought it and as clients send it back:
-fields of theirs that are not known here (`annotations`, `provider_specific_fields`) are left out. Labels
-that no reply depends on are accepted: `metadata`, `safety_identifier`, `prompt_cache_*`.
+Validation rules are those of `schema`. Assistant messages are accepted as clients send them back: unknown fields
+(`annotations`, `provider_specific_fields`) are dropped. Labels that do not affect a reply are accepted: `metadata`,
+`safety_identifier`, `prompt_cache_*`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollout.server.openai.schema import INT32, Absent, Body, SamplingBody, Toke
 
 
 def _of_type(served: str, what: str) -> BeforeValidator:
-    """Says of an object of another type what is served, before its other fields are looked at."""
+    """Return a validator that rejects objects of another type before their other fields are validated."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -49,22 +49,22 @@ def _kind_of_choice(value: Any) -> str:
 
 
 MAX_MESSAGES = 8192
-"""Most messages of a conversation."""
+"""Maximum number of messages in a conversation."""
 
 MAX_METADATA = 16
-"""Most entries of `metadata`, as OpenAI has it."""
+"""Maximum number of entries of `metadata`, as in OpenAI's API."""
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """Text part of a message."""
 
     type: Literal["text"]
     text: str
-    """Parts are joined without anything between them."""
+    """Parts are concatenated without a separator."""
 
 
 class CalledFunction(Body):
-    """Which function, and its arguments as JSON text."""
+    """Called function: its name, and its arguments as JSON text."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -74,38 +74,38 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call that an earlier reply made."""
+    """Tool call of an earlier reply."""
 
     model_config = ConfigDict(extra="ignore")
 
     id: str
-    """What the tool's message names as `tool_call_id`."""
+    """Id of the call, referenced by the tool message's `tool_call_id`."""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class RolloutIds(BaseModel):
-    """`rollout` of an earlier reply: the ids that the conversation is continued from. What else is in it is not read."""
+    """`rollout` of an earlier reply: token ids from which the conversation is continued. Other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     prompt_token_ids: TokenIds
-    """Of the prompt that the message answered."""
+    """Token ids of the prompt that the message answered."""
     token_ids: TokenIds
-    """What the model wrote then."""
+    """Token ids that the model generated."""
     prompt_digest: str | None = Field(None, max_length=256)
-    """As the reply brought it. Ids without it are not used."""
+    """Unchanged from the reply. Ids without it are not used."""
     content_digest: str | None = Field(None, max_length=256)
-    """As the reply brought it. Ids without it are not used."""
+    """Unchanged from the reply. Ids without it are not used."""
     forced_prefix: str | None = None
-    """As the reply brought it."""
+    """Unchanged from the reply."""
 
 
 class Message(Body):
-    """One message of a conversation; an assistant's as a reply brought it, or as the client keeps it."""
+    """One message of a conversation; assistant messages may be sent back as replies contained them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """`developer` is shown as `system` to templates that do not know it."""
+    """`developer` is passed as `system` to chat templates without that role."""
     content: (
         Annotated[
             Annotated[str, Tag("One")]
@@ -116,27 +116,26 @@ class Message(Body):
     ) = None
     """Text, or a list of text parts."""
     name: str | None = None
-    """Who speaks, where the template shows it."""
+    """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None
-    """Of a tool's message: which call it answers."""
+    """Tool messages: id of the call that the message answers."""
     tool_calls: list[Annotated[ToolCall, _FUNCTION_ONLY]] | None = None
-    """Of an assistant's message: the calls it made."""
+    """Assistant messages: the tool calls of the reply."""
     reasoning_content: str | None = None
-    """Thoughts, for templates that show them."""
+    """Reasoning text, for chat templates that show it."""
     refusal: str | None = None
-    """As replies bring it; not read."""
+    """Accepted because replies contain it; ignored."""
     audio: Absent = None
     function_call: Absent = None
     rollout: RolloutIds | None = None
-    """Of an assistant's message: as the reply brought it. Token ids begin the prompt as far as what stands before the last
-    such message, and what it says, is what it was; the reply's `rollout.retokenized` says where that was not so. Leave it
-    out to have the text tokenised anew."""
+    """Assistant messages: `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the conversation
+    up to and including the last such message is unchanged; otherwise the new reply's `rollout.retokenized` gives the
+    reason. Omit it to have the text tokenised again."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_clients_keep_it(cls, value: Any) -> Any:
-        """An assistant's message comes back with whatever its client's own type has: what is not known here goes. litellm
-        has put `rollout` into a field of its own."""
+        """Drop unknown fields that client libraries add to assistant messages; find `rollout` where litellm puts it."""
         if not isinstance(value, dict) or value.get("role") != "assistant":
             return value
         known = {name: field for name, field in value.items() if name in cls.model_fields}
@@ -160,38 +159,38 @@ class Message(Body):
 
 
 class FunctionDefinition(Body):
-    """What a tool is called, does and takes."""
+    """Name, description and parameters of a function."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    """A JSON schema."""
+    """JSON schema of the arguments."""
     strict: bool | None = None
-    """true: a call of it whose arguments do not fit `parameters` stays text."""
+    """true: a call whose arguments do not match `parameters` is returned as text, not as a call."""
 
 
 class Tool(Body):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class NamedFunction(Body):
-    """The one function that must be called."""
+    """Name of the function that must be called."""
 
     name: str
 
 
 class NamedTool(Body):
-    """`tool_choice` of one function."""
+    """`tool_choice` that requires one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class TextFormat(Body):
-    """The one format there is."""
+    """The only supported response format."""
 
     type: Literal["text"]
 
@@ -206,13 +205,13 @@ class ChatRequest(SamplingBody):
     )
     """The conversation, oldest message first."""
     logprobs: bool | None = None
-    """Log-probs of every token."""
+    """Return the log-prob of every token."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    """How many of the likeliest tokens in each place. Needs logprobs=true."""
+    """Number of likeliest tokens to return per position. Requires logprobs=true."""
     max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
     """OpenAI's newer name for max_tokens."""
     tools: list[Annotated[Tool, _FUNCTION_ONLY]] | None = Field(None, max_length=1024)
-    """Functions, shown to the model by its chat template."""
+    """Functions that the model may call, rendered by its chat template."""
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("Word")]
@@ -221,27 +220,27 @@ class ChatRequest(SamplingBody):
         ]
         | None
     ) = None
-    """`required`, or a function: the beginning of a call is put into the prompt, and its text into the reply. `none`: tools
-    are not shown, and calls stay text. Default `auto`."""
+    """`required`, or a function: the prompt ends with the beginning of a call, which is also part of the reply's text.
+    `none`: tools are not rendered, and calls are returned as text. Default `auto`."""
     response_format: TextFormat | None = None
-    """Text."""
+    """Text is the only supported format."""
     modalities: list[Literal["text"]] | None = None
-    """Text."""
+    """Text is the only supported modality."""
     # ours
     chat_template_kwargs: dict[str, JsonValue] | None = None
-    """Further variables of the chat template, such as `enable_thinking`."""
+    """Additional variables of the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
-    """Whether the template begins the assistant's message. Default true."""
+    """Whether the chat template appends the start of an assistant message. Default true."""
     continue_final_message: bool | None = None
-    """The reply goes on where the last message ends."""
+    """true: the reply continues the last message."""
     parallel_tool_calls: bool | None = None
-    """false: a reply ends behind its first call; refused where the chat template's calls have no end to stop at."""
-    # labels, for whoever reads the requests; no reply depends on them
+    """false: a reply ends after its first call; refused if the chat template's call format has no end marker."""
+    # labels; no reply depends on them
     store: bool | None = None
-    """true is refused: nothing is stored here."""
+    """true is refused: requests are not stored."""
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(max_length=MAX_METADATA)] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    """There is one."""
+    """Accepted, without effect."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None
@@ -290,22 +289,22 @@ class ChatRequest(SamplingBody):
 
     @property
     def budget(self) -> int | None:
-        """Most tokens of a reply; None: what there is room for."""
+        """Maximum number of tokens of a reply. None: the remaining sequence length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def plain_tools(self) -> list[dict[str, Any]] | None:
-        """The tools as they were sent."""
+        """Tools as plain dicts, with the fields that were sent."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
     @property
     def plain_tool_choice(self) -> str | dict[str, Any] | None:
-        """The choice as it was sent."""
+        """Tool choice as a plain value, as it was sent."""
         return self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
     @property
     def json_texts(self) -> Iterator[str]:
-        """Texts that are JSON themselves: the arguments of earlier calls."""
+        """JSON texts inside the body: the arguments of earlier calls."""
         for message in self.messages:
             for call in message.tool_calls or ():
                 yield call.function.arguments

@@ -1,7 +1,6 @@
-"""`POST /v1/completions`.
+"""Endpoint `POST /v1/completions`.
 
-Always true: choice c is sample c % n of prompt c // n; what a stream's chunks add up to is what the whole reply would
-have been.
+Choice c is sample c % n of prompt c // n. The concatenated chunks of a stream equal the whole reply.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from rollout.server.sse import DONE, Chunks, EventStream
 
 
 def add_completion_routes(app: FastAPI, serving: Serving) -> None:
-    """Serve completions.
+    """Register the completions route.
 
     Args:
-        app: gets the route.
+        app: application to extend.
         serving: the model and its limits.
     """
     texts = TokenTexts(serving.llm.tokenizer)
@@ -51,7 +50,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
         openapi_extra=documented_body(CompletionRequest),
     )
     async def create_completion(request: Request) -> Response:
-        """Continue one prompt or many."""
+        """Generate completions of one or more prompts."""
         body = await body_of(serving, request, CompletionRequest)
         calls.admit(serving, request, body, len(body.prompts))
         size = len(await request.body())
@@ -64,9 +63,9 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None, stop: Stop) -> list[calls.Asked]:
-    """Each prompt's token ids, and how it is sampled."""
+    """Return (token ids, sampling parameters) of every prompt."""
     asked: list[calls.Asked] = []
-    # Checking them costs as much as they hold, and they are the same for most prompts.
+    # Validation is expensive for large parameters, and most prompts share them.
     checked: dict[int, SamplingParams] = {}
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompts: Sequence[str | list[int]] = body.prompts
@@ -102,11 +101,11 @@ def _params(body: CompletionRequest, max_tokens: int) -> SamplingParams:
 
 
 class _Reply:
-    """One request's answer.
+    """Reply to one request, whole or as a stream.
 
     Args:
-        texts: the tokenizer's tokens.
-        asked: each prompt's token ids, and how it is sampled.
+        texts: texts of the tokenizer's tokens.
+        asked: (token ids, sampling parameters) of every prompt.
     """
 
     def __init__(self, serving: Serving, body: CompletionRequest, texts: TokenTexts, asked: list[calls.Asked]) -> None:
@@ -118,7 +117,7 @@ class _Reply:
         self._echoed_logprobs = bool(body.echo) and body.logprobs is not None
 
     def _echo(self, prompt: int) -> str:
-        """The text that a choice of this prompt begins with."""
+        """Prompt text that a choice begins with if `echo` is set, else ""."""
         if not self._body.echo:
             return ""
         given = self._body.prompts[prompt]
@@ -128,7 +127,7 @@ class _Reply:
         return "" if tokenizer is None else str(tokenizer.decode(given, skip_special_tokens=True))
 
     def _ahead(self, choice: dict[str, Any], sample: DynamicInferenceRequest, logprobs: CompletionLogprobs) -> None:
-        """Put what is known of the prompt into a choice that begins, and has no columns yet."""
+        """Add the prompt's log-probs to the first part of a choice, which has no columns yet."""
         if self._body.prompt_logprobs is not None:
             columns = prompt_columns(sample, self._body.prompt_logprobs)
             choice["prompt_logprobs"] = CompletionLogprobs(self._texts).take(*columns)
@@ -138,7 +137,7 @@ class _Reply:
     # --- whole ------------------------------------------------------------------------------------------------------
 
     async def whole(self, request: Request) -> dict[str, Any]:
-        """The reply, once every sample has ended."""
+        """Return the reply once every sample has finished."""
         head = calls.reply_head(self._serving, "text_completion", "cmpl")
         groups = await calls.samples_of(self._serving, request, self._body, head["id"], self._asked)
         version = self._serving.llm.policy_version
@@ -170,10 +169,10 @@ class _Reply:
     # --- as a stream ------------------------------------------------------------------------------------------------
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The reply as events, `[DONE]` at the end.
+        """Yield the reply as server-sent events, ending with `[DONE]`.
 
         Raises:
-            ApiError, RolloutError: there is no more, and no `[DONE]`.
+            ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
         """
         body, serving = self._body, self._serving
         head = calls.reply_head(serving, "text_completion", "cmpl")

@@ -1,6 +1,6 @@
 """Submits validated bodies to the LLM and collects replies; shared by both endpoints.
 
-Always true: of a request with many prompts all run or none; a client that goes away before its reply ends all of them.
+Either all prompts of a request are submitted or none. A client that disconnects before its reply aborts all of them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from rollout.state import FinishReason
 
 Group = list[DynamicInferenceRequest]
 Asked = tuple[list[int], SamplingParams]
-"""A prompt's token ids, and how it is sampled."""
+"""(token ids, sampling parameters) of a prompt."""
 
 PROMPTS_AT_ONCE = 64
-"""Prompts that are begun before others have their turn."""
+"""Prompts submitted before yielding to other tasks of the event loop."""
 
 ERRORS = documented(400, 401, 404, 408, 409, 413, 429, 500, 503)
-"""The `responses` of both routes, beside their 200."""
+"""Error `responses` of both routes."""
 
 _RESTARTED = "choice {}: its tokens were given up and it has begun afresh; forget what came, and send the request again"
 
-# What an error's message begins with, where it begins with a field: `messages[1].content`.
+# Field path at the beginning of an error message, such as `messages[1].content`.
 _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 
 def admit(serving: Serving, request: Request, body: SamplingBody, prompts: int) -> None:
-    """Whether the request may be served now. Raises: as `Serving.check_model` and `Serving.admit`."""
+    """Admit a request, or raise as `Serving.check_model` and `Serving.admit` do."""
     if body.model is not None:
         serving.check_model(body.model)
     samples = prompts * (body.n or 1)
@@ -52,7 +52,7 @@ def admit(serving: Serving, request: Request, body: SamplingBody, prompts: int) 
 
 
 def reply_head(serving: Serving, kind: str, prefix: str) -> dict[str, Any]:
-    """The fields that a reply and each of its chunks begin with."""
+    """Return the fields common to a reply and its chunks: id, object, created, model."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -62,10 +62,12 @@ def reply_head(serving: Serving, kind: str, prefix: str) -> dict[str, Any]:
 
 
 def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
-    """`max_tokens`, cut to the room there is. At least 1 unless 0 was asked for: a full prompt is the engine's refusal.
+    """Return `asked` capped at the remaining sequence length, at least 1 unless 0 was asked for.
+
+    A prompt that leaves no room for a token is refused by the engine.
 
     Raises:
-        InvalidRequestError: there is not even room for the prompt; said here, before the engine looks at every token.
+        InvalidRequestError: the prompt itself is too long; checked here before the engine validates every token.
     """
     longest = serving.llm.max_sequence_length
     if len(prompt) > longest:
@@ -78,10 +80,10 @@ def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> i
 
 
 def refused(exc: InvalidRequestError, body: SamplingBody, where: str = "") -> ApiError:
-    """400, with the field that the message begins with; where it names none, that of the prompt.
+    """Return a 400 whose `param` is the field that the message begins with, else the prompt field.
 
     Args:
-        where: said before the message.
+        where: prefix of the message.
     """
     named = _FIELD.match(str(exc))
     known = named is not None and named[1] in type(body).model_fields
@@ -92,10 +94,12 @@ def refused(exc: InvalidRequestError, body: SamplingBody, where: str = "") -> Ap
 
 
 class WholeStream:
-    """A group read as a stream that has nothing until all is there; a whole reply, and what is known only at the end.
+    """Stream interface of a group that yields one delta per sample when the whole group has finished.
+
+    Used for whole replies, and for streams with data that is known only at the end.
 
     Args:
-        pending: as `AsyncLLM.submit` gives it.
+        pending: as returned by `AsyncLLM.submit`.
     """
 
     def __init__(self, pending: Any) -> None:
@@ -104,30 +108,30 @@ class WholeStream:
         self._pending = pending
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """One delta per sample."""
+        """Yield one delta per sample."""
         self.results = await self._pending
         for sample in self.results:
             yield whole(sample)
 
     def take_waiting(self) -> list[TextDelta]:
-        """Nothing waits."""
+        """Return no deltas: none are queued."""
         return []
 
     async def aclose(self) -> None:
-        """End the group, if it has not ended."""
+        """Abort the group unless it has finished."""
         if not self.results:
             self._pending.abort()
 
 
 async def begin(serving: Serving, body: SamplingBody, asked: Sequence[Asked], *, growing: bool) -> list[Any]:
-    """Every prompt's stream, or none.
+    """Submit every prompt and return their streams; on an error, none is submitted.
 
     Args:
-        growing: deltas come as there are tokens; else with the end.
+        growing: True: streams yield deltas as tokens arrive. False: only when a group has finished.
 
     Raises:
-        ApiError: 400, a prompt can never be served; nothing is computed.
-        RolloutError: no request is served any more.
+        ApiError: 400, a prompt can never be served.
+        RolloutError: the engine accepts no requests any more.
     """
     options: dict[str, Any] = {"priority": body.priority or 0, "timeout_s": serving.time_limit(body.timeout_s)}
     streams: list[Any] = []
@@ -152,12 +156,12 @@ async def begin(serving: Serving, body: SamplingBody, asked: Sequence[Asked], *,
 async def samples_of(
     serving: Serving, request: Request, body: SamplingBody, reply_id: str, asked: Sequence[Asked]
 ) -> list[Group]:
-    """Each prompt's finished samples.
+    """Submit every prompt and return the finished samples of each.
 
     Raises:
-        ClientGoneError: nobody waits for them any more.
+        ClientGoneError: the client disconnected.
         ApiError: 400, a prompt can never be served; 500, a sample failed.
-        RolloutError: why one ended without samples.
+        RolloutError: the cause, if a group ended without samples.
     """
 
     async def computed() -> list[Group]:
@@ -180,7 +184,7 @@ async def _read(streams: Sequence[WholeStream]) -> None:
 
 
 def _counted(serving: Serving, streams: Sequence[Any]) -> list[Group]:
-    """The results of streams that have ended, none of them failed."""
+    """Record and return the results of finished streams; raise `ApiError` if a sample failed."""
     groups: list[Group] = [stream.results for stream in streams]
     for position, group in enumerate(groups):
         serving.counters.finished(group)
@@ -197,14 +201,14 @@ async def _close(streams: Sequence[Any]) -> None:
 async def deltas_of(
     serving: Serving, reply_id: str, streams: Sequence[Any], samples: int
 ) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """(which choice, what is new of it), until all have ended.
+    """Yield (choice index, delta) until all streams have ended.
 
     Args:
-        samples: per prompt. Choice c is sample c % samples of prompt c // samples.
+        samples: samples per prompt. Choice c is sample c % samples of prompt c // samples.
 
     Raises:
-        ApiError: a sample failed, or has begun afresh when something of it was already given.
-        RolloutError: why one ended without samples.
+        ApiError: a sample failed, or was restarted after a part of it had been yielded.
+        RolloutError: the cause, if a group ended without samples.
     """
     begun: set[int] = set()
     with serving.computing(reply_id, [stream.request_id for stream in streams]):
@@ -213,7 +217,7 @@ async def deltas_of(
                 for prompt, delta in burst:
                     choice = prompt * samples + delta.sample_index
                     if delta.finish_reason == FinishReason.ABORT:
-                        continue  # the stream itself says why
+                        continue  # the stream raises the cause
                     refuse_failed(delta.finish_reason, delta.error, choice)
                     if delta.restarted and choice in begun:
                         raise ApiError(503, _RESTARTED.format(choice), code="restarted")
@@ -223,5 +227,5 @@ async def deltas_of(
 
 
 def json_reply(value: Any) -> Response:
-    """A reply as JSON."""
+    """Return a JSON response."""
     return Response(encode(value), media_type="application/json")

@@ -1,7 +1,7 @@
 """Log-probs in OpenAI's two formats.
 
-Always true: every generated token has one entry, those that show no text included; a token's bytes, joined over the
-tokens, are the text's UTF-8 even where a character spans tokens; an infinite log-prob is written as -9999.
+Every generated token has one entry, also if it shows no text. The concatenated bytes of the tokens are the text's UTF-8,
+also where a character spans several tokens. A log-prob of minus infinity is written as -9999.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from rollout.requests.growth import TopN
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has not: a token that a filter removed."""
+"""Replaces minus infinity (a token removed by a filter), which JSON cannot represent."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class TokenTexts:
-    """What each token reads as, by itself; kept, because few tokens make up most texts.
+    """Cached text and bytes of single tokens.
 
     Args:
         tokenizer: a Hugging Face tokenizer; None: a token reads as `token_id:7` and has no bytes.
@@ -34,23 +34,23 @@ class TokenTexts:
         self._bytes: dict[int, bytes] = {}
 
     def text_of(self, token: int) -> str:
-        """The token's text; a part of a character reads as U+FFFD."""
+        """Text of the token; an incomplete character becomes U+FFFD."""
         return f"token_id:{token}" if self._tokenizer is None else self.bytes_of(token).decode("utf-8", "replace")
 
     def distinct(self, token: int) -> str:
-        r"""The same, but parts of characters differ from each other: `bytes:\xe2\x82`."""
+        r"""Text of the token, or `bytes:\xe2\x82` for an incomplete character, so that different tokens differ."""
         text = self.text_of(token)
         return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token))
 
     def bytes_of(self, token: int) -> bytes:
-        """The token's own bytes; none without a tokenizer."""
+        """Bytes of the token; empty without a tokenizer."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = b"" if self._tokenizer is None else self._read(token)
         return known
 
     def shown(self, token: int, *, first: bool) -> bytes:
-        """The bytes that the token adds to a text: none if it is special, no leading space where `decode` drops it."""
+        """Bytes that the token adds to the text: none if special; no leading space at the start if `decode` drops it."""
         if self._tokenizer is None or token in self._special:
             return b""
         if first and self._byte_of is None:
@@ -78,12 +78,12 @@ class TokenTexts:
 def chat_logprobs(
     texts: TokenTexts, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopN | None
 ) -> list[dict[str, Any]]:
-    """`choice.logprobs.content`.
+    """Return `choice.logprobs.content` of a chat reply.
 
     Args:
         tokens: [T] token ids.
         log_probs: [T]; None: the token has none (the first of a prompt).
-        top: [T] rows of the likeliest tokens, best first; None where only the tokens' own were asked for.
+        top: [T] rows of the likeliest tokens, best first; None if only the tokens' own log-probs were requested.
     """
     rows: TopN = [[] for _ in tokens] if top is None else top
     return [
@@ -100,7 +100,7 @@ def _entry(texts: TokenTexts, token: int, log_prob: float | None) -> dict[str, A
 
 
 class CompletionLogprobs:
-    """`choice.logprobs` of one completion's choice, whole or chunk by chunk: knows how much text came before."""
+    """Builder of `choice.logprobs` of one completion choice, whole or chunk by chunk; tracks the text offset."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -109,10 +109,10 @@ class CompletionLogprobs:
         self._begun = False
 
     def take(self, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopN | None) -> dict[str, list[Any]]:
-        """The columns of the next tokens; arguments as those of `chat_logprobs`.
+        """Return the columns of the next tokens; arguments as for `chat_logprobs`.
 
-        `text_offset` counts characters; a token that begins inside one has the offset of that character. `top_logprobs`
-        holds the token itself beside the likeliest ones; it is null where the token has no log-prob.
+        `text_offset` counts characters; a token that begins inside a character has that character's offset.
+        `top_logprobs` includes the token itself; it is null if the token has no log-prob.
         """
         rows: TopN = [[] for _ in tokens] if top is None else top
         return {
@@ -128,7 +128,7 @@ class CompletionLogprobs:
     def _likeliest(self, token: int, log_prob: float, likeliest: list[tuple[int, float]]) -> dict[str, float | None]:
         named: dict[str, float | None] = {}
         for each, value in (*likeliest, (token, log_prob)):
-            # Two tokens may read the same; the likelier one comes first and keeps the name.
+            # Two tokens may have the same text; the likelier one comes first and keeps the key.
             named.setdefault(self._texts.distinct(each), _finite(value))
         return named
 
@@ -144,26 +144,26 @@ class CompletionLogprobs:
 
 
 def _finite(log_prob: float | None) -> float | None:
-    # NaN is neither: it becomes null when it is written.
+    # NaN passes through and becomes null in JSON.
     return log_prob if log_prob is None or log_prob != -float("inf") else LOWEST
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that `decode` leaves out of a text: those the tokenizer has a name for, and others that are marked so."""
+    """Ids that `decode` omits from text: the tokenizer's named special tokens and added tokens marked as special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     marked = (token for token, entry in added.items() if entry.special)
     return frozenset((*getattr(tokenizer, "all_special_ids", ()), *marked))
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether a token's name spells its bytes in the alphabet of GPT-2."""
+    """Whether token names encode bytes in GPT-2's alphabet."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte of each character of GPT-2's alphabet (its `bytes_to_unicode`): printable bytes are themselves, the others
-    the characters from U+0100 on, in order."""
+    """Character → byte of GPT-2's alphabet (inverse of `bytes_to_unicode`): printable bytes map to themselves, the others
+    to the characters from U+0100 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,6 +1,6 @@
 """Response models for the OpenAPI description and tests; replies are not built from them.
 
-Always true: OpenAI's types with our additions: `rollout`, `stop_reason`, `prompt_logprobs` and `policy_version`.
+OpenAI's types with the additional fields `rollout`, `stop_reason`, `prompt_logprobs` and `policy_version`.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ class _Reply(BaseModel):
 
 
 class Rollout(_Reply):
-    """Which tokens the sample is made of. Lists are as long as `token_ids`."""
+    """Tokens of a sample. Lists other than the prompt's are as long as `token_ids`."""
 
     prompt_token_ids: list[int]
-    """The prompt as the model had it. A stream has it in a sample's first chunk only."""
+    """Token ids of the prompt. In a stream, only in a sample's first chunk."""
     token_ids: list[int]
-    """What the model wrote, the token that ended it included."""
+    """Generated token ids, including the one that ended the sample."""
     log_probs: list[float | None]
-    """Of the distribution that `logprobs_mode` says."""
+    """Log-probs under the distribution chosen by `logprobs_mode`."""
     policy_versions: list[int]
-    """Of the weights that made each token."""
+    """Policy version of the weights that sampled each token."""
     policy_staleness: list[int]
-    """Weight updates between then and the reply."""
+    """Number of weight updates between sampling each token and the reply."""
     finish_reason: Literal["stop", "length", "stale"]
-    """The engine's own word; `stale`: cut because its tokens had become too old."""
+    """The engine's finish reason; `stale`: ended because its tokens exceeded `max_staleness`."""
 
 
 class ChatRollout(Rollout):
-    """The same, and what a conversation that comes back is compared by: send it back as it is."""
+    """Tokens of a chat sample, with the digests that let a later request continue from them. Send it back unchanged."""
 
     prompt_digest: str
-    """Of the text that the chat template wrote for this reply to answer."""
+    """Digest of the prompt's text, as the chat template rendered it."""
     content_digest: str
-    """Of the content and the calls. A stream has it in a sample's last chunk."""
+    """Digest of the content and the tool calls. In a stream, in a sample's last chunk."""
     prompt_ids_reused: int
-    """How many of the first prompt tokens are ids that came back with an earlier reply; the others are new."""
+    """Number of leading prompt tokens reused from an earlier reply's ids; the rest was tokenised."""
     retokenized: str | None
-    """Why the ids that came back with the last reply were not used, or not all; null where they were, or none came."""
+    """Why ids sent back with the last reply were not used, or only in part; null if all were used or none were sent."""
     forced_prefix: str | None = None
-    """Text of the reply that is in the prompt already, because `tool_choice` asks for it; not there otherwise."""
+    """Beginning of the reply's text that is part of the prompt, because of `tool_choice`; absent otherwise."""
 
 
 class PromptTokensDetails(_Reply):
-    """Tokens whose KV was in the prefix cache."""
+    """Prompt tokens whose KV was in the prefix cache."""
 
     cached_tokens: int
     audio_tokens: int
 
 
 class CompletionTokensDetails(_Reply):
-    """OpenAI's; always 0 here."""
+    """Fields of OpenAI's API, always 0."""
 
     reasoning_tokens: int
     audio_tokens: int
@@ -63,7 +63,7 @@ class CompletionTokensDetails(_Reply):
 
 
 class Usage(_Reply):
-    """What a request cost; a prompt counts once, however many samples it has."""
+    """Token counts of a request; a prompt counts once, independent of its number of samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -73,7 +73,7 @@ class Usage(_Reply):
 
 
 class TokenLogprob(_Reply):
-    """A token, its log-prob (null: the first of a prompt), and its own bytes."""
+    """A token, its log-prob (null for the first token of a prompt) and its bytes."""
 
     token: str
     logprob: float | None
@@ -81,7 +81,7 @@ class TokenLogprob(_Reply):
 
 
 class ChosenTokenLogprob(TokenLogprob):
-    """The same of a token that the text has, with the likeliest ones in its place."""
+    """A token of the text, with the likeliest tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -97,36 +97,36 @@ class TextLogprobs(_Reply):
     """One entry per token in each column."""
 
     tokens: list[str]
-    """The tokens' texts; `bytes:…` where one is a part of a character."""
+    """Texts of the tokens; `bytes:…` for an incomplete character."""
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None]
-    """Token → log-prob, the token itself among them; null where it has none."""
+    """Token → log-prob of the likeliest tokens, including the token itself; null if it has no log-prob."""
     text_offset: list[int]
-    """In characters, of the choice's text."""
+    """Character offset of the token in the choice's text."""
 
 
 class ReplyFunction(_Reply):
-    """Which function, and its arguments as JSON text."""
+    """Called function: its name, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ReplyToolCall(_Reply):
-    """A call that the model made."""
+    """Tool call of the model."""
 
     id: str
-    """What the tool's message names as `tool_call_id`."""
+    """Id of the call, referenced by the tool message's `tool_call_id`."""
     type: Literal["function"]
     function: ReplyFunction
 
 
 class ReplyMessage(_Reply):
-    """What the model says. Sent back as it is, behind what it answered, the conversation goes on from its ids."""
+    """Assistant message. Sent back unchanged in the next request, the conversation continues from its token ids."""
 
     role: Literal["assistant"]
     content: str | None
-    """Null where there are only calls."""
+    """Null if the reply consists of tool calls only."""
     refusal: None
     tool_calls: list[ReplyToolCall] | None = None
     rollout: ChatRollout | None = None
@@ -140,7 +140,7 @@ class ChatChoice(_Reply):
     logprobs: ChatLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length", "tool_calls"]
-    """`tool_calls`: it ended by itself and calls a tool."""
+    """`tool_calls`: the sample stopped by itself and contains tool calls."""
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: ChatLogprobs | None = None
@@ -168,7 +168,7 @@ class TextChoice(_Reply):
     logprobs: TextLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length"]
-    """`length`: cut, by max_tokens or because its tokens had become too old."""
+    """`length`: cut off by max_tokens or by `max_staleness`."""
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: TextLogprobs | None = None
@@ -190,13 +190,13 @@ class Completion(_Reply):
 
 
 _CHUNK = (
-    "A chunk: the reply's fields, with what is new of one choice. A chat's choice has `delta` in place of `message`, and "
-    '`rollout` in it. An error is an event `{"error": …}`, and the last; otherwise the last one is `[DONE]`.'
+    "A chunk: the reply's fields, with the new part of one choice. A chat choice has `delta` instead of `message`, with "
+    '`rollout` inside. The last event is `[DONE]`, or `{"error": …}` after an error.'
 )
 
 
 def described(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` entry of a route that answers with this, or with a stream of its chunks."""
+    """Return the `responses` entry of a route that replies with this model or with a stream of its chunks."""
     data = {"type": "string", "contentMediaType": "application/json", "description": _CHUNK}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     events = {"text/event-stream": {"itemSchema": event}}

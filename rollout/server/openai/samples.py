@@ -1,7 +1,7 @@
 """Reply fields of a sample: ids, log-probs, versions, finish reason, usage.
 
-Always true: a whole sample is one `TextDelta`, so that a reply and a stream are written by the same code; a sample that
-failed is an error of its whole request, never a short answer.
+A whole sample is converted to one `TextDelta`, so that replies and streams share their code. A failed sample is an error of
+its whole request, never a truncated reply.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 
-# `stale`: `max_staleness` with the policy `partial` cut it where it stood, as a length does.
+# `stale`: cut off by `max_staleness` under the policy `partial`, as by a length limit.
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length"}
 
 
 def whole(request: DynamicInferenceRequest) -> TextDelta:
-    """A finished sample as the one delta of it."""
+    """Return a finished sample as a single delta."""
     versions = request.policy_versions[len(request.prompt_tokens) :].tolist()
     return TextDelta(
         sample_index=request.sample_index,
@@ -35,7 +35,7 @@ def whole(request: DynamicInferenceRequest) -> TextDelta:
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """Deltas that waited together, one per sample, the samples in the order they first appear."""
+    """Merge queued deltas to one per sample, in order of first appearance; a restart discards the earlier ones."""
     if len(deltas) == 1:
         return list(deltas)
     waiting: dict[int, list[TextDelta]] = {}
@@ -65,13 +65,13 @@ def _joined(pieces: list[TextDelta]) -> TextDelta:
 
 
 def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:
-    """Pass what goes on, and what has ended with a result.
+    """Raise if a sample has failed; return if it is unfinished or has a result.
 
     Args:
-        index: of the choice.
+        index: index of the choice.
 
     Raises:
-        ApiError: 500 with the code `sample_failed`, or 409 where it was aborted; names the choice and the cause.
+        ApiError: 500 with the code `sample_failed`, or 409 if it was aborted; names the choice and the cause.
     """
     if finish_reason is None or (finish_reason in _FINISH_REASONS and not error):
         return
@@ -81,23 +81,23 @@ def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> N
 
 
 def finish_reason(delta: TextDelta) -> str | None:
-    """OpenAI's word for how the sample ended; None while it has not."""
+    """OpenAI's finish reason of the sample; None while it is unfinished."""
     return None if delta.finish_reason is None else _FINISH_REASONS[FinishReason(delta.finish_reason)]
 
 
 def rollout(delta: TextDelta, policy_version: int, prompt_token_ids: list[int] | None = None) -> dict[str, Any]:
-    """Our `rollout` object.
+    """Return the `rollout` object of a choice.
 
     Args:
-        policy_version: the present one, which staleness is measured against.
-        prompt_token_ids: where they are to be in it.
+        policy_version: current version; staleness is measured against it.
+        prompt_token_ids: included unless None.
     """
     ahead: dict[str, Any] = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
     return ahead | tokens(delta, policy_version) | ending(delta)
 
 
 def tokens(delta: TextDelta, policy_version: int) -> dict[str, Any]:
-    """What it says of the tokens."""
+    """Per-token fields of the `rollout` object."""
     return {
         "token_ids": delta.token_ids,
         "log_probs": delta.log_probs,
@@ -107,12 +107,12 @@ def tokens(delta: TextDelta, policy_version: int) -> dict[str, Any]:
 
 
 def ending(delta: TextDelta) -> dict[str, Any]:
-    """What it says of the end: the engine's own word, once there is one."""
+    """Field `finish_reason` of the `rollout` object (the engine's); empty while the sample is unfinished."""
     return {} if delta.finish_reason is None else {"finish_reason": delta.finish_reason}
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's `usage`. A prompt counts once, however many samples it has."""
+    """Return OpenAI's `usage`. A prompt counts once, independent of its number of samples."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -128,7 +128,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, Any]:
-    """`usage` of finished groups. Cached tokens are those of a group's first sample: the others share its prompt."""
+    """Return `usage` of finished groups. Cached tokens are those of each group's first sample, whose prompt is shared."""
     finished = list(groups)
     return usage(
         sum(len(group[0].prompt_tokens) for group in finished),
@@ -140,10 +140,10 @@ def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, A
 def prompt_columns(
     request: DynamicInferenceRequest, top: int
 ) -> tuple[list[int], list[float | None], list[list[tuple[int, float]]]]:
-    """Token ids, log-probs and likeliest tokens of a finished sample's prompt; the first token has none.
+    """Return token ids, log-probs and likeliest tokens of a finished sample's prompt; the first token has no log-prob.
 
     Args:
-        top: how many of the likeliest there are to be.
+        top: number of likeliest tokens per position.
     """
     rows = request.prompt_top_n_logprobs or [[] for _ in request.prompt_tokens[1:]]
     return request.prompt_tokens, [None, *(request.prompt_log_probs or ())], [[], *(row[:top] for row in rows)]

@@ -1,8 +1,8 @@
 """Request schemas as pydantic models: sampling options and completions.
 
-Always true: a field that is not written here is refused by name, and no value is converted: a string is no number, a
-bool no integer. What OpenAI has and this server does not do is refused unless it is null; what changes nothing here
-(`user`, `stream_options.include_obfuscation`) is accepted. A field that is null has its default.
+Unknown fields are refused by name. Values are not converted: a string is not a number, a bool is not an integer. Fields of
+OpenAI's API that this server does not support are refused unless null; fields without effect here (`user`,
+`stream_options.include_obfuscation`) are accepted. A null field takes its default.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 from rollout.server.errors import bad_request
 
 MAX_N = 128
-"""Most samples of a prompt."""
+"""Maximum samples per prompt."""
 
 MAX_PROMPTS = 2048
-"""Most prompts of one completion request."""
+"""Maximum prompts per completion request."""
 
 MAX_STOPS = 64
-"""Most stop strings, and most stop token ids, of one request."""
+"""Maximum stop strings, and maximum stop token ids, per request."""
 
 MAX_BIASES = 4096
-"""Most tokens of `logit_bias`."""
+"""Maximum entries of `logit_bias`."""
 
 COMPLETION_MAX_TOKENS = 16
-"""`max_tokens` of a completion that does not say; a chat has all the room there is."""
+"""Default `max_tokens` of a completion; a chat's default is the remaining sequence length."""
 
 INT32 = 2**31 - 1
-"""Largest of the numbers that travel as 32 bits."""
+"""Largest 32-bit signed integer."""
 
 
 class Body(BaseModel):
-    """A JSON object of known fields."""
+    """JSON object that refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -57,7 +57,7 @@ def _refuse(value: Any) -> None:
 
 
 def one_or_many(value: Any) -> str:
-    """The alternative that a value is measured by: `Many` for a list, else `One`."""
+    """Return the union tag of a value: `Many` for a list, else `One`."""
     return "Many" if isinstance(value, list) else "One"
 
 
@@ -71,11 +71,11 @@ def _kind_of_prompt(value: Any) -> str:
 
 
 Absent = Annotated[None, BeforeValidator(_refuse)]
-"""A field of OpenAI's that would change the result and is not served."""
+"""Field of OpenAI's API that is not supported: only null is accepted."""
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuses more entries before any of them is looked at."""
+    """Return a validator that limits the number of entries before any of them is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict | list) and len(value) > count:
@@ -97,34 +97,34 @@ Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class StreamOptions(Body):
-    """What a stream brings beside its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    """One more chunk at the end, without choices, brings the usage."""
+    """Send the usage in an additional last chunk without choices."""
     include_obfuscation: bool | None = None
     """Accepted, without effect: there is no padding."""
 
 
 class SamplingBody(Body):
-    """What both endpoints take."""
+    """Fields common to both endpoints."""
 
     prompt_field: ClassVar[str]
-    """Where its prompt is."""
+    """Name of the field that holds the prompt."""
 
     model: str | None = None
-    """The served model's name; null is that one."""
+    """Name of the served model; null for that one."""
     n: int | None = Field(None, ge=1, le=MAX_N)
     """Samples per prompt."""
     temperature: float | None = Field(None, ge=0, le=100)
-    """0 is greedy, exactly. Default 1."""
+    """0: exact greedy decoding. Default 1."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Keep the likeliest tokens that together have this probability."""
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least this value."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    """Subtracted from the logit of every token that the sample has already."""
+    """Subtracted once from the logit of every token that the sample contains."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    """The same, times how often the sample has it."""
+    """Subtracted from a token's logit once per occurrence in the sample."""
     logit_bias: Annotated[dict[BiasedToken, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
-    """Token id, in decimal digits → what is added to its logit."""
+    """Token id, in decimal digits → value added to its logit."""
     stop: (
         Annotated[
             Annotated[StopString, Tag("One")] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("Many")],
@@ -132,46 +132,46 @@ class SamplingBody(Body):
         ]
         | None
     ) = None
-    """The sample ends where one of these texts would appear; it is not in the text."""
+    """Strings that end the sample; the matched one is removed from the text."""
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    """The same seed, prompt, parameters and weights give the same samples. A negative one is taken modulo 2**63."""
+    """Equal seed, prompt, parameters and weights give equal samples. A negative seed is taken modulo 2**63."""
     max_tokens: int | None = Field(None, ge=0, le=INT32)
-    """Most tokens of a sample, cut to the room that the prompt leaves. 0: the prompt only, no token. Default: 16 for a
-    completion, all the room there is for a chat."""
+    """Maximum number of tokens of a sample, capped at the remaining sequence length. 0: process the prompt only. Default:
+    16 for a completion, the remaining sequence length for a chat."""
     stream: bool | None = None
-    """Send the reply as it grows, as server-sent events."""
+    """Send the reply incrementally, as server-sent events."""
     stream_options: StreamOptions | None = None
-    """Only with stream=true."""
+    """Requires stream=true."""
     user: str | None = None
     """Accepted, without effect."""
     # ours
     top_k: int | None = Field(None, ge=0, le=INT32)
-    """Keep so many of the likeliest tokens. 0: all."""
+    """Keep the k likeliest tokens. 0: all."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Keep tokens at least this likely, relative to the likeliest."""
+    """Keep tokens whose probability is at least this fraction of the likeliest token's."""
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    """Divides positive and multiplies negative logits of tokens that prompt or sample have already. 1: none."""
+    """Divides positive and multiplies negative logits of tokens that the prompt or the sample contains. 1: off."""
     min_tokens: int | None = Field(None, ge=0, le=INT32)
-    """No end of text, stop token or stop string before so many tokens."""
+    """No end-of-text token, stop token or stop string ends the sample before this many tokens."""
     ignore_eos: bool | None = None
-    """The end-of-text token ends nothing."""
+    """Continue after an end-of-text token."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
-    """Tokens that end the sample too."""
+    """Token ids that end the sample, in addition to the end-of-text tokens."""
     include_stop_str_in_output: bool | None = None
-    """Leave the stop string in the text."""
+    """Keep the stop string in the text."""
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    """Log-probs of the prompt's tokens, and so many of the likeliest in each place. 0: only the tokens' own."""
+    """Return log-probs of the prompt's tokens, and of this many likeliest tokens per position. 0: only the tokens' own."""
     logprobs_mode: Literal["processed", "raw", "tempered"] | None = None
-    """`processed`: log-probs of the distribution that is drawn from. `raw`: of the model's own. `tempered`: of the
-    model's own at the temperature."""
+    """Distribution of the log-probs. `processed`: the one sampled from. `raw`: softmax of the model's logits. `tempered`:
+    softmax(logits / temperature)."""
     priority: int | None = Field(None, ge=-INT32, le=INT32)
-    """Higher runs first. Default 0."""
+    """Requests with a higher priority are scheduled first. Default 0."""
     timeout_s: float | None = Field(None, gt=0, le=86400)
-    """Seconds after which the request fails with 408; at most what the server allows."""
+    """Seconds after which the request fails with 408; capped at the server's `request_timeout_s`."""
     return_rollout: bool | None = None
-    """Token ids, log-probs and versions in the reply: default on."""
+    """Include token ids, log-probs and policy versions in the reply. Default true."""
     wait_while_suspended: bool | None = None
-    """false: 503 unless the engine is running."""
+    """false: fail with 503 unless the engine is running, instead of waiting. Default true."""
 
     @field_validator("temperature")
     @classmethod
@@ -189,22 +189,22 @@ class SamplingBody(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options is not None and self.stream_options.include_usage)
 
     @property
     def wants_rollout(self) -> bool:
-        """Whether the reply brings token ids, log-probs and versions."""
+        """Whether the reply includes token ids, log-probs and policy versions."""
         return self.return_rollout is not False
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
-        """What the engine is asked for.
+        """Build the request's `SamplingParams`.
 
         Args:
-            decided: fields that the endpoint decides: max_tokens, logprobs, prompt_logprobs.
+            decided: fields set by the endpoint: max_tokens, logprobs, prompt_logprobs.
 
         Raises:
-            ApiError: 400: the values do not go together.
+            ApiError: 400, the values contradict each other.
         """
         asked = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None} | decided
         if self.logit_bias is not None:
@@ -248,16 +248,16 @@ class CompletionRequest(SamplingBody):
         ],
         Discriminator(_kind_of_prompt),
     ]
-    """Text, texts, token ids, or lists of token ids."""
+    """One text, several texts, token ids, or lists of token ids."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Log-probs of every token, and so many of the likeliest in its place. 0: only the token's own."""
+    """Return log-probs of every token, and of this many likeliest tokens per position. 0: only the tokens' own."""
     echo: bool | None = None
-    """The text begins with the prompt, and so do the log-probs."""
+    """Prepend the prompt to the text, and its log-probs to the log-probs."""
     best_of: int | None = Field(None, ge=1, le=MAX_N)
-    """Must equal n: no sample is thrown away here."""
+    """Must equal n: all samples are returned."""
     suffix: Absent = None
-    """Not served: leave it out."""
+    """Not supported."""
 
     @field_validator("best_of")
     @classmethod
@@ -268,7 +268,7 @@ class CompletionRequest(SamplingBody):
 
     @property
     def prompts(self) -> list[str] | list[TokenIds]:
-        """The prompts, one or many."""
+        """Prompts as a list, also for a single one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

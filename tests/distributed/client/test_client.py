@@ -1,4 +1,4 @@
-"""The asyncio client against a coordinator made of a ROUTER socket."""
+"""Tests of the asyncio client against a coordinator made of a ROUTER socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client knows: any sequence of stretches becomes the right results, and whatever ends, ends once and by name."""
+"""Tests of the client session: sample deltas join to the right results; every request and call ends exactly once."""
 
 from __future__ import annotations
 

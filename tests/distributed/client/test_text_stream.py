@@ -1,4 +1,4 @@
-"""What a stream shows of a sample is, joined, the text that the sample ends with, however its tokens arrive."""
+"""Tests of text streams: concatenated deltas equal the sample's text, however its tokens arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without a model: what it samples is a number that anybody can work out again, whichever engine it was."""
+"""Engine without a model: its tokens are a deterministic function, so that a test can compute the expected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A coordinator's core with clients and ranks whose every word is written by the test; frames are real, time is a number."""
+"""Coordinator core with scripted clients and ranks; frames are real, time is a number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A whole job in one thread: the real core, the real rank and client sessions, a fake engine, a network that misbehaves.
+"""Simulation of a whole job in one thread: real core and sessions, fake engine, faulty network.
 
 One seed decides everything: who acts next, which frames are delayed, repeated or lost with their connection, which rank
-dies, hangs, wakes or arrives late, which client dies, when somebody pauses, suspends, moves the version, aborts, stops.
+dies, hangs, wakes or arrives late, which client dies, when to pause, suspend, raise the version, abort or stop.
 After every event the invariants of `World.check` hold; at the end the faults stop, and everything must settle.
 
     python -m tests.distributed.coordinator.simulation SEED       replays one schedule and prints what happened

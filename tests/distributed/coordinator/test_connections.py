@@ -1,4 +1,4 @@
-"""What never becomes a message ends with its connection; what does becomes one, however slowly it is read."""
+"""Tests of incomplete and slow messages: an invalid one ends its connection, a slow one is delivered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever arrives on the socket, the coordinator answers the others, keeps its memory, and lives.
+"""Tests of hostile frames: the coordinator keeps serving other peers within its memory.
 
 One coordinator for the whole file, in a process of its own, with an honest client and an honest rank. What a peer may
 do by right (pause or end the job, register as a rank and get work) is not among the bad frames.

@@ -1,4 +1,4 @@
-"""The coordinator in one process: the same words as over sockets, in order, and nobody's failure is another's."""
+"""Tests of the in-process coordinator: same messages and order as over sockets, isolated failures."""
 
 from __future__ import annotations
 

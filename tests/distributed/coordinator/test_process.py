@@ -1,4 +1,4 @@
-"""The coordinator's process, met with raw sockets: how it starts and ends, whom it admits, and what it leaves on disk."""
+"""Tests of the coordinator process with raw sockets: start, end, authentication, files on disk."""
 
 from __future__ import annotations
 

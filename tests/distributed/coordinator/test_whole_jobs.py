@@ -1,4 +1,4 @@
-"""A hundred thousand schedules of a whole job (`ROLLOUT_SIMULATED_SCHEDULES`), each from one seed, by `simulation`."""
+"""Simulated schedules of a whole job (`ROLLOUT_SIMULATED_SCHEDULES`, 100,000 in full), each from one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One nursery for all tests of this folder: it takes seconds to import what a rank needs."""
+"""Fixtures of the job tests: one nursery process for all, because importing what a rank needs takes seconds."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Processes that are born fast, so that a test can kill many of them.
+"""Process nursery: forks child processes within milliseconds, so that a test can kill many of them.
 
     test process ── job, options, a pipe ──▶ nursery ── fork ──▶ child: job(pipe, **options)
          ▲ └──────── signals ─────────────────────────────────────▶ │
          └────────── answers ───────────────────────────────────────┘
 
 The nursery has imported everything and computed nothing, and it has one thread: a child of it begins its job within
-milliseconds. Nobody outlives the test process: the nursery ends with its socket, and takes its children with it.
+milliseconds. No process outlives the test process: the nursery ends with its socket and ends its children.
 """
 
 from __future__ import annotations

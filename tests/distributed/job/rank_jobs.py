@@ -1,4 +1,4 @@
-"""Jobs of `test_data_parallel`, each run on every rank at once, and what is expected of them."""
+"""Jobs of `test_data_parallel`, each run on every rank, with their expected results."""
 
 from __future__ import annotations
 

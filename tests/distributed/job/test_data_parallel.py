@@ -1,4 +1,4 @@
-"""Managers on several ranks, each a process with a real model: together they are what one alone would be."""
+"""Tests of managers on several ranks with real models: together they produce what a single one would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks meet before they gather their weights: all go, or all that came hear who did not."""
+"""Tests of the barrier before gathering weights: all ranks proceed, or those present learn which are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks, clients and coordinators are killed, stopped and woken as real processes; nothing is lost, nothing comes twice."""
+"""Tests with ranks, clients and coordinators killed, stopped and continued as real processes: no loss, no duplicates."""
 
 from __future__ import annotations
 

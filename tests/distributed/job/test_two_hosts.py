@@ -1,4 +1,4 @@
-"""Two network namespaces as two hosts: the link between them is cut and healed, and a stranger knocks."""
+"""Tests of two network namespaces as hosts: cut and restored links, unauthorised connections."""
 
 from __future__ import annotations
 

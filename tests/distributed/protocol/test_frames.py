@@ -1,4 +1,4 @@
-"""Every message survives the wire, and beside each there is a frame that does not."""
+"""Tests of frames: every message round-trips, with a malformed frame beside each."""
 
 from __future__ import annotations
 

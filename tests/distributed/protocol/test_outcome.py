@@ -1,4 +1,4 @@
-"""What travels of a sample is what its record has, and comes back from bytes as it was."""
+"""Tests of outcomes: conversion from records, and round trip through bytes."""
 
 from __future__ import annotations
 

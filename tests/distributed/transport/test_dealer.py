@@ -1,4 +1,4 @@
-"""A DEALER without polling: order, coalescing, identities, and every way to lose a connection."""
+"""Tests of the DEALER connection: order, coalescing, identities, and every way to lose a connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of a job: they belong together, travel as plain bytes, and never show a secret."""
+"""Tests of a job's keys: matching pairs, serialisation, secrets never shown."""
 
 from __future__ import annotations
 

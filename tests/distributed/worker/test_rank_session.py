@@ -1,4 +1,4 @@
-"""A rank does what the coordinator says, and says of its engine what is so: real engines, no sockets, no threads."""
+"""Tests of the rank session: assignments and progress reports, with real engines and no sockets or threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker serves a coordinator through a real socket, whatever its engine, its training loop and the network do."""
+"""Tests of the worker over a real socket: engine, training loop and network failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows are read off the mask functions of transformers, however large; other masks are described."""
+"""Tests of attention masks: sliding windows read from transformers' mask functions, other masks described."""
 
 from __future__ import annotations
 

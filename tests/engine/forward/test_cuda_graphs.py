@@ -1,4 +1,4 @@
-"""Decode steps recorded once and replayed: on a pretended device that records for real, and on a GPU.
+"""Tests of CUDA graphs of decode steps: on a fake device that records operations, and on a GPU.
 
 The pretended device traces a forward down to the operations it is made of, on the tensors it touched, and a replay runs
 those and no line of Python of the model or of ours. What was read from Python while recording is fixed in it, as it would

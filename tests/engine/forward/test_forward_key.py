@@ -1,4 +1,4 @@
-"""Whatever changes what a forward computes keeps the prefix cache of before for itself, and what does not keeps it."""
+"""Tests of the forward key: changes that affect a forward separate the prefix cache, others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ forward is the module's own, whatever the trainer does to the module between two calls."""
+"""Tests of the fused C++ forward: equal to the module's own, whatever the trainer changes between calls."""
 
 from __future__ import annotations
 

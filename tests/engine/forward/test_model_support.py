@@ -1,4 +1,4 @@
-"""What the engine cannot honour it refuses when it is built, naming the layer and what the layer asks for."""
+"""Tests of model verification: unsupported features are refused at construction, naming layer and feature."""
 
 from __future__ import annotations
 

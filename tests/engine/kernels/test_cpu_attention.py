@@ -1,4 +1,4 @@
-"""The C++ attention kernel against float64, bit for bit against itself in other company, and where it cannot be built."""
+"""Tests of the C++ attention kernel: against float64, batch invariance, and the fallback without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads of the C++ kernels: same bits for any number of threads and callers, in a forked child too."""
+"""Tests of the C++ kernels' threads: equal bits for any number of threads and callers, also in a forked child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashAttention prefills whole prompts where it is installed, and is not asked for anything else.
+"""Tests of FlashAttention prefill: used for whole prompts only.
 
 It is not installed here: a stand-in with its signature does what its documentation says, in plain torch.
 """

@@ -1,4 +1,4 @@
-"""Paged attention against attention written down plainly, in float64, over random steps."""
+"""Tests of paged attention against a plain float64 reference, over random steps."""
 
 from __future__ import annotations
 

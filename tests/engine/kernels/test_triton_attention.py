@@ -1,4 +1,4 @@
-"""Attention of one step through the Triton kernels: which rows go where, what is shared, and the tokens of a whole engine.
+"""Tests of a step's attention through the Triton kernels: row assignment, shared prefixes, tokens of a whole engine.
 
 The kernels run in Triton's interpreter, in a process of its own (see test_triton_paged.py), and on a GPU.
 """

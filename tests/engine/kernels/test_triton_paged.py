@@ -1,4 +1,4 @@
-"""The Triton kernels against float64: in Triton's interpreter on a CPU, and the same tests on a GPU.
+"""Tests of the Triton kernels against float64: in Triton's interpreter on a CPU, and on a GPU.
 
 The interpreter is chosen by an environment variable that Triton reads when it is first imported, so that it needs a process
 of its own: one test starts pytest on this file again, with the variable set. There the tests below run on the CPU; without

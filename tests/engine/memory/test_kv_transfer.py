@@ -1,4 +1,4 @@
-"""Blocks on their way to the host and back: every order that the queues of a device allow must give the same bytes.
+"""Tests of KV transfers to the host and back: equal bytes under every order that device queues permit.
 
 The queues here put work off and then do it in a random order among those that their waits permit: a wait that is missing
 shows as a wrong byte for some seed. Two tests at the end run on a device.

@@ -1,4 +1,4 @@
-"""Logits in, tokens out: the distribution is Hugging Face's, and a row never feels its neighbours."""
+"""Tests of the sampler: the distribution is Hugging Face's, and rows are independent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every change of the weights that nobody has announced is found and named; what was meant, or changes nothing, is not."""
+"""Tests of weight fingerprints: unannounced changes are detected and named; announced or neutral ones are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose weights are spread over two ranks samples what one process's model would, and trains on untouched."""
+"""Tests of weights sharded over two ranks: samples equal one process's, and training continues unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of one process: the trainer's own storage, a copy by choice, the trainer's autocast."""
+"""Tests of one process's weights: the trainer's storage, an optional copy, the trainer's autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in `tests.engine.weights.test_sharded_weights`: each job runs on every rank at once, over gloo."""
+"""Jobs of `tests.engine.weights.test_sharded_weights`: each runs on every rank, over gloo."""
 
 from __future__ import annotations
 

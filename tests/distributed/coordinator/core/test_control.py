@@ -1,4 +1,4 @@
-"""Control calls: every engine acknowledges, who does not is named, and what is not allowed says what would be."""
+"""Tests of control calls: every engine acknowledges, missing ones are named, refusals list the permitted states."""
 
 from __future__ import annotations
 

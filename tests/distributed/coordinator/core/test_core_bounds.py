@@ -1,4 +1,4 @@
-"""The core and too much: memory is charged before it is taken, one message is bounded work, errors are short."""
+"""Tests of the core's limits: memory is charged before use, work per message is bounded, errors are short."""
 
 from __future__ import annotations
 

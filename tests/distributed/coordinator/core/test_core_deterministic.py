@@ -1,4 +1,4 @@
-"""The core in deterministic mode: the order of arrival alone decides."""
+"""Tests of the core in deterministic mode: the order of arrival alone decides the routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core and its ranks, told word by word: ready, lost, believed or not, of which version, holding what."""
+"""Tests of the core's handling of ranks: readiness, loss, policy versions, cached blocks; message by message."""
 
 from __future__ import annotations
 

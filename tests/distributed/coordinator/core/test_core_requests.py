@@ -1,4 +1,4 @@
-"""The core and its requests, told word by word: taken, refused, ordered, aborted, late, continued."""
+"""Tests of the core's handling of requests: admission, order, aborts, timeouts, continuation; message by message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core and its sessions, told word by word: who begins one, who is silent, who is replaced, who leaves."""
+"""Tests of the core's sessions: connection, silence, replacement, disconnection; message by message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core keeps what it says below the length of a frame, and says it in order."""
+"""Tests of the core's message size: below the frame limit, and in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core and texts, told word by word: text into tokens, completions into text, and nobody waits for another's."""
+"""Tests of the core's text handling: tokenising prompts, decoding completions, without blocking other requests."""
 
 from __future__ import annotations
 

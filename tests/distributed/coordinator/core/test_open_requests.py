@@ -1,4 +1,4 @@
-"""What is known of a request: contiguous, never twice, whoever made it, and in as few stretches as there can be."""
+"""Tests of open requests: tokens are contiguous and unique, from any rank, in as few deltas as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank gets a group: the rules as tables, every decision against a plain argmax, and what the table of hashes knows.
+"""Tests of routing: rules as tables, every decision against a plain argmax, the table of block hashes.
 
 Replay one failing seed: ROLLOUT_ROUTING_SEED=1234 pytest tests/distributed/coordinator/core/test_routing.py
 """
