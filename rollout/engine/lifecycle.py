@@ -12,21 +12,22 @@ from rollout.threads.interrupts import interrupt_deferred
 
 
 class Lifecycle:
-    """State of one engine. Every change happens under `lock`, at a step boundary.
+    """State machine of one engine. Every transition happens under `lock`, at a step boundary.
 
     Args:
-        lock: also held by whoever steps the engine.
+        lock: the lock that is held during a step.
     """
 
     def __init__(self, lock: FairLock) -> None:
         self.state = EngineState.RUNNING
         self.cause_of_death: BaseException | None = None
         self._lock = lock
-        # Not the engine's lock: whoever waits for a state must not queue behind the steps.
+        # Not the engine's lock: waiting for a state must not queue behind the steps.
         self._changed = threading.Condition()
 
     def signal(self, signal: ControlSignal, act: Callable[[], None]) -> None:
-        """Act and move on; where the signal is harmless do nothing. If `act` raises, the state is as before.
+        """Run `act` and make the signal's transition; no-op in states where the signal is redundant. If `act` raises, the
+        state is restored.
 
         Raises:
             EngineStateError: the signal is not allowed in the present state.
@@ -53,7 +54,7 @@ class Lifecycle:
             self._move(to)
 
     def die(self, cause: BaseException) -> None:
-        """Stop for good because of `cause`."""
+        """Record `cause` and move to STOPPED for good."""
         self.cause_of_death = cause
         self._move(EngineState.STOPPED)
 
@@ -72,7 +73,7 @@ class Lifecycle:
                 raise DeadlineError(f"the engine is {self.state.value}, not {state.value}, after {timeout_s} s")
 
     def refuse_when_stopped(self) -> None:
-        """Raises: EngineDeadError, EngineStateError: no more work is taken."""
+        """Raise `EngineDeadError` if the engine is dead, `EngineStateError` if it is stopping or stopped."""
         if (cause := self.cause_of_death) is not None:
             raise EngineDeadError(
                 f"the engine is dead, too many steps in a row have failed, the last with {type(cause).__name__}: {cause}; "
@@ -82,7 +83,7 @@ class Lifecycle:
             raise EngineStateError(f"the engine is {self.state.value}: it takes no more work; build another")
 
     def refuse_unless_running(self) -> None:
-        """Raises: EngineDeadError, EngineStateError: no step can be made now."""
+        """Raise `EngineStateError`, or `EngineDeadError`, unless the engine is running."""
         self.refuse_when_stopped()
         if self.state is not EngineState.RUNNING:
             cure = "resume() and unpause()" if self.state is EngineState.SUSPENDED else "unpause()"
