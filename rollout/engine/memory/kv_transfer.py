@@ -54,21 +54,21 @@ class CudaLane:
         self._stream = stream
 
     def run(self, work: Callable[[], object]) -> None:
-        """See `Lane`."""
+        """Queue the device work of `work` on the stream."""
         with torch.cuda.stream(self._stream):
             work()
 
     def mark(self) -> torch.cuda.Event:
-        """See `Lane`."""
+        """Event at the end of the work queued so far."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
     def after(self, mark: torch.cuda.Event) -> None:
-        """See `Lane`."""
+        """Let later work of the stream wait for `mark`."""
         self._stream.wait_event(mark)
 
     def finish(self) -> None:
-        """See `Lane`."""
+        """Synchronise the host with the stream."""
         self._stream.synchronize()
 
 

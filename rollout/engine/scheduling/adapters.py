@@ -1,4 +1,4 @@
-"""Which adapters of a model are active: its *variant*, part of the prefix key.
+"""The *variant* of a model: its active adapters, part of the prefix key.
 
 A forward depends on the weights and on the variant, so both decide which KV may be shared and which requests may run. The
 variant is read from the model's layers, so no way of switching adapters is missed. Always true: equal variants of one

@@ -1,4 +1,4 @@
-"""Where the engine takes its weights from: the module itself, a gathered module, or a copy.
+"""Weight sources of the engine: the module itself, a gathered module, or a copy.
 
     plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
     FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, sharded again afterwards, no second copy
