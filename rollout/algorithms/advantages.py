@@ -34,7 +34,7 @@ def group_advantages(
     Args:
         rewards: [N], any number type.
         group_ids: integer [N], in any order; equal ids are one group, of any size.
-        valid: bool [N]: rows that count (None: all). The others get 0 and are left out of their group; NaN rewards are allowed there.
+        valid: bool [N]: rows that count (None: all). The others get 0 and are ignored by their group; they may be NaN.
         eps: keeps the division finite; TRL has 1e-4.
 
     Returns:

@@ -31,7 +31,7 @@ def refuse_what_is_not_served(record: DynamicInferenceRequestRecord) -> None:
         elif request.routing_indices is not None:
             field, cure = (
                 "routing_indices",
-                "this engine cannot replay routing_indices; routing is recomputed; clear them",
+                "this engine cannot replay routing_indices; clear them",
             )
         elif request.encoder_prompt is not None:
             field, cure = "encoder_prompt", "only decoder models are supported; put the text into the prompt"
@@ -226,8 +226,7 @@ class Admission:
             self._warned_clamped = True
             warnings.warn(
                 f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
-                f"{self._max_sequence_length} leaves after a prompt of {length} tokens; said once, later ones are clamped "
-                "too",
+                f"{self._max_sequence_length} leaves after a prompt of {length} tokens (warned once)",
                 stacklevel=5,
             )
         return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))

@@ -92,8 +92,8 @@ class TextGenerationController:
             left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
             if not left:
                 raise InvalidRequestError(
-                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so "
-                    "that none is left before it; leave min_tokens or some stop_token_ids out"
+                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so no "
+                    "token can be drawn before one; drop min_tokens or some stop_token_ids"
                 )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:

@@ -294,7 +294,7 @@ class _Bound:
     def _address(self, module: nn.Module, name: str = "weight") -> int:
         parameter = module._parameters.get(name)
         if type(parameter) is not nn.Parameter or parameter.dtype != self.dtype or not parameter.is_contiguous():
-            raise Unfusable(f"a parameter is no contiguous {self.dtype} tensor of its own")
+            raise Unfusable(f"a parameter is not a contiguous {self.dtype} nn.Parameter")
         return parameter.data_ptr()
 
     def _without_lora(self, model: Any) -> Any:

@@ -290,8 +290,7 @@ def _refuse_unwatched(model: nn.Module, config: Any, watcher: _Watcher, names: d
     if watcher.lengths - {PROBE_TOKENS}:
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the "
-            "model puts some of its own before them (prompt tuning, prefix tuning); use an adapter that acts inside the "
-            "layers, such as LoRA"
+            "model prepends positions (prompt tuning, prefix tuning); use an adapter inside the layers, such as LoRA"
         )
     expected = getattr(config, "num_hidden_layers", None)
     if not watcher.calls or (expected is not None and len(seen) != expected):
