@@ -1,17 +1,17 @@
-"""What policy-gradient losses need around a rollout, as plain functions of tensors: no trainer, no state.
+"""Advantages, importance weights and masks for policy-gradient losses, as plain functions of tensors.
 
     advantages = group_advantages(rewards, batch.group_ids, valid=batch.response_mask.any(1))
     keep = staleness_mask(batch.policy_staleness, batch.response_mask, max_staleness=2)
     weights = token_importance(logprobs, batch.logprobs, keep)
     loss = -masked_mean(weights * advantages[:, None] * logprobs, keep)
 
-Shapes: what belongs to a token is [N, T], as in `RolloutBatch`; what belongs to a row is [N], and `[:, None]` spreads it.
-`logprobs` are the trainer's and `rollout_logprobs` those of the sampling, each of the token at the same index; Δ is the
-first minus the second, at the positions of `mask`.
+Shapes: per-token values are [N, T], as in `RolloutBatch`; per-row values are [N] and broadcast with `[:, None]`.
+`logprobs` are the trainer's and `rollout_logprobs` the sampler's, each of the token at the same index; Δ is the first minus
+the second, at the positions of `mask`.
 
-Always true: arguments are not changed; results are float32 (float64 from float64) whatever comes in; what is masked out
-never counts, not even a NaN in it; a NaN under the mask stays one, in weights and means, and no mask drops it, so that a
-missing log-prob is seen. Results are constants to autograd unless `detach=False` says otherwise.
+Always true: arguments are not changed; results are float32 (float64 from float64) for any input type; masked positions
+never count, not even a NaN there; an unmasked NaN stays NaN in weights and means, and no mask drops it, so that a missing
+log-prob is noticed. Results are constants to autograd unless `detach=False`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Group advantages: mean/std, leave-one-out, without std."""
+"""Group-relative advantages: GRPO (mean and std), RLOO (leave-one-out), Dr. GRPO (mean only)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def group_advantages(
     valid: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """How much better a sample did than its group, n samples of one prompt with rewards r.
+    """Advantage of each sample relative to its group, the n samples of one prompt with rewards r.
 
         grpo     (r − mean) / (std + eps), std with n − 1 in the denominator, as TRL and verl have it
                  Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2
@@ -29,12 +29,12 @@ def group_advantages(
         dr_grpo  r − mean
                  Liu et al. 2025, Dr. GRPO, arXiv:2503.20783
 
-    A sample alone in its group has nothing to be compared with: 0. A group of equal rewards has exactly 0.
+    A group of one sample gets 0. A group of equal rewards gets exactly 0.
 
     Args:
         rewards: [N], any number type.
         group_ids: integer [N], in any order; equal ids are one group, of any size.
-        valid: bool [N]: rows that count (None: all). The others get 0 and change nobody's; their rewards may be NaN.
+        valid: bool [N]: rows that count (None: all). The others get 0 and are ignored by their group; they may be NaN.
         eps: keeps the division finite; TRL has 1e-4.
 
     Returns:
@@ -57,7 +57,7 @@ def group_advantages(
         return values.new_zeros(len(values)).index_add(0, group, values)[group]
 
     n = total(counts)
-    # Counted from the group's lowest reward: equal rewards then differ by exactly nothing, however large they are.
+    # Relative to the group's lowest reward, so that equal rewards give exactly 0, however large they are.
     lowest = torch.where(counts > 0, rewards, math.inf)
     lowest = rewards.new_full((len(rewards),), math.inf).scatter_reduce(0, group, lowest, "amin")[group]
     above = torch.where(counts > 0, rewards - lowest, 0)

@@ -1,6 +1,6 @@
-"""Argument checks of the algorithms, and the masked log-prob difference most of them start from.
+"""Argument checks of the algorithms, and their masked log-prob difference.
 
-Always true: a message names the tensor, the rule and the cure; a shape or a type is looked at without waiting for a device.
+Always true: a message names the tensor, the rule and the cure; shapes and dtypes are checked without a device sync.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, detach: bool) -> Tensor:
-    """Δ, 0 where masked out. [N, T]."""
+    """[N, T] Δ = `logprobs` − `rollout_logprobs`, 0 where masked out."""
     check_floating("logprobs", logprobs)
     check_floating("rollout_logprobs", rollout_logprobs)
     if mask.ndim != 2:

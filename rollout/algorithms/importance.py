@@ -1,7 +1,7 @@
 """Importance weights between trainer and sampler, masks by ratio and staleness, effective sample size, KL.
 
-Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; what is masked out is 0 or False; a NaN
-under the mask stays a NaN, and no mask drops it, so that a missing log-prob is seen.
+Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; masked positions are 0 or False; an
+unmasked NaN stays NaN, and no mask drops it, so that a missing log-prob is noticed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def token_importance(
 def sequence_importance(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, detach: bool = True
 ) -> Tensor:
-    """Truncated importance weights per sequence, min(exp ΣΔ, cap): the ratio of the probabilities of the whole row.
+    """Truncated importance weights per sequence, min(exp ΣΔ, cap): the probability ratio of the whole row.
 
     Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; verl
     `rollout_is="sequence"`.
@@ -71,7 +71,7 @@ def sequence_importance(
 def geometric_importance(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = math.inf, detach: bool = True
 ) -> Tensor:
-    """The geometric mean of a row's token ratios, min(exp(ΣΔ / number of tokens), cap): its length does not count.
+    """Length-normalised sequence ratio: geometric mean of the token ratios, min(exp(ΣΔ / number of tokens), cap).
 
     Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's policy ratio (current against old log-probs):
     `detach=False`, and clip it in the loss.
@@ -86,14 +86,14 @@ def geometric_importance(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normalized: bool = False) -> Tensor:
-    """How many equally weighted samples would be worth these: (Σw)² / Σw².
+    """Effective sample size of importance weights, (Σw)² / Σw².
 
     Kish 1965, "Survey Sampling". PipelineRL's `rl/ess` and verl's `rollout_is_eff_sample_size` are the normalised one.
 
     Args:
         weights: floating, any shape, not negative.
-        mask: bool of the same shape: those that count. None: all.
-        normalized: divide by how many count: a share of 1.
+        mask: bool of the same shape, weights to include. None: all.
+        normalized: divide by the number of included weights, for a fraction of 1.
 
     Returns:
         float32 scalar, a constant to autograd; 0 where no weight is above 0.
@@ -107,7 +107,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normal
     if not mask.numel():
         return torch.zeros((), dtype=wide(weights).dtype, device=weights.device)
     counted = torch.where(mask, wide(weights.detach()), 0)
-    # Shares of the largest, whose squares neither overflow nor vanish.
+    # Scaled by the largest weight, so that squares neither overflow nor underflow.
     largest = counted.max()
     shares = torch.where(largest == 0, 0, counted / largest)
     size = shares.sum().square() / torch.where(largest == 0, 1, shares.square().sum())
@@ -120,17 +120,17 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normal
 def ratio_mask(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float, level: Level = "token"
 ) -> Tensor:
-    """`mask` without what trainer and sampler disagree about: a ratio ρ outside [low, high].
+    """`mask` without tokens or rows whose trainer/sampler ratio ρ is outside [low, high].
 
-        token      ρ = exp Δ of the token, which goes. IcePop: 0.5 and 5; Ling Team 2025, arXiv:2510.18855
-        sequence   ρ = exp ΣΔ of the row, which goes whole. Masked importance sampling (MIS): low = 0; Liu, Li et al. 2025,
+        token      ρ = exp Δ, drops the token. IcePop: 0.5 and 5; Ling Team 2025, arXiv:2510.18855
+        sequence   ρ = exp ΣΔ, drops the row. Masked importance sampling (MIS): low = 0; Liu, Li et al. 2025,
                    see `sequence_importance`; TRL `sequence_mask` has high = 3
-        geometric  ρ = exp(ΣΔ / number of tokens), the row goes whole. verl `rollout_rs="geometric"`: within 1e-3 of 1
+        geometric  ρ = exp(ΣΔ / number of tokens), drops the row. verl `rollout_rs="geometric"`: within 1e-3 of 1
 
     Arguments and errors as of `token_importance`, and ValueError unless 0 <= low < high.
 
     Returns:
-        bool [N, T]. What has NaN for a ratio stays.
+        bool [N, T]. Entries with a NaN ratio are kept.
     """
     if not 0 <= low < high:
         raise ValueError(f"low={low!r}, high={high!r}: must be 0 <= low < high; 1 is agreement")
@@ -148,7 +148,7 @@ def ratio_mask(
 def staleness_mask(
     policy_staleness: Tensor, mask: Tensor, *, max_staleness: int, level: Literal["token", "sequence"] = "token"
 ) -> Tensor:
-    """`mask` without what is older than `max_staleness` weight updates: the tokens, or every row that holds one.
+    """`mask` without tokens older than `max_staleness` weight updates, or without every row that holds one.
 
     Dropping old tokens is what `RolloutBatch.from_requests(max_staleness=)` does; dropping whole samples is the bound of
     AReaL (Fu et al. 2025, arXiv:2505.24298).
@@ -156,7 +156,7 @@ def staleness_mask(
     Args:
         policy_staleness: integer [N, T], `RolloutBatch.policy_staleness`.
         mask: bool [N, T].
-        max_staleness: 0 keeps what the present weights sampled.
+        max_staleness: in weight updates; 0 keeps tokens of the current weights only.
 
     Returns:
         bool [N, T].
@@ -189,7 +189,7 @@ def rollout_kl(
 
         k1  −Δ               unbiased, either sign; verl's `rollout_corr/kl`
         k2  Δ² / 2           biased, low variance
-        k3  exp Δ − 1 − Δ    unbiased, never below 0 (but for rounding); verl's `rollout_corr/k3_kl`
+        k3  exp Δ − 1 − Δ    unbiased, never below 0 (except for rounding); verl's `rollout_corr/k3_kl`
 
     Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, with r = exp Δ.
 
@@ -209,7 +209,7 @@ def rollout_kl(
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` where `mask` holds; 0 where it holds nowhere. Gradients flow to `values`.
+    """Mean of `values` where `mask` is True; 0 if it is nowhere. Gradients flow to `values`.
 
     Args:
         values: floating, any shape.
@@ -228,5 +228,5 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def _truncated(delta: Tensor, cap: float) -> Tensor:
     check_above_zero("cap", cap)
-    # Bounded before exp as well: a gradient through an infinity would be NaN.
+    # Clamped before exp as well: a gradient through an infinity would be NaN.
     return delta.clamp(max=math.log(cap) + 1).exp().clamp(max=cap)

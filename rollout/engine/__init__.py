@@ -1,1 +1,1 @@
-"""Everything that touches the model: one engine per rank, in the training process."""
+"""One inference engine per rank, in the training process: scheduling, KV memory, weights, forward and sampling."""

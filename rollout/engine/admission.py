@@ -20,30 +20,33 @@ from rollout.sampling_params import SamplingParams
 
 
 def refuse_what_is_not_served(record: DynamicInferenceRequestRecord) -> None:
-    """Refuse a record that asks for what no engine of ours does; without a word it would be left out.
+    """Refuse a record with fields that the engine does not support, instead of ignoring them silently.
 
     Raises:
-        InvalidRequestError: naming the field, its value and what to do instead.
+        InvalidRequestError: names the field, its value and what to do instead.
     """
     for request in record:
         if isinstance(request, VLMInferenceRequest) and (request.imgs is not None or request.num_tiles):
-            field, cure = "imgs", "this engine shows no images to the model; send the text alone"
+            field, cure = "imgs", "images are not supported; send the text alone"
         elif request.routing_indices is not None:
-            field, cure = "routing_indices", "this engine cannot replay routing_indices; clear them: it is routed anew"
+            field, cure = (
+                "routing_indices",
+                "this engine cannot replay routing_indices; clear them",
+            )
         elif request.encoder_prompt is not None:
-            field, cure = "encoder_prompt", "this engine runs decoders alone; put the text into the prompt"
+            field, cure = "encoder_prompt", "only decoder models are supported; put the text into the prompt"
         elif request.stop_word_ids is not None:
             field, cure = "stop_word_ids", "give SamplingParams.stop, or stop_token_ids for single tokens"
         else:
             continue
         raise InvalidRequestError(
-            f"request {record.request_id} sample {record.sample_index} brings {type(request).__name__}.{field}: {cure}",
+            f"request {record.request_id} sample {record.sample_index} sets {type(request).__name__}.{field}: {cure}",
             record.request_id,
         )
 
 
 class Admission:
-    """Builds samples for one engine.
+    """Validates requests and builds the scheduler's `Sequence` objects for one engine.
 
     Args:
         clock: seconds, for arrival times.
@@ -60,7 +63,7 @@ class Admission:
         self._controller = controller
         self._max_sequence_length = max_sequence_length
         self._clock = clock
-        self._said_clamped = False
+        self._warned_clamped = False
 
     def family(
         self,
@@ -76,17 +79,17 @@ class Admission:
         indices: Iterable[int] | None = None,
         arrival_time: float | None = None,
     ) -> Sequence:
-        """A new request's samples: the first, with the others as its unforked siblings.
+        """Build the sequence group of a new request: the first sample, with the others as its unforked `siblings`.
 
         Args:
-            indices: those of its n samples that are wanted; None: all.
+            indices: which of the `n` samples to build; None: all.
             arrival_time: None: now.
 
         Raises:
-            InvalidRequestError: it can never be served as asked.
+            InvalidRequestError: the request can never be served as asked.
         """
         params = self.check(number, tokens, params)
-        # Every request has a seed, so that its random stream survives checkpoints; one it brought or the engine's next.
+        # Every request has a seed, its own or a derived one, so that its random stream survives checkpoints.
         seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
         samples: list[Sequence] = []
         for index in range(params.n) if indices is None else indices:
@@ -111,20 +114,20 @@ class Admission:
         return samples[0]
 
     def check(self, number: int, tokens: list[int], params: SamplingParams) -> SamplingParams:
-        """The parameters as they would be served.
+        """Validate prompt tokens and parameters; return the parameters with `max_tokens` clamped to the context length.
 
         Raises:
-            InvalidRequestError: they never can be.
+            InvalidRequestError: such a request can never be served.
         """
         self._controller.check_tokens(tokens)
         self._controller.check_params(params)
         return self._clamped(number, len(tokens), params)
 
     def continued(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sequence:
-        """An unfinished record, as a sample that goes on where it stands; the record is changed accordingly.
+        """Build a sequence that continues an unfinished record after its last token; updates the record in place.
 
         Raises:
-            InvalidRequestError: it can never be served here, or has seen a later version than `version`.
+            InvalidRequestError: it can never be served here, or its policy version is later than `version`.
         """
         number = record.request_id
         refuse_what_is_not_served(record)
@@ -159,7 +162,7 @@ class Admission:
         return self.sample(record, order)
 
     def from_prompt(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sequence:
-        """The same sample as if it had just arrived, by the rules that hold here: its tokens are given up, its events kept.
+        """Build a sequence that restarts a sample from its prompt: tokens are discarded, events are kept.
 
         Raises:
             InvalidRequestError: it can never be served here.
@@ -188,7 +191,7 @@ class Admission:
         return self.sample(DynamicInferenceRequestRecord.from_request(fresh), order)
 
     def sample(self, record: DynamicInferenceRequestRecord, order: int) -> Sequence:
-        """A record's live segment as the scheduler queues it."""
+        """Build the sequence for the last segment of a record."""
         request = record[-1]
         params = request.sampling_params
         length = len(request.prompt_tokens)
@@ -219,19 +222,18 @@ class Admission:
             )
         if params.max_tokens <= room:
             return params
-        if not self._said_clamped:
-            self._said_clamped = True
+        if not self._warned_clamped:
+            self._warned_clamped = True
             warnings.warn(
                 f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
-                f"{self._max_sequence_length} leaves after a prompt of {length} tokens; said once, later ones are clamped "
-                "too",
+                f"{self._max_sequence_length} leaves after a prompt of {length} tokens (warned once)",
                 stacklevel=5,
             )
         return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 def _as_given(first: DynamicInferenceRequest) -> tuple[list[int], SamplingParams]:
-    """The prompt and the parameters that the user gave; a record may begin behind a checkpoint."""
+    """Original prompt and parameters of a request, also where the record begins with a checkpointed segment."""
     prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
     made = len(first.prompt_tokens) - len(prompt)
     return prompt, params.replace(max_tokens=params.max_tokens + made) if made else params

@@ -1,6 +1,6 @@
-"""The KV pool, its block allocator, and the scheduler that spends it.
+"""KV pool, block allocator and scheduler of one engine.
 
-Owns the agreement between the three: whatever a suspend or a resume does, block tables and memory fit each other again.
+Always true: after a suspend or a resume, block tables and pool memory agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout.state import KVCacheManagementMode
 
 
 class BlockMemory(Protocol):
-    """What the context needs of a `KVCache`."""
+    """The part of `KVCache` that the context uses."""
 
     num_blocks: int
 
@@ -38,19 +38,19 @@ class BlockMemory(Protocol):
 
 @dataclass(frozen=True)
 class MemoryMove:
-    """What one suspend or resume did."""
+    """Result of one suspend or resume."""
 
     bytes_copied: int = 0
     tokens_given_up: int = 0
-    """KV positions of unfinished requests that will be computed again."""
+    """KV positions of unfinished requests that will be recomputed."""
     requests_given_up: int = 0
-    """Requests that lost their KV because it did not fit any more."""
+    """Requests whose KV was dropped because it no longer fits."""
     shrunk_by_blocks: int = 0
-    """Blocks the pool has lost against its configured size."""
+    """Configured pool size minus current pool size, in blocks."""
 
 
 class DynamicInferenceContext:
-    """KV cache, block allocator and scheduler of one engine."""
+    """Owns KV cache, block allocator and scheduler, and moves them together on suspend and resume."""
 
     def __init__(self, config: InferenceConfig, cache: BlockMemory, clock: Callable[[], float]) -> None:
         self.config = config
@@ -66,7 +66,7 @@ class DynamicInferenceContext:
         self._mode: KVCacheManagementMode | None = None
 
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
-        """Put the KV away as `mode` says. If it raises, nothing has changed."""
+        """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed."""
         given_up = copied = 0
         if mode is KVCacheManagementMode.RECOMPUTE:
             given_up = self.scheduler.checkpoint_all()
@@ -81,12 +81,12 @@ class DynamicInferenceContext:
         return MemoryMove(bytes_copied=copied, tokens_given_up=given_up)
 
     def resume(self) -> MemoryMove:
-        """Have the KV back on the device, in a smaller pool if the device has no room for the whole one.
+        """Restore the KV cache on the device, in a smaller pool if memory is short.
 
-        Requests whose blocks do not fit are computed again, youngest first.
+        Requests whose blocks do not fit are recomputed, youngest first.
 
         Raises:
-            EngineStateError: the device has not even room for the largest unfinished request. Nothing has changed.
+            EngineStateError: no room even for the largest unfinished request. Nothing has changed.
         """
         if self._mode is KVCacheManagementMode.PERSIST:
             self._mode = None
@@ -107,7 +107,7 @@ class DynamicInferenceContext:
             try:
                 copied = self.cache.restore(self.allocator.live_blocks() if mapping is None else None, mapping)
             except torch.OutOfMemoryError as exc:
-                # Some of it is back and some is not: none of it can be used.
+                # A partly restored cache cannot be used.
                 given_up += self.scheduler.checkpoint_all(exc)
                 self.allocator.drop_cached()
                 lost = before
@@ -131,10 +131,10 @@ class DynamicInferenceContext:
 
 
 def pool_size(config: InferenceConfig, layout: ModelLayout, max_sequence_length: int) -> int:
-    """Blocks of the KV pool as the configuration asks.
+    """Number of blocks of the KV pool, from the configuration and free memory.
 
     Raises:
-        ConfigError: the memory asked for does not hold a single block.
+        ConfigError: the memory budget does not hold a single block.
     """
     if config.kv_cache_blocks is not None:
         return config.kv_cache_blocks

@@ -1,4 +1,4 @@
-"""Tokenisation, forward, sampling and detokenisation behind one face."""
+"""Facade over tokenisation, forward, sampling and detokenisation of one model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class TextGenerationController:
-    """One model with its tokenizer (None where prompts are token ids and no text is asked for)."""
+    """One model with its tokenizer (None: prompts are token ids and no text is produced)."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, layout: ModelLayout, runner: ModelRunner) -> None:
         self.model = model
@@ -39,7 +39,7 @@ class TextGenerationController:
 
         Raises:
             TypeError: the prompt is none of text, token ids, chat messages.
-            InvalidRequestError: a message has no role, or holds what is no text, such as an image.
+            InvalidRequestError: a message has no role, or content that is not text, such as an image.
             ConfigError: text or messages without a tokenizer.
         """
         if isinstance(prompt, str):
@@ -63,7 +63,7 @@ class TextGenerationController:
         return [operator.index(item) for item in cast(Sequence[int], items)]
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Refuse what no model can be asked.
+        """Check that prompt tokens are valid model input.
 
         Raises:
             InvalidRequestError: the prompt is empty or holds an id outside the vocabulary.
@@ -75,11 +75,11 @@ class TextGenerationController:
             raise InvalidRequestError(f"prompt token {bad}: must lie in [0, {self.layout.vocab_size})")
 
     def check_params(self, params: SamplingParams) -> None:
-        """Refuse what this model cannot sample.
+        """Check sampling parameters against the vocabulary.
 
         Raises:
-            InvalidRequestError: a biased token id, or one that is to stop it, is outside the vocabulary, or no token may be
-                drawn first.
+            InvalidRequestError: a `logit_bias` or `stop_token_ids` id is outside the vocabulary, or `min_tokens` with the
+                stop ids leaves no token to draw.
         """
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             bad = next((token for token in tokens if token >= self.layout.vocab_size), None)
@@ -89,15 +89,15 @@ class TextGenerationController:
             left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
             if not left:
                 raise InvalidRequestError(
-                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so "
-                    "that none is left before it; leave min_tokens or some stop_token_ids out"
+                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so no "
+                    "token can be drawn before one; drop min_tokens or some stop_token_ids"
                 )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
-        """A stop-string detector, when the parameters ask for stop strings.
+        """Stop-string detector for these parameters; None without stop strings.
 
         Raises:
-            ConfigError: there is no tokenizer to find them with.
+            ConfigError: stop strings without a tokenizer.
         """
         if not params.stop:
             return None
@@ -105,7 +105,7 @@ class TextGenerationController:
         return CompletionText(tokenizer, params.stop, params.include_stop_str_in_output)
 
     def detokenize(self, tokens: Sequence[int]) -> str | None:
-        """Text of completion tokens, special tokens left out; None without a tokenizer."""
+        """Text of completion tokens without special tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -113,8 +113,8 @@ class TextGenerationController:
     def fill_segments(self, request: InferenceRequest) -> None:
         """Fill in a request's `segments`, `generated_segments` and `generated_sequence_lengths`.
 
-        A piece of text per token: joined they are what `decode` makes of all tokens. A token that ends inside a
-        character has an empty piece, and so has a special one.
+        One piece of text per token; joined they equal `decode` of all tokens. The piece of a special token, or of a token
+        that ends inside a character, is empty.
 
         Raises:
             ConfigError: there is no tokenizer.
@@ -125,18 +125,18 @@ class TextGenerationController:
         request.generated_sequence_lengths = [request.generated_length]
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Ids that end a request: its own and, unless it ignores them, the model's end-of-sequence ids."""
+        """Token ids that end a request: its own and, unless `ignore_eos`, the model's end-of-sequence ids."""
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
 
     def admit(self, sample: Sample) -> None:
-        """Put a sample's parameters where the sampler finds them: in the row of its slot."""
+        """Write a sample's parameters into the sampling table, in the row of its slot."""
         request = sample.request
         key = stream_key(int(request.seed or 0), sample.record.sample_index)
         self.runner.sampling.set(sample.slot, sample.params, key)
 
     def forward_logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[V] logits after `tokens`, by the model's own attention (no paging): what the trainer would compute."""
+        """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
         ids = torch.tensor([list(tokens)], device=self.layout.device)
         training = [module for module in self.model.modules() if module.training]
         try:
@@ -150,9 +150,9 @@ class TextGenerationController:
         return logits
 
     def verify_model(self, length: int) -> None:
-        """`length` tokens in two chunks through the paged path must give what the model's own forward gives.
+        """Compare `length` tokens in two chunks through the paged path with the model's own forward.
 
-        This catches state that travels between positions by another way than attention.
+        This catches state that travels between positions by other ways than attention.
 
         Raises:
             UnsupportedModelError: they differ.

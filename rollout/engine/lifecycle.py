@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Lifecycle:
-    """State of one engine. Every change happens under `lock`, at a step boundary.
+    """State machine of one engine. Every transition happens under `lock`, at a step boundary.
 
     Args:
-        lock: also held during every step.
+        lock: the lock that is held during a step.
     """
 
     def __init__(self, lock: FairLock) -> None:
@@ -60,7 +60,7 @@ class Lifecycle:
             return done
 
     def die(self, cause: BaseException) -> None:
-        """Move to STOPPED because of `cause`; every later call raises it."""
+        """Record `cause` and move to STOPPED for good."""
         self.cause_of_death = cause
         self._move(EngineState.STOPPED)
 
@@ -79,7 +79,7 @@ class Lifecycle:
                 raise DeadlineError(f"the engine is {self.state.value}, not {state.value}, after {timeout_s} s")
 
     def refuse_when_stopped(self) -> None:
-        """Raises: EngineDeadError, EngineStateError: no more work is taken."""
+        """Raise `EngineDeadError` if the engine is dead, `EngineStateError` if it is stopping or stopped."""
         if (cause := self.cause_of_death) is not None:
             raise EngineDeadError(
                 f"the engine is dead, too many steps in a row have failed, the last with {type(cause).__name__}: {cause}; "
@@ -89,7 +89,7 @@ class Lifecycle:
             raise EngineStateError(f"the engine is {self.state.value}: it takes no more work; build another")
 
     def refuse_unless_running(self) -> None:
-        """Raises: EngineDeadError, EngineStateError: no step can be made now."""
+        """Raise `EngineStateError`, or `EngineDeadError`, unless the engine is running."""
         self.refuse_when_stopped()
         if self.state is not EngineState.RUNNING:
             cure = "resume() and unpause()" if self.state is EngineState.SUSPENDED else "unpause()"

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Tensors made inside can be trained on and changed in place later, also where `torch.inference_mode` is on."""
+    """Leave inference mode: tensors created inside can be trained and changed in place later."""
     if not torch.is_inference_mode_enabled():
         yield
         return

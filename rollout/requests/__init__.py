@@ -1,1 +1,1 @@
-"""A request, its record, events, version spans, block hashes and codecs."""
+"""A request, its record of segments, events, version spans, block hashes and codecs."""

@@ -6,8 +6,8 @@
 `mix` is the finaliser of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014)
 after adding its golden-ratio constant. It is applied to every token first, because a plain polynomial of the tokens is
 easily made to collide (31k more at j, k less at j+1). The chain is linear modulo a prime, hence injective in the
-parent: once two chains differ, equal later blocks keep them apart. A hash is a hint all the same; a cache hit counts
-only after the tokens themselves compare equal.
+parent: once two chains differ, equal later blocks keep them apart. A cache hit is
+still valid only after the tokens themselves compare equal.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def compute_block_hashes_batched(prompt_tokens: Sequence[int] | NDArray[Any], bl
 
 
 def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One more link for B chains at once, equal to what `compute_block_hashes_batched` gives for the longer prompts.
+    """Extend B hash chains by one block each; equal to `compute_block_hashes_batched` of the longer prompts.
 
     Args:
-        parents: int64 [B], the hash of the block before; 0 starts a chain.
+        parents: int64 [B], hash of the preceding block; 0 starts a chain.
         blocks: int64 [B, block_size], token ids.
 
     Returns:
@@ -75,7 +75,7 @@ def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) ->
 
 
 def _token_hashes(blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """int64 [B, block_size] → uint64 [B], below `HASH_PRIME`. Wraps modulo 2^64 where the formula says so."""
+    """int64 [B, block_size] → uint64 [B], below `HASH_PRIME`; sums wrap modulo 2^64."""
     powers = np.cumprod(np.array([1] + [HASH_BASE] * (blocks.shape[1] - 1), dtype=np.uint64)[: blocks.shape[1]])
     sums: NDArray[np.uint64] = (_mix(blocks.view(np.uint64)) * powers).sum(axis=1, dtype=np.uint64)
     return _mix(sums) % np.uint64(HASH_PRIME)
@@ -89,7 +89,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """values · HASH_BASE, congruent modulo 2^61 - 1 and below 2^62, without leaving 64 bits: 2^61 counts as 1."""
+    """values · HASH_BASE, congruent modulo 2^61 - 1 and below 2^62, in 64-bit arithmetic (2^61 is congruent to 1)."""
     high = (values >> np.uint64(31)) * np.uint64(HASH_BASE)
     low = (values & np.uint64(2**31 - 1)) * np.uint64(HASH_BASE)
     product: NDArray[np.uint64] = (high >> np.uint64(30)) + ((high & np.uint64(2**30 - 1)) << np.uint64(31)) + low
@@ -100,7 +100,7 @@ def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int
     """`values` (nested sequences, a numpy array or a torch tensor) as a contiguous int64 array.
 
     Raises:
-        ConfigError: they are not integers (bools are none) of so many dimensions.
+        ConfigError: they are not integers (bools are refused) of `dimensions` dimensions.
     """
     try:
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)

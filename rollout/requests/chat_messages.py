@@ -1,7 +1,7 @@
 """Converts OpenAI messages to chat-template messages, for HTTP, `LLM` and `RolloutManager`.
 
-Always true: text parts become one text, and a part that is no text is refused by name; an error names the message by its
-place, `messages[i]`. Knows no tokenizer.
+Always true: text parts are joined into one text, and other parts are refused by name; an error names the message by its
+index, `messages[i]`. Independent of any tokenizer.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Keys of a message that came over HTTP which a template may read."""
+"""Keys of an HTTP message that are passed to the template."""
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], shown: Collection[str] | None = None) -> list[Message]:
-    """Copies that a template can read: text parts joined, arguments of calls as objects, nothing that is None.
+    """Copies of the messages for a template: text parts joined, call arguments parsed into objects, None values dropped.
 
     Args:
-        shown: keys that the template may read; None: all there are.
+        shown: keys that the template may read; None: all keys.
 
     Raises:
-        InvalidRequestError: a message does not have the shape it must have.
+        InvalidRequestError: a message is malformed.
     """
     if not messages:
-        raise InvalidRequestError("messages: empty; a conversation has one message at least")
+        raise InvalidRequestError("messages: empty; give at least one message")
     return [_plain(message, f"messages[{index}]", shown) for index, message in enumerate(messages)]
 
 
 def known_roles(messages: list[Message], template: str) -> list[Message]:
-    """OpenAI's newer name for the system's role is unknown to most templates, which leave out what they do not know."""
+    """Replace the role "developer" by "system" if the template does not name it: most templates drop unknown roles."""
     if "developer" in template:
         return messages
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
 
 def check_tools(tools: Tools | None) -> None:
-    """Whether every tool is a function that has a name.
+    """Check that every tool is a function with a name.
 
     Raises:
-        InvalidRequestError: one is not.
+        InvalidRequestError: a tool is not.
     """
     for index, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -62,7 +62,7 @@ def _plain(message: Mapping[str, Any], where: str, keys: Collection[str] | None)
         calls = shown.pop("tool_calls")
         if not isinstance(calls, list):
             raise InvalidRequestError(f"{where}.tool_calls={calls!r:.80}: must be a list of calls")
-        # An empty list is no calls: templates ask whether there are any by asking whether the key is there.
+        # Templates test for the key, so an empty list is left out.
         if calls:
             shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
     return shown
@@ -89,7 +89,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def plain_arguments(written: Any) -> Any:
-    """The object that the JSON text stands for, which templates want; other texts as they are."""
+    """Arguments of a call parsed from JSON into an object, as templates expect; other texts are returned unchanged."""
     if not isinstance(written, str):
         return {} if written is None else written
     try:

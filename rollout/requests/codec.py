@@ -2,8 +2,8 @@
 
 Encoded values are plain (None, bool, int, float, str, bytes, list, dict), so `msgpack.packb(…, use_bin_type=True)`
 takes them and nothing is ever pickled. Long rows of numbers travel as raw little-endian buffers, which is exact and an
-order of magnitude faster than lists. A decoder trusts nothing: whatever does not have the shape it must have is a
-`SerializationError`, and `decode_fields` puts the field's name in front of it.
+order of magnitude faster than lists. Decoders validate everything: a malformed value raises `SerializationError`, and
+`decode_fields` prefixes the field's name.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class Codec(NamedTuple):
-    """A pair of inverses; `decode` raises `SerializationError` for whatever `encode` cannot have made."""
+    """A pair of inverses; `decode` raises `SerializationError` for any value that `encode` cannot produce."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
 
 
 def encode_fields(owner: object, codecs: Mapping[str, Codec]) -> dict[str, Any]:
-    """The named attributes of `owner`, encoded."""
+    """Encode the named attributes of `owner` into a dict."""
     return {name: codec.encode(getattr(owner, name)) for name, codec in codecs.items()}
 
 
 def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[str, Any]:
-    """The inverse of `encode_fields`, as keyword arguments.
+    """Decode a dict of fields into keyword arguments; the inverse of `encode_fields`.
 
     Raises:
         SerializationError: a field is missing, unknown or malformed; the message begins with `owner.field`.
@@ -62,22 +62,22 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
 
 
 def refuse(what: str, value: object, rule: str) -> NoReturn:
-    """Raise the `SerializationError` that says what arrived and what must."""
+    """Raise `SerializationError` with the value received and the rule it breaks."""
     raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
 
 
 def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any:
-    """What msgpack holds.
+    """Unpack one msgpack value.
 
     Args:
         options: of `msgpack.unpackb`.
 
     Raises:
-        SerializationError: it is no msgpack, or breaks a rule of the options; the message begins with `what`.
+        SerializationError: invalid msgpack, or an option's limit is exceeded; the message begins with `what`.
     """
     try:
         return msgpack.unpackb(packed, **options)
-    # Every error of msgpack's that one whole buffer can cause is a ValueError; a list as a key of a map is a TypeError.
+    # All msgpack errors that a complete buffer can cause are ValueErrors; a list as a map key is a TypeError.
     except (ValueError, TypeError, RecursionError) as exc:
         raise SerializationError(
             f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc}): cut off?"
@@ -85,7 +85,7 @@ def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any
 
 
 def optional(codec: Codec) -> Codec:
-    """The same, or None."""
+    """Codec of the same value or None."""
     return Codec(
         lambda value: None if value is None else codec.encode(value),
         lambda value: None if value is None else codec.decode(value),
@@ -93,7 +93,7 @@ def optional(codec: Codec) -> Codec:
 
 
 def list_of(codec: Codec) -> Codec:
-    """A list of such values."""
+    """Codec of a list of such values."""
 
     def decode(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def list_of(codec: Codec) -> Codec:
 
 
 def member_of(kind: type[Enum]) -> Codec:
-    """An enum member, by value."""
+    """Codec of an enum member, by value."""
 
     def decode(value: Any) -> Enum:
         # True == 1, but a bool is no member's value
@@ -148,7 +148,7 @@ STR_OR_INT = _plain("a string or an integer", lambda value: value if isinstance(
 INTS = _buffer("<i8")
 FLOATS = _buffer("<f8")
 OPAQUE = Codec(lambda value: value, lambda value: value)
-"""The caller's own msgpack-able value, untouched."""
+"""Codec of any msgpack-able value, passed through unchanged."""
 
 
 def _encode_top_n(rows: list[list[tuple[int, float]]]) -> dict[str, bytes]:
@@ -169,7 +169,7 @@ def _decode_top_n(value: Any) -> list[list[tuple[int, float]]]:
 
 
 TOP_N = Codec(_encode_top_n, _decode_top_n)
-"""list (per position) of lists of (token id, log-prob), as three flat buffers."""
+"""Codec of a list, per position, of (token id, log-prob) lists, as three flat buffers."""
 
 
 def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:
@@ -179,7 +179,7 @@ def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:
 
 def _decode_array(value: Any) -> np.ndarray[Any, Any]:
     dtype, shape, data = _dtype_shape_data("array", value)
-    # A closed list of dtypes: an object dtype would be a pickle.
+    # Only integer dtypes: an object dtype would be a pickle.
     if not re.fullmatch(r"<[iu][248]|\|[iu]1", dtype):
         refuse("array", dtype, "an integer dtype, such as <i2")
     _check_size("array", shape, np.dtype(dtype).itemsize, data)
@@ -188,9 +188,9 @@ def _decode_array(value: Any) -> np.ndarray[Any, Any]:
 
 
 def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
-    """[dtype name, shape, bytes of its elements in row-major order]: dtype and shape survive, bfloat16 too.
+    """Encode a tensor as [dtype name, shape, row-major bytes]; bfloat16 is supported.
 
-    The bytes are the host's (little-endian wherever torch runs). The device and the autograd graph do not travel.
+    The bytes are in host order (little-endian wherever torch runs). Device and autograd graph are dropped.
     """
     import torch
 
@@ -199,10 +199,10 @@ def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def deserialize_tensor(plain: list[Any]) -> torch.Tensor:
-    """The inverse of `serialize_tensor`: a CPU tensor that owns its memory.
+    """Decode a CPU tensor that owns its memory; the inverse of `serialize_tensor`.
 
     Raises:
-        SerializationError: not such a list, an unknown dtype, or not as many bytes as the shape needs.
+        SerializationError: not such a list, an unknown dtype, or a number of bytes that does not fit the shape.
     """
     import torch
 

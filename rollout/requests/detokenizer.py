@@ -1,11 +1,11 @@
 """Incremental detokenisation with stop strings.
 
-Promises:
-- the pieces of text given out, joined, are what the tokenizer's own `decode` makes of all the tokens;
-- no piece is taken back: bytes that may still become another character are held back;
+Always true:
+- the emitted pieces of text, joined, equal the tokenizer's `decode` of all the tokens;
+- emitted text is final: bytes that may still become another character are held back;
 - the work per token does not grow with the completion: only a short window of tokens is decoded again.
 
-Knows tokenizers by two methods, no tensors and no requests.
+Uses two methods of a tokenizer, no tensors and no requests.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 WINDOW = 16
-"""Tokens decoded together at most, but for a run of byte tokens."""
+"""Most tokens decoded together, except for a run of byte tokens."""
 
 CONTEXT = 4
-"""Tokens that stay in the window when it moves on: a byte each at least, as many as the longest UTF-8 character has."""
+"""Tokens kept when the window moves: at least one byte each, so at least one UTF-8 character of 4 bytes."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; every Hugging Face one has it."""
+    """The tokenizer methods used here; every Hugging Face tokenizer has them."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
         """Text of the tokens."""
@@ -35,12 +35,12 @@ class Tokenizer(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Tokens in, text out as soon as nothing that follows can change it.
+    """Converts tokens to text, emitting it as soon as no following token can change it.
 
-    A token is decoded behind some of its predecessors, because its text depends on them: a leading space is dropped at
-    the start only, and a character may span tokens. Two texts are unsettled. A trailing U+FFFD may be the start of a
-    character. And a run of byte tokens (`<0x0A>`, sentencepiece's byte fallback) is decoded as a whole, where one bad
-    byte turns all of it into U+FFFD: it is settled when another token follows.
+    A token is decoded together with some of its predecessors, because its text depends on them: a leading space is dropped
+    only at the start, and a character may span tokens. Two kinds of text are unsettled: a trailing U+FFFD, which may be the
+    start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's byte fallback), which is decoded as a whole and
+    becomes U+FFFD if one byte is bad; it is settled by the next other token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -53,21 +53,21 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All text given out."""
+        """All text emitted so far."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
     @property
     def pending(self) -> str:
-        """The unsettled text behind it, as `decode` shows it now."""
+        """Unsettled text after `text`, as `decode` shows it now."""
         return self._pending
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take more tokens; the text that they settle."""
+        """Add tokens; returns the newly settled text."""
         return "".join([self._push(int(token)) for token in token_ids])
 
     def finish(self) -> str:
-        """No token follows: the text that was held back."""
+        """End of the tokens: returns the text that was held back."""
         return self._give(self._pending, "")
 
     def _push(self, token: int) -> str:
@@ -92,7 +92,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _advance(self) -> None:
-        """Forget old tokens. What is left may begin inside a character: its text then begins oddly, and always will."""
+        """Drop old tokens from the window. If it then starts inside a character, `_shown` includes the broken start."""
         self._window = self._window[-CONTEXT:]
         self._shown = self._decode(self._window).removesuffix(self._pending)
 
@@ -100,9 +100,9 @@ class IncrementalDetokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _vanishes(self, token: int) -> bool:
-        """Whether `decode` leaves the token out, wherever it stands: it is special, or no token at all.
+        """Whether `decode` always omits the token: it is special, or not in the vocabulary.
 
-        A window of nothing else would be no context, and a long run of them would never leave it.
+        Such tokens are kept out of the window, where they would displace the context.
         """
         if self._tokenizer.convert_ids_to_tokens(token) is None:
             return True
@@ -112,17 +112,17 @@ class IncrementalDetokenizer:
 
 
 def pieces_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token settles; joined, what `decode` makes of all of them."""
+    """Text settled by each token; joined, the `decode` of all tokens."""
     detokenizer = IncrementalDetokenizer(tokenizer)
     pieces = [detokenizer.push((token,)) for token in token_ids]
     return [*pieces[:-1], pieces[-1] + detokenizer.finish()] if pieces else []
 
 
 class CompletionText:
-    """The text of one completion, ended by the first of its stop strings.
+    """Text of one completion, ended by the first of its stop strings.
 
-    The stop string that begins earliest in the text counts; of those that begin together, the longest. It may straddle
-    tokens. One that was complete while stopping was not allowed does not count later.
+    The stop string that starts earliest in the text counts; of several with the same start, the longest. It may span tokens.
+    A stop string that was completed while stopping was not allowed does not count later.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
@@ -137,7 +137,7 @@ class CompletionText:
         self._ended_text = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Take the next token; the stop string that the text now has, if any. Tokens after a stop are not looked at."""
+        """Add the next token; returns the stop string found, if any. Tokens after a stop are ignored."""
         if self._stop is None:
             settled = self._tail + self._detokenizer.push((token_id,))
             seen = settled + self._detokenizer.pending.rstrip(_REPLACEMENT)
@@ -150,16 +150,16 @@ class CompletionText:
         return self._stop
 
     def text(self) -> str:
-        """The completion as it would read if it ended now, cut at the stop string (behind it, if that is kept).
+        """The whole text if the completion ended now, cut before the stop string (after it, if it is included).
 
-        Unfinished bytes read as the tokenizer decodes them.
+        Incomplete bytes read as the tokenizer decodes them.
         """
         return self._detokenizer.text + self._detokenizer.pending if self._stop is None else self._ended_text
 
     def stable_text(self) -> str:
-        """What of it a stream may show: without unsettled bytes, and without a tail that may become a stop string.
+        """The text that a stream may show: without unsettled bytes and without a tail that may become a stop string.
 
-        The whole of it, made anew; `StableText` is for whoever shows it piece by piece.
+        Recomputed as a whole; use `StableText` to stream it piece by piece.
         """
         if self._stop is not None:
             return self._ended_text
@@ -168,7 +168,7 @@ class CompletionText:
 
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
-        # What was not complete before ends behind what was searched. Longest first: `min` takes the first of equals.
+        # New matches end behind the searched text. Stops are sorted longest first and `min` takes the first of equals.
         hits = [(seen.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
         start, self._stop = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=(0, None))
         if self._stop is not None:
@@ -177,25 +177,25 @@ class CompletionText:
 
 
 class StableText:
-    """What a stream may show of a completion, piece by piece: joined, the pieces are its `CompletionText.stable_text()`.
+    """Streams `CompletionText.stable_text()` piece by piece.
 
-    It finds no stop string: whoever ends the completion knows the text that it ended with, and `rest` what of it is
+    It does not search for stop strings: once the completion has ended, `rest` returns the part of its final text that is
     still to be shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        # A stop string that is kept takes back nothing of what was shown.
+        # An included stop string never retracts text, so nothing is held back.
         self._stops = () if include_stop_str_in_output else tuple(stop)
         self._held = ""
         self._shown = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take more tokens, none of which completes a stop string that counts; the text that may be shown now."""
+        """Add tokens, none of which completes a stop string; returns the text that may be shown now."""
         piece = self._detokenizer.push(token_ids)
         if not piece:
             return ""
-        # What is not held back already begins no stop string, so nothing before it has to be looked at again.
+        # Text that is not held back cannot start a stop string, so only the held text is searched again.
         settled = self._held + piece
         safe = len(settled) - _held_back(settled, self._stops)
         self._held = settled[safe:]
@@ -203,17 +203,17 @@ class StableText:
         return settled[:safe]
 
     def text(self) -> str:
-        """The completion as it would read if it ended now, without a stop string."""
+        """The whole text if the completion ended now without a stop string."""
         return self._detokenizer.text + self._detokenizer.pending
 
     def rest(self, text: str) -> str | None:
-        """What is still to be shown of the text that the completion has ended with; None: it begins differently."""
+        """The part of the final text that is still to be shown; None if the text shown is not a prefix of it."""
         shown = self._detokenizer.text[: self._shown]
         return text[self._shown :] if text.startswith(shown) else None
 
 
 def _held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that more text could make a stop string."""
+    """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
     return max([_begun(text, stop) for stop in stops], default=0)
 
 

@@ -1,6 +1,6 @@
 """Timestamped events of a request, their wire form and payload rules.
 
-An event never changes once it is made. Logs of several segments of one request are joined by whoever merges them.
+Events are immutable. Logs of several segments of one request are joined when the segments are merged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKEN_FIELDS = ("token_id", *_COUNTS)
 
 @dataclass(frozen=True)
 class DynamicInferenceEvent:
-    """One event.
+    """One timestamped event with its payload.
 
     Raises:
         ValueError: the payload does not fit the type: a dict with `token_id` (and counts of KV blocks) for
@@ -48,7 +48,7 @@ class DynamicInferenceEvent:
     """
 
     timestamp: float
-    """Seconds, by the clock of whoever made it."""
+    """Seconds, by the clock of the process that recorded it."""
     type: DynamicInferenceEventType
     payload: Any = None
 
@@ -66,14 +66,14 @@ class DynamicInferenceEvent:
 
     def __str__(self) -> str:
         if isinstance(self.payload, BaseException):
-            # A message may span lines; an event is one.
+            # The message is joined into one line.
             what = f" {type(self.payload).__name__}: {' '.join(str(self.payload).split())}"
         else:
             what = "".join(f" {name}={value}" for name, value in (self.payload or {}).items())
         return f"[{self.timestamp:.6f}] {self.type.name}{what}"
 
     def serialize(self) -> dict[str, Any]:
-        """Plain and msgpack-able; of an exception, its type's name and its message."""
+        """Encode as a msgpack-able dict; an exception becomes its type's name and its message."""
         payload = self.payload
         if isinstance(payload, BaseException):
             payload = {"type": type(payload).__name__, "message": str(payload)}
@@ -102,10 +102,10 @@ class DynamicInferenceEvent:
 
 
 def _exception(plain: Any) -> Exception:
-    """An exception with the type's name and the message of the one that was sent.
+    """Rebuild an exception from its type's name and message.
 
-    It is of the very type where that is Python's or ours and takes a message alone; otherwise a `RolloutError` of that
-    name, because nothing is imported on the say-so of a payload.
+    The type is used if it is a builtin or one of `rollout.errors` and takes a single message; otherwise a `RolloutError`
+    subclass of that name is made, because nothing is imported because of a payload.
     """
     decoded = decode_fields("DynamicInferenceEvent.payload", plain, {"type": STR, "message": STR})
     name, message = decoded["type"], decoded["message"]
@@ -122,18 +122,18 @@ def _exception(plain: Any) -> Exception:
                 return rebuilt
     else:
         known = RolloutError
-    # KeyError, for one, prints the repr of what it is given.
+    # Some exceptions, such as KeyError, print the repr of their argument.
     return type(name, (known,), {"__str__": lambda _: message})(message)  # type: ignore[no-any-return]
 
 
 EVENT = Codec(DynamicInferenceEvent.serialize, DynamicInferenceEvent.deserialize)
 
 MAX_MESSAGE = 2000
-"""Characters of an exception's message that travel with progress."""
+"""Most characters of an exception's message in packed events."""
 
 
 def pack_events(events: Iterable[DynamicInferenceEvent]) -> bytes:
-    """Events as they travel with progress: 11 bytes each without a payload. Packed rows may follow each other."""
+    """Pack events for progress reports: 11 bytes each without a payload. Packed rows may be concatenated."""
     return b"".join([msgpack.packb(_row(event)) for event in events])
 
 
@@ -147,16 +147,16 @@ def _row(event: DynamicInferenceEvent) -> list[Any]:
 
 
 def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
-    """The inverse of `pack_events`, of one or of several packed rows after each other.
+    """Unpack one or several concatenated results of `pack_events`.
 
     Raises:
-        SerializationError: no such rows.
+        SerializationError: the rows are malformed.
     """
     reader = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
     reader.feed(packed)
     try:
         events = [_event(row) for row in reader]
-    # Every error of msgpack's that a whole buffer can cause is a ValueError.
+    # All msgpack errors that a complete buffer can cause are ValueErrors.
     except (ValueError, TypeError, RecursionError) as exc:
         raise SerializationError(f"events: {exc}") from exc
     if reader.tell() != len(packed):
@@ -178,25 +178,25 @@ def _event(row: Any) -> DynamicInferenceEvent:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EventLog:
-    """The events of a request, oldest first, and one helper per type; `timestamp` None is the wall clock's now."""
+    """Event list of a request, oldest first, with one method per type; `timestamp` None: now, by the wall clock."""
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
     """The first ADD_ENGINE event, kept across checkpoints."""
 
     def put_events_before(self, earlier: Sequence[DynamicInferenceEvent]) -> None:
-        """Begin the log with what happened to the sample elsewhere, or in an earlier life."""
+        """Prepend events recorded on another rank or before a restart."""
         self.events[:0] = earlier
         added = (event for event in self.events if event.type is DynamicInferenceEventType.ADD_ENGINE)
         self.event_add_engine = next(added, self.event_add_engine)
 
     def add_event_add_engine(self, timestamp: float | None = None) -> None:
-        """It arrived at the engine."""
+        """Record the arrival at the engine."""
         event = self._add(DynamicInferenceEventType.ADD_ENGINE, None, timestamp)
         self.event_add_engine = self.event_add_engine or event
 
     def add_event_add_context(self, timestamp: float | None = None) -> None:
-        """It was given KV blocks."""
+        """Record the assignment of KV blocks."""
         self._add(DynamicInferenceEventType.ADD_CONTEXT, None, timestamp)
 
     def add_event_generated_token(
@@ -208,34 +208,36 @@ class EventLog:
         blocks_ref_count: int | None = None,
         timestamp: float | None = None,
     ) -> None:
-        """A token was sampled. Of the whole KV pool: its blocks, those that a prefix hit may find, of these those that
-        requests hold, and all references to blocks."""
+        """Record a sampled token.
+
+        Counts of the whole KV pool: all blocks, registered blocks, registered blocks with holders, references to blocks.
+        """
         counts = (token_id, blocks_total, blocks_hashed_total, blocks_hashed_active, blocks_ref_count)
         payload = {name: int(count) for name, count in zip(_TOKEN_FIELDS, counts, strict=True) if count is not None}
         self._add(DynamicInferenceEventType.GENERATED_TOKEN, payload, timestamp)
 
     def add_event_pause(self, timestamp: float | None = None) -> None:
-        """It keeps its KV and waits."""
+        """Record a pause with its KV kept."""
         self._add(DynamicInferenceEventType.PAUSE, None, timestamp)
 
     def add_event_evict(self, timestamp: float | None = None) -> None:
-        """It gave up its KV and waits."""
+        """Record an eviction: its KV is dropped and it waits."""
         self._add(DynamicInferenceEventType.EVICT, None, timestamp)
 
     def add_event_finish(self, timestamp: float | None = None) -> None:
-        """It ended with a result."""
+        """Record the end with a result."""
         self._add(DynamicInferenceEventType.FINISH, None, timestamp)
 
     def add_event_fail(self, timestamp: float | None = None) -> None:
-        """It ended without a result."""
+        """Record the end without a result."""
         self._add(DynamicInferenceEventType.FAIL, None, timestamp)
 
     def add_event_error_transient(self, error: BaseException, timestamp: float | None = None) -> None:
-        """Something went wrong that it survives."""
+        """Record an error that the request survives."""
         self._add(DynamicInferenceEventType.ERROR_TRANSIENT, error, timestamp)
 
     def add_event_error_nontransient(self, error: BaseException, timestamp: float | None = None) -> None:
-        """Something went wrong that ends it."""
+        """Record an error that ends the request."""
         self._add(DynamicInferenceEventType.ERROR_NONTRANSIENT, error, timestamp)
 
     def _add(self, kind: DynamicInferenceEventType, payload: Any, timestamp: float | None) -> DynamicInferenceEvent:

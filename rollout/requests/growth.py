@@ -11,10 +11,10 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 
 MAX_EVENTS_SENT = 1 << 18
-"""Of one sample; what happens to it after so many is not told."""
+"""Most events sent of one sample; later ones are dropped."""
 
 TopN = list[list[tuple[int, float]]]
-"""Per token, (token id, log-prob), best first."""
+"""(token id, log-prob) pairs per token, best first."""
 
 
 @dataclass(slots=True)
@@ -24,8 +24,7 @@ class Growth:
     request_id: int
     sample_index: int
     start: int
-    """Where in the completion, all segments together, the first one stands. 0 for a sample known further: it has
-    started afresh."""
+    """Index of the first one in the whole completion. 0 although more tokens were known: the sample was restarted."""
     count: int
     token_ids: bytes
     """int32 [count]."""
@@ -36,20 +35,20 @@ class Growth:
     ttft: float | None = None
     """Seconds from arrival to the first token, where that is among them."""
     top_n: TopN | None = None
-    """Of each token, where asked for."""
+    """Top log-probs of each token, if requested."""
     events: bytes | None = None
-    """Packed, since those that are known; None: there are none."""
+    """Packed events since the known ones, or None."""
     num_events: int = 0
-    """Of the sample, those in `events` included."""
+    """Number of events of the sample, those in `events` included."""
 
 
 def growth(record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0) -> Growth:
-    """What a record that nobody computes on (it waits, or has ended) has beyond what is known.
+    """New output of an inactive (waiting or ended) record beyond the known tokens and events.
 
     Args:
-        known: completion tokens that are known.
-        prompt_version: the prompt's policy version that they came with.
-        events_known: events that are known.
+        known: number of known completion tokens.
+        prompt_version: policy version of the prompt that came with them.
+        events_known: number of known events.
     """
     live = record[-1]
     made = completion_length(live)
@@ -72,22 +71,22 @@ def growth(record: DynamicInferenceRequestRecord, known: int, prompt_version: in
 
 
 def completion_length(live: DynamicInferenceRequest) -> int:
-    """Completion tokens of all segments up to this one."""
+    """Number of completion tokens of all segments up to this one."""
     return live.total_length - live.original_prompt_length
 
 
 def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
-    """Where what is not known begins: behind what is, or at 0 if the sample has started afresh since.
+    """Index of the first unknown completion token: `known`, or 0 if the sample was restarted since.
 
-    A sample starts afresh under a later policy version than all it had, so its prompt's version tells the two lives
-    apart even when the second one has grown longer than the first.
+    A restart happens under a later policy version than all earlier tokens, so the prompt's version tells the two runs apart
+    even when the second one is already longer than the first.
     """
     same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
     return known if same_life else 0
 
 
 def version_of_prompt(live: DynamicInferenceRequest) -> int:
-    """The policy version under which the prompt was admitted, or would be now."""
+    """Policy version under which the prompt was admitted, or would be now."""
     return live.policy_spans.version_at(0) if live.policy_spans else live.policy_version
 
 
@@ -107,7 +106,7 @@ def versions(live: DynamicInferenceRequest, start: int, stop: int) -> list[int]:
 
 
 def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list[Any]:
-    """A per-token field of all segments, from completion token `start` on."""
+    """A per-token field of all segments joined, from completion token `start` on."""
     live = record[-1]
     if start >= live.rng_offset:
         rows: list[Any] = getattr(live, name)[start - live.rng_offset :]
@@ -116,7 +115,7 @@ def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list
 
 
 def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:
-    """(packed events behind the first `known` ones, how many there are of the sample)."""
+    """(packed events after the first `known` ones, number of events of the sample)."""
     events = record[-1].events if len(record) == 1 else [event for segment in record for event in segment.events]
     count = min(len(events), MAX_EVENTS_SENT)
     return (pack_events(events[known:count]) if count > known else None), count

@@ -1,8 +1,8 @@
 """`DynamicInferenceRequestRecord`: the segments of one sample across checkpoints, and their merge.
 
 Always true: a segment's prompt is the prompt of the one before plus what that one generated, so the segments cover the
-completion with no gap and no overlap; only the last segment (the live one) changes; `merge` reads like a request that
-was never interrupted.
+completion with no gap and no overlap; only the last segment (the live one) changes; `merge` equals an uninterrupted
+request.
 
     segment 0   [prompt ······][generated ···]
                                               checkpoint()
@@ -32,7 +32,7 @@ _KINDS = {kind.__name__: kind for kind in (DynamicInferenceRequest, VLMInference
 
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequestRecord:
-    """Every segment of one sample.
+    """All segments of one sample.
 
     Raises:
         ValueError: no segment, segments of different samples, or a segment that does not begin where the one before
@@ -43,7 +43,7 @@ class DynamicInferenceRequestRecord:
     latency: float | None = None
     """Seconds from arrival to the end."""
     completion_text: str | None = None
-    """Text of the whole completion, from an engine that detokenises; segments' own texts are joined without it."""
+    """Text of the whole completion; None: the texts of the segments are joined instead."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -62,7 +62,7 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
-        """A record whose first and live segment is `request` itself."""
+        """Record with `request` itself as its first and live segment."""
         return cls(segments=[request])
 
     def __getitem__(self, index: int) -> DynamicInferenceRequest:
@@ -76,32 +76,32 @@ class DynamicInferenceRequestRecord:
 
     @property
     def request_id(self) -> int:
-        """Of the request."""
+        """Id of the request."""
         return self.segments[0].request_id
 
     @property
     def sample_index(self) -> int:
-        """Of the sample."""
+        """Index of the sample within the request."""
         return self.segments[0].sample_index
 
     def set_text(self, text: str | None) -> None:
-        """Set the text of the whole completion, all segments together; None: unknown."""
+        """Set the text of the whole completion, over all segments; None: unknown."""
         self.completion_text = text
 
     def advance_version(self, version: int, policy_only: bool = False) -> None:
-        """The weights moved to `version`; see `DynamicInferenceRequest.advance_version`. Only the live segment ages."""
+        """Advance the live segment to policy version `version`; see `DynamicInferenceRequest.advance_version`."""
         self.segments[-1].advance_version(version, policy_only=policy_only)
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """One weight update happened. `policy_only`: the request holds no KV (it waits)."""
+        """Record one weight update. `policy_only`: the request holds no KV (it waits)."""
         self.segments[-1].increment_staleness(policy_only=policy_only)
 
     def checkpoint(self) -> DynamicInferenceRequest:
-        """Give up the KV: what is there becomes the prompt of a new live segment, which is returned.
+        """Drop the KV: prompt and output become the prompt of a new live segment, which is returned.
 
-        The budget shrinks by what was generated. Policy spans are carried, closed at the present length; KV spans are
-        empty until the segment is prefilled. A sample that has no token yet starts afresh: its prompt counts from the
-        version under which it is admitted next. Where no event says that it came to an engine, it did on arrival.
+        The budget shrinks by the number of generated tokens. Policy spans are carried over, closed at the current length; KV
+        spans are empty until the segment is prefilled. A sample without a token restarts: its prompt gets the version of its
+        next admission. A missing ADD_ENGINE event is added at the arrival time.
         """
         live = self.segments[-1]
         if live.event_add_engine is None:
@@ -148,14 +148,14 @@ class DynamicInferenceRequestRecord:
         return segment
 
     def merge(self) -> DynamicInferenceRequest:
-        """One request, as if never interrupted; the record is left as it is.
+        """Merge all segments into one request, as if never interrupted; the record is unchanged.
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
-        top-n, tpot, events, routing indices. From the last: status, how it finished, versions. A value that the first
-        segment was interrupted too early to have (ttft, prompt log-probs) comes from the first segment that has it.
+        top-n, tpot, events, routing indices. From the last: status, finish reason, versions. A value that the
+        first segment was interrupted too early to have (ttft, prompt log-probs) comes from the first segment that has it.
 
         Raises:
-            ValueError: a segment has log-probs for some of its tokens only, so that joined ones would be out of step.
+            ValueError: a segment has log-probs for only some of its tokens, so that joined ones would be misaligned.
         """
         first, last = self.segments[0], self.segments[-1]
         routing = [segment.routing_indices for segment in self.segments if segment.routing_indices is not None]
@@ -190,12 +190,12 @@ class DynamicInferenceRequestRecord:
         )
 
     def serialize(self) -> dict[str, Any]:
-        """A plain dict that `msgpack.packb(…, use_bin_type=True)` takes."""
+        """Encode as a plain dict for `msgpack.packb(…, use_bin_type=True)`."""
         return encode_fields(self, _WIRE)
 
     @classmethod
     def deserialize(cls, plain: Any) -> DynamicInferenceRequestRecord:
-        """The exact inverse of `serialize`.
+        """Decode a record; the exact inverse of `serialize`.
 
         Raises:
             SerializationError: a field is missing, unknown or malformed, or the segments do not follow each other.
@@ -233,12 +233,16 @@ class DynamicInferenceRequestRecord:
         return None if None in texts else "".join(text for text in texts if text is not None)
 
 
-# --- a merged request, cut up again -----------------------------------------------------------------------------------
+# --- splitting a merged request -----------------------------------------------------------------------------------------
 
 
 def segment_rows(record: DynamicInferenceRequestRecord) -> list[list[int]]:
-    """What `split` needs: per segment [tokens, gaps between them, events, cached and finished prompt tokens, current
-    version, version, count, version, count, … of its KV]."""
+    """Segment boundaries for `split`.
+
+    Returns:
+        Per segment [tokens, gaps between them, events, cached and finished prompt tokens, policy version, version, count,
+        version, count, … of its KV].
+    """
     return [
         [
             segment.generated_length, len(segment.tpot), len(segment.events), segment.num_cached_tokens,
@@ -249,11 +253,11 @@ def segment_rows(record: DynamicInferenceRequestRecord) -> list[list[int]]:
 
 
 def split(whole: DynamicInferenceRequest, rows: list[list[int]]) -> DynamicInferenceRequestRecord:
-    """The record of which `whole` is the merged request; the inverse of `merge`, but for when a segment's first token came.
+    """Split a merged request into its segments; the inverse of `merge`, except for the `ttft` of later segments.
 
     Args:
-        whole: the first segment, where there are no rows.
-        rows: of `segment_rows`. Events before those that it counts belong to the first segment.
+        whole: the merged request; with no rows, the only segment.
+        rows: from `segment_rows`. Events before those that it counts belong to the first segment.
 
     Raises:
         SerializationError: the rows do not fit the request.

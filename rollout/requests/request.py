@@ -2,8 +2,8 @@
 
 `InferenceRequest` is what any engine needs, `DynamicInferenceRequest` one segment of one sample of a continuously
 batched engine, `VLMInferenceRequest` the same with images. Two requests are equal only if they are the same object:
-they are working states, not values. Times are seconds. Token ids and log-probs are lists of Python numbers; a torch
-tensor is made only for whoever reads one.
+they are working states, not values. Times are seconds. Token ids and log-probs are lists of Python numbers; torch
+tensors are created only by the properties that return one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEFAULT_PARAMS = SamplingParams()
 
 
 class _OlderName:
-    """`inference_parameters`, by which `sampling_params` was known; reads and sets the one value there is."""
+    """Descriptor `inference_parameters`: the older name of `sampling_params`, reading and setting the same value."""
 
     @overload
     def __get__(self, request: None, owner: type) -> None: ...
@@ -57,17 +57,17 @@ class _OlderName:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class InferenceRequest:
-    """A prompt and what became of it.
+    """A prompt with its sampling parameters and results.
 
     Token ids may be given as any sequence of integers, a numpy array or a torch tensor.
 
     Raises:
-        InvalidRequestError: token ids that are no integers.
+        InvalidRequestError: token ids that are not integers.
     """
 
     request_id: int
     prompt: str | None = None
-    """Text of the prompt, where there is one."""
+    """Text of the prompt, if given as text."""
     sampling_params: SamplingParams = _DEFAULT_PARAMS
     inference_parameters: _OlderName = _OlderName()
     """Older alias of `sampling_params`."""
@@ -76,24 +76,24 @@ class InferenceRequest:
     arrival_time: float = field(default_factory=time.time)
     status: Status = Status.WAITING_IN_QUEUE
     encoder_prompt: str | None = None
-    """Of an encoder; our engine runs decoders and refuses it."""
+    """Prompt of an encoder; refused, since the engine runs decoders only."""
     generated_text: str | None = None
     segments: list[str] | None = None
-    """The prompt's text, token by token; None until `TextGenerationController.fill_segments`, as the next two."""
+    """Text of each prompt token; None until `TextGenerationController.fill_segments`, as the next two."""
     generated_segments: list[str] | None = None
-    """The completion's text, token by token."""
+    """Text of each completion token."""
     generated_sequence_lengths: list[int] | None = None
-    """[G]: one completion, of so many tokens."""
+    """Number of tokens of each completion: [G]."""
     generated_tokens: list[int] = field(default_factory=list)
     """[G] token ids."""
     prompt_log_probs: list[float] | None = None
     """[P-1], of prompt tokens 1 …; None until computed."""
     generated_log_probs: list[float] = field(default_factory=list)
-    """[G]; empty where not asked for."""
+    """[G]; empty if not requested."""
     prompt_top_n_logprobs: list[list[tuple[int, float]]] | None = None
     """[P-1] rows of (token id, log-prob), of prompt tokens 1 …; None until computed."""
     generated_top_n_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """[G] rows of (token id, log-prob); empty where not asked for."""
+    """[G] rows of (token id, log-prob); empty if not requested."""
     tpot: list[float] = field(default_factory=list)
     """Seconds between one generated token and the next."""
 
@@ -140,12 +140,12 @@ class InferenceRequest:
         return len(self.prompt_tokens) + len(self.generated_tokens)
 
     def serialize(self) -> dict[str, Any]:
-        """A plain dict that `msgpack.packb(…, use_bin_type=True)` takes."""
+        """Encode as a plain dict for `msgpack.packb(…, use_bin_type=True)`."""
         return encode_fields(self, self._WIRE)
 
     @classmethod
     def deserialize(cls, plain: Any) -> Self:
-        """The exact inverse of `serialize`.
+        """Decode a request; the exact inverse of `serialize`.
 
         Raises:
             SerializationError: a field is missing, unknown or malformed; the message names it.
@@ -165,49 +165,49 @@ class InferenceRequest:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DynamicInferenceRequest(EventLog, InferenceRequest):
-    """One segment of one sample: from admission to the end, or to the next checkpoint.
+    """One segment of one sample: from admission to its end, or to the next checkpoint.
 
-    A position is an index into prompt + generated tokens (T = P + G). Every position below `len(policy_spans)` was
-    sampled under the version the spans say, every later one under `policy_version`; likewise `kv_spans` for the version
-    that computed a position's KV.
+    A position is an index into prompt + generated tokens (T = P + G). Positions below `len(policy_spans)` were sampled under
+    the version given by the spans, later ones under `policy_version`; likewise `kv_spans` for the version that computed a
+    position's KV.
     """
 
     sample_index: int = 0
-    """Which of the n samples of the prompt. (request_id, sample_index) is the key of a sample."""
+    """Index among the n samples of the prompt. (request_id, sample_index) is the key of a sample."""
     priority: int = 0
     """Higher runs first."""
     seed: int | None = None
-    """The seed really used: the caller's, or the one the engine gave."""
+    """The effective seed: the caller's, or the one the engine derived."""
     rng_offset: int = 0
-    """Completion tokens of earlier segments: where in the random stream this segment begins."""
+    """Completion tokens of earlier segments: offset of this segment in the random stream."""
     original_prompt_length: int = -1
-    """P of the first segment. -1: this is the first."""
+    """Prompt length of the first segment; -1: this is the first."""
     stream_offset: int = 0
-    """Completion tokens already handed to a streaming caller."""
+    """Completion tokens already streamed to the caller."""
     metadata: Any = None
-    """The caller's own, msgpack-able; never looked into."""
+    """Opaque msgpack-able value of the caller."""
     policy_version: int = 0
-    """The version current for this request: of its next token and of its next KV."""
+    """Policy version of its next token and its next KV."""
     policy_spans: VersionSpans = field(default_factory=VersionSpans)
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
     finished_chunk_token_count: int = 0
-    """Prompt tokens whose KV is there, computed or found in the prefix cache."""
+    """Prompt tokens whose KV is computed or was found in the prefix cache."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
     precomputed_block_hashes: list[int] = field(default_factory=list)
-    """Hashes of the prompt's complete blocks; filled on construction where prefix caching is on, unless given."""
+    """Hashes of the prompt's complete blocks; computed on construction if prefix caching is on, unless given."""
     stop_word_ids: list[list[int]] | None = None
-    """Token ids of each stop string; our engine finds `SamplingParams.stop` in the text and refuses them."""
+    """Token ids of each stop string; refused, since the engine matches `SamplingParams.stop` in the text."""
     routing_indices: NDArray[Any] | None = None
-    """Integers [tokens, layers, k]: experts chosen per token and layer of a mixture of experts. Our engine records none
-    and refuses a record that has some: it cannot replay them."""
+    """Integers [tokens, layers, k]: experts chosen per token and layer of a mixture of experts. Not recorded by the engine,
+    and refused in a record, since it cannot replay them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
     error: str | None = None
-    """`Type: message` of what made it fail."""
+    """`Type: message` of the error that ended it."""
     latency: float | None = None
     ttft: float | None = None
     """Seconds from arrival to the first token."""
@@ -250,7 +250,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         self._check_at_most("len(policy_spans)", len(self.policy_spans), self.total_length)
         self._check_at_most("len(kv_spans)", len(self.kv_spans), self.total_length)
         size = self.block_size_tokens if self.enable_prefix_caching else None
-        # A prompt of less than a block has none, and is not looked through for them once per sample.
+        # A prompt shorter than a block has no hashes: skip the computation.
         shorter = size is not None and 0 < len(self.prompt_tokens) < size
         if size is not None and not shorter and not self.precomputed_block_hashes:
             self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, size)
@@ -266,14 +266,14 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """Whether it ended without one."""
+        """Whether it ended without a result."""
         return self.status is Status.FAILED
 
     # --- lengths ------------------------------------------------------------------------------------------------
 
     @property
     def remaining_prompt_tokens(self) -> list[int]:
-        """Prompt tokens whose KV is still to be computed. Setting it to a suffix of the prompt says how far one is."""
+        """Prompt tokens whose KV is still to be computed; settable to a suffix of the prompt."""
         return self.prompt_tokens[self.finished_chunk_token_count :]
 
     @remaining_prompt_tokens.setter
@@ -289,9 +289,9 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def kv_length(self) -> int:
-        """Positions whose KV is computed.
+        """Number of positions whose KV is computed.
 
-        A generated token proves that the whole prompt's is; the last one's own KV is written by the step after it.
+        With a generated token the whole prompt's KV is computed; the last token's own KV is written by the step after it.
         """
         if self.generated_tokens:
             return self.total_length - 1
@@ -299,17 +299,18 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def completion_tokens(self) -> list[int]:
-        """Everything after the prompt the user gave, earlier segments' tokens included."""
+        """All tokens after the user's prompt, those of earlier segments included."""
         return self.prompt_tokens[self.original_prompt_length :] + self.generated_tokens
 
     # --- versions -----------------------------------------------------------------------------------------------
 
     def advance_version(self, version: int, *, policy_only: bool = False) -> None:
-        """The weights moved to `version`: what is there now belongs to the version before. O(1).
+        """Advance to policy version `version`: existing tokens and KV are closed under the version before. O(1).
 
         Args:
             version: the new policy version.
-            policy_only: its KV does not age: it holds none (it waits). Without a token it does not age at all.
+            policy_only: the request holds no KV (it waits): KV spans keep their staleness, and policy spans stay empty
+                until there is a token.
 
         Raises:
             ValueError: `version` is below `policy_version`.
@@ -322,24 +323,24 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         if not policy_only or self.policy_spans or self.generated_tokens:
             self.policy_spans.extend_to(self.total_length, self.policy_version)
         if policy_only:
-            # Whatever KV it may have keeps its age.
+            # The staleness of any KV stays the same.
             self.kv_spans.shift(version - self.policy_version)
         else:
             self.kv_spans.extend_to(self.kv_length, self.policy_version)
         self.policy_version = int(version)
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """One weight update happened; see `advance_version`."""
+        """Record one weight update; see `advance_version`."""
         self.advance_version(self.policy_version + 1, policy_only=policy_only)
 
     @property
     def policy_versions(self) -> NDArray[np.int64]:
-        """int64 [T], the version that sampled each token; a prompt token's is that of admission."""
+        """int64 [T], policy version that sampled each token; for prompt tokens, the version at admission."""
         return self._versions(self.policy_spans)
 
     @property
     def kv_versions(self) -> NDArray[np.int64]:
-        """int64 [T], the version that computed each position's KV; where there is none yet, the current one."""
+        """int64 [T], policy version that computed each position's KV; the current version if not yet computed."""
         return self._versions(self.kv_spans)
 
     @property
@@ -363,11 +364,11 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
         return torch.from_numpy((self.policy_version - versions).astype(np.int32))
 
-    # --- what the device mirrors --------------------------------------------------------------------------------
+    # --- metadata mirrored on the device ------------------------------------------------------------------------
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """(name, dtype, whether it lives on the device) of each per-request sampling field kept beside the batch."""
+        """(name, dtype, whether on the device) of each per-request sampling field stored beside the batch."""
         import torch
 
         return [
@@ -387,7 +388,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """The values of `get_metadata_types`, by name and in its order; -1 stands for None."""
+        """Values of `get_metadata_types` by name, in its order; -1 for None."""
         params = self.sampling_params
         values = {name: getattr(params, name) for name, _, _ in self.get_metadata_types()} | {"seed": self.seed}
         return {name: -1 if value is None else value for name, value in values.items()}
@@ -395,7 +396,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class VLMInferenceRequest(DynamicInferenceRequest):
-    """A prompt with images."""
+    """A request with images."""
 
     num_img_embeddings_per_tile: int = 0
     imgs: torch.Tensor | None = None

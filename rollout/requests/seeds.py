@@ -11,7 +11,7 @@ LAST_SHIFT = 31
 
 
 def stream_key(seed: int, index: int) -> int:
-    """The key, in [0, 2^63), of stream `index` of `seed`: two rounds of splitmix64.
+    """Key in [0, 2^63) of random stream `index` of `seed`: two rounds of splitmix64.
 
     A request without a seed gets the stream of its number, its samples get the streams of their index.
     """

@@ -1,7 +1,7 @@
 """Run-length spans of policy versions over token positions.
 
 Always true: positions 0 … len-1 are covered once each, in order; neighbouring runs differ in version; no run is empty.
-A weight update therefore costs one run per request, whatever the request's length. Knows no requests.
+A weight update therefore adds one run per request, whatever the request's length.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from rollout.errors import SerializationError
 
 MAX_VERSION = 2**31 - 1
-"""The highest policy version: how many updates old a token is, is counted in int32."""
+"""The highest policy version: staleness is stored as int32."""
 
 
 class VersionSpans:
     """Consecutive runs of (version, count) from position 0 on.
 
-    `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions). Versions need not rise: a run may be
-    older than the one before it.
+    `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions). Versions need not rise: a run may have an
+    older version than the one before it.
 
     Args:
         runs: (version, count) pairs, in order of position.
@@ -49,7 +49,7 @@ class VersionSpans:
         return tuple((v, end - start) for v, start, end in zip(self._versions, starts, self._ends, strict=False))
 
     def extend(self, count: int, version: int) -> None:
-        """Cover `count` more positions with `version`; 0 changes nothing.
+        """Append `count` positions of `version`; no-op for 0.
 
         Raises:
             ValueError: `count` is negative.
@@ -68,11 +68,11 @@ class VersionSpans:
             self._ends.append(end)
 
     def extend_to(self, length: int, version: int) -> None:
-        """Cover with `version` every position below `length` that is not covered yet."""
+        """Extend to `length` positions with `version`; no-op if already as long."""
         self.extend(max(0, length - len(self)), version)
 
     def truncate(self, length: int) -> None:
-        """Forget every position from `length` on; nothing if it is as short already.
+        """Drop every position from `length` on; no-op if already as short.
 
         Raises:
             ValueError: `length` is negative.
@@ -88,16 +88,16 @@ class VersionSpans:
         self._ends[kept:] = [end for _, end in partial]
 
     def shift(self, count: int) -> None:
-        """Every position belongs to a version later by `count`."""
+        """Add `count` to every version."""
         self._versions = [version + count for version in self._versions]
 
     def clear(self) -> None:
-        """Forget every position."""
+        """Drop every position."""
         self._versions.clear()
         self._ends.clear()
 
     def version_at(self, position: int) -> int:
-        """The version that owns `position`.
+        """Version of `position`.
 
         Raises:
             IndexError: `position` is not covered.
@@ -107,7 +107,7 @@ class VersionSpans:
         return self._versions[bisect_right(self._ends, position)]
 
     def window(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(version, count) of the runs of positions `start` … `stop` - 1; what is not covered is left out."""
+        """(version, count) runs of positions `start` … `stop` - 1, without uncovered ones."""
         runs = []
         at = max(0, start)
         for index in range(bisect_right(self._ends, at), len(self._ends)):
@@ -119,16 +119,16 @@ class VersionSpans:
         return runs
 
     def dense(self) -> NDArray[np.int64]:
-        """The version of every covered position, int64 [len]."""
+        """Version of every covered position, int64 [len]."""
         runs = self.runs
         return np.repeat(np.array([v for v, _ in runs], dtype=np.int64), np.array([n for _, n in runs], dtype=np.int64))
 
     def oldest(self, start: int = 0) -> int | None:
-        """The lowest version at positions from `start` on; None where none is covered."""
+        """Lowest version from position `start` on; None if none is covered."""
         return min(self._versions[bisect_right(self._ends, start) :], default=None)
 
     def newest(self) -> int | None:
-        """The highest version of any position; None where none is covered."""
+        """Highest version of any position; None if none is covered."""
         return max(self._versions, default=None)
 
     def copy(self) -> VersionSpans:
@@ -138,12 +138,12 @@ class VersionSpans:
         return twin
 
     def serialize(self) -> list[int]:
-        """[version, count, version, count, …]."""
+        """Flat list [version, count, version, count, …]."""
         return [number for run in self.runs for number in run]
 
     @classmethod
     def deserialize(cls, flat: Sequence[int]) -> VersionSpans:
-        """The inverse of `serialize`.
+        """Decode `serialize`'s list.
 
         Raises:
             SerializationError: not a list of int pairs whose counts are at least 1.

@@ -1,1 +1,1 @@
-"""Event loop on a thread, deferred Ctrl-C, fair lock."""
+"""Thread utilities: event loop on a thread, deferred Ctrl-C, fair lock, FIFO turns."""

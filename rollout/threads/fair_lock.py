@@ -1,7 +1,7 @@
 """Fair reentrant lock: waiters are served in order of arrival.
 
-With a plain lock, a thread that releases it and takes it again at once (a loop of steps) nearly always wins, and another
-thread's `pause` waits for thousands of steps. Here whoever waits is next.
+With a plain lock, a thread that releases and immediately reacquires it (a loop of steps) nearly always wins, and another
+thread's `pause` waits for thousands of steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rollout.threads.interrupts import interrupt_deferred
 
 
 class FairLock:
-    """Reentrant; a waiting thread gets it as soon as its holder has let go, before the holder can take it again."""
+    """Reentrant lock; a waiting thread gets it before its last holder can reacquire it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class FairLock:
 
     @property
     def wanted(self) -> bool:
-        """Whether another thread waits for it; for its holder, who may do something first and let go then."""
+        """Whether another thread waits for the lock, so that the holder can release it early."""
         return self._next.locked()
 
     def __enter__(self) -> None:
@@ -33,7 +33,7 @@ class FairLock:
             return
         try:
             with interrupt_deferred():
-                # Held by the one who waits for the lock: its last holder queues here behind it.
+                # `_next` is held by the first waiter: the last holder queues behind it.
                 with self._next:
                     self._lock.acquire()
                 self._owner = me

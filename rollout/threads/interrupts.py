@@ -1,6 +1,6 @@
 """Defers Ctrl-C to the next step boundary.
 
-Half a step would leave queues, block tables and memory in disagreement, and the engine could not be used afterwards.
+An interrupted step would leave queues, block tables and memory inconsistent and the engine unusable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Deferral:
-    """A handler that remembers the first Ctrl-C and passes on the others."""
+    """Signal handler that remembers the first Ctrl-C and passes on later ones."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
@@ -27,8 +27,8 @@ class _Deferral:
 
 
 def _handler() -> Callable[[int, FrameType | None], Any] | None:
-    """What handles Ctrl-C in Python; None: nothing, or it is not this thread's."""
-    # Asked first: getsignal() looks a function up among its own constants, and writes it out for the error it then hides.
+    """The Python handler of Ctrl-C; None if there is none or this is not the main thread."""
+    # Checked first: getsignal() is slow, it compares the handler with its constants and formats a hidden error.
     if threading.current_thread() is not threading.main_thread():
         return None
     handler = signal.getsignal(signal.SIGINT)
@@ -36,17 +36,17 @@ def _handler() -> Callable[[int, FrameType | None], Any] | None:
 
 
 def interrupt_pending() -> bool:
-    """Inside `interrupt_deferred()`: whether Ctrl-C waits for its end."""
+    """Whether a Ctrl-C is deferred by the enclosing `interrupt_deferred()`."""
     handler = _handler()
     return isinstance(handler, _Deferral) and handler.pressed
 
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Ctrl-C inside the block takes effect at its end; a second one takes effect at once.
+    """Context manager that delays a Ctrl-C to the end of the block; a second one takes effect immediately.
 
-    Whatever handles Ctrl-C handles it as before, only later. Does nothing in a thread (Python interrupts the main one
-    only), where no Python function handles Ctrl-C, and inside another such block. Costs about 5 µs.
+    The installed handler is called, only later. No-op outside the main thread (Python interrupts only that one), without a
+    Python handler of Ctrl-C, and nested in another such block. Costs about 5 µs.
     """
     handler = _handler()
     if handler is None or isinstance(handler, _Deferral):

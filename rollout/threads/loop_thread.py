@@ -1,8 +1,8 @@
 """An asyncio event loop on a private thread, for blocking callers.
 
-Always true: whoever waits has a deadline, and is told when the loop ends under it; waiting for the loop from the loop
-itself raises instead of deadlocking. Of what a thread inherits by hand, only CUDA's current device is carried over, and
-only where torch is loaded already. Knows no sockets and no messages.
+Always true: every wait has a deadline and fails when the loop ends meanwhile; waiting for the loop from the loop itself
+raises instead of deadlocking. Of the caller's thread state only CUDA's current device is carried over, and only if torch
+is already loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._closed = False
         self._handed_over: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        # What is handed over before `close` asks the loop to stop is there when it looks for tasks to cancel.
+        # Guards `_closed` too, so that work handed over before `close` is among the tasks it cancels.
         self._handing_over = threading.Lock()
         device = _cuda_device()
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
@@ -41,12 +41,11 @@ class LoopThread:
         """Run a coroutine on the loop and wait for its result.
 
         Args:
-            timeout_s: give up after so many seconds; the coroutine is cancelled.
+            timeout_s: deadline in seconds, after which the coroutine is cancelled.
 
         Raises:
             DeadlineError: it took longer.
-            RuntimeError: called on the loop itself, which would wait for ever; or the loop is closed, before or
-                meanwhile.
+            RuntimeError: called on the loop itself, which would deadlock; or the loop is closed, before or meanwhile.
         """
         future = self.start_from_outside(coroutine, "run()")
         what = getattr(coroutine, "__qualname__", repr(coroutine))
@@ -66,10 +65,10 @@ class LoopThread:
             raise RuntimeError(f"{self._name} was closed while {what} ran on it") from None
 
     def start_from_outside(self, coroutine: Coroutine[Any, Any, T], what: str = "waiting") -> Future[T]:
-        """`start`, for whoever is going to wait for it in this thread.
+        """Start a coroutine that the calling thread is going to wait for; like `start`, but refused on the loop itself.
 
         Raises:
-            RuntimeError: called on the loop itself, which would wait for ever; or the loop is closed.
+            RuntimeError: called on the loop itself, which would deadlock; or the loop is closed.
         """
         try:
             self.refuse_inside(what)
@@ -79,15 +78,15 @@ class LoopThread:
         return self.start(coroutine)
 
     def refuse_inside(self, what: str) -> None:
-        """Raises: RuntimeError: called on the loop itself, which would wait for ever."""
+        """Raise `RuntimeError` if called on the loop itself, where waiting would deadlock."""
         if self._inside():
             self._refuse(what)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop and do not wait for it; from any thread.
+        """Start a coroutine on the loop without waiting for it; from any thread.
 
         Returns:
-            Its result to be; cancelled when the loop is closed before.
+            Its future, which is cancelled if the loop is closed first.
 
         Raises:
             RuntimeError: the loop is closed.
@@ -99,7 +98,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop call `function(*args)` in its next turn; from any thread.
+        """Call `function(*args)` in the loop's next iteration; from any thread.
 
         Raises:
             RuntimeError: the loop is closed.
@@ -107,8 +106,8 @@ class LoopThread:
         with self._handing_over:
             if self._closed:
                 self._refuse("call_soon()")
-            # One wake-up for all that is handed over before the loop has its turn: each is a system call, at which the
-            # caller gives the interpreter away and waits to have it back.
+            # One wake-up for all calls until the loop's next iteration: each is a system call that releases the GIL and
+            # has to reacquire it.
             if not self._handed_over:
                 self._loop.call_soon_threadsafe(self._take_over)
             self._handed_over.append((function, args))
@@ -119,16 +118,16 @@ class LoopThread:
         for function, args in taken:
             try:
                 function(*args)
-            except Exception as exc:  # noqa: BLE001 - as the loop itself does for each of its callbacks
+            except Exception as exc:  # noqa: BLE001 - as the loop does for its own callbacks
                 self._loop.call_exception_handler(
                     {"message": f"{self._name}: {function!r} has raised", "exception": exc}
                 )
 
     def close(self) -> None:
-        """Cancel what runs on the loop and end its thread. Harmless when repeated.
+        """Cancel all tasks of the loop and end its thread. Idempotent.
 
         Raises:
-            RuntimeError: called on the loop itself, which would wait for ever.
+            RuntimeError: called on the loop itself, which would deadlock.
         """
         self.refuse_inside("close()")
         with self._handing_over:
@@ -161,6 +160,6 @@ class LoopThread:
 
 
 def _cuda_device() -> int | None:
-    """The calling thread's CUDA device, where torch is loaded and uses CUDA; a new thread would begin at device 0."""
+    """The calling thread's current CUDA device, or None without CUDA; a new thread would start at device 0."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return int(cuda.current_device()) if cuda is not None and cuda.is_initialized() else None

@@ -1,7 +1,7 @@
 """FIFO turns: one thread at a time runs requests to their end.
 
-Two threads that step one engine would take each other's results. Always true: a turn ends with the block it was taken for,
-however that ends, and whoever waits can be interrupted.
+Two threads that step one engine would take each other's results. Always true: a turn ends with its `with` block, whether
+or not that raises, and waiting can be interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollout.threads.interrupts import interrupt_deferred
 
 
 class Turns:
-    """Of one engine."""
+    """Queue of the threads that generate with one engine."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -24,13 +24,13 @@ class Turns:
 
     @contextmanager
     def taken(self, timeout_s: float | None = None) -> Iterator[None]:
-        """A block that no other thread is in; nesting is free.
+        """Context manager that excludes other threads; reentrant.
 
         Args:
-            timeout_s: to wait for those who came before; None: until they have ended.
+            timeout_s: to wait for earlier turns; None: no limit.
 
         Raises:
-            DeadlineError: they have not.
+            DeadlineError: earlier turns have not ended in time.
         """
         me, ticket = threading.current_thread(), object()
         if self._holder is me:

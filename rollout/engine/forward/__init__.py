@@ -1,1 +1,1 @@
-"""The model's forward through paged attention: installation, fused variant, CUDA graphs."""
+"""The model's forward through paged attention: installation, fused CPU variant, CUDA graphs."""

@@ -1,9 +1,8 @@
 """Inputs of one attention step, and installation of the paged attention into the trainer's model.
 
-The model runs its own `forward`; transformers' attention interface hands every layer's queries, keys and values to
-`rollout_attention`, and the step's batch travels as a keyword argument, or beside the call where a model drops those. The
-trainer's implementation is back whenever our code is not running: `Installation` is a context manager that restores it
-whatever happens inside.
+The model runs its own `forward`; transformers' attention interface passes every layer's queries, keys and values to
+`rollout_attention`. The step's batch travels as a keyword argument, and in a context variable for models that drop
+keyword arguments. `Installation` is a context manager that restores the trainer's attention, also after an exception.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
 
 _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
-"""The batch of the forward that this thread is in."""
+"""Batch of the current thread's forward."""
 
 
 class AttentionBatch(Protocol):
-    """What a step hands to every attention layer."""
+    """Per-step input that is passed to every attention layer."""
 
     def attend(
         self,
@@ -58,7 +57,7 @@ def rollout_attention(
     """The function registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
     batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
     if batch is None:
-        # Some models' decoder layers hand no keyword arguments on.
+        # The decoder layers of some models drop keyword arguments.
         batch = _carried.get()
     if batch is None:
         raise RuntimeError(
@@ -66,7 +65,7 @@ def rollout_attention(
             "while the engine had its attention installed (another thread?); run them one after the other"
         )
     if torch.is_autocast_enabled(query.device.type):
-        # As the trainer's attention does: rotary embeddings have made queries and keys wider than values.
+        # As the trainer's attention does: rotary embeddings leave queries and keys in a wider type than values.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is not None:
@@ -78,7 +77,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
-    """Output of one forward of `model`, our attention installed, every attention layer of which is handed `batch`."""
+    """Output of one forward of `model` that passes `batch` to every attention layer; needs an active `Installation`."""
     token = _carried.set(batch)
     try:
         return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
@@ -87,15 +86,15 @@ def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
 
 
 class PagedBatch:
-    """One step's view of the paged cache.
+    """`AttentionBatch` of one step over the paged cache.
 
     Args:
-        cache: where K and V live.
+        cache: holds K and V.
         layer_of: index of each attention module's layer in the cache.
-        slots: [P] int64, token slot (block * block_size + offset) of each of the step's positions.
+        slots: [P] int64 slot mapping: token slot (block * block_size + offset) of each of the step's positions.
         attention: the kernel, for this step.
-        windows: of layers that do not say themselves which window they have.
-        write: puts K and V into their slots.
+        windows: sliding windows of layers that do not pass one themselves.
+        write: writes K and V into their slots.
     """
 
     def __init__(
@@ -141,16 +140,15 @@ class PagedBatch:
 
 
 class Installation:
-    """Our attention in `model`, training behaviour off, while a `with installation:` block runs; nesting is free.
+    """Context manager: paged attention in `model`, with training behaviour off; may be nested.
 
     Args:
-        autocast: a dtype that forwards in the block are autocast to; None: what the caller has set holds.
-        implementation: the name our attention is registered under.
+        autocast: dtype that forwards in the block are autocast to; None: the caller's autocast applies.
+        implementation: the name that the attention is registered under.
 
-    On leaving, every flag is exactly as it was, also after an exception. Saved and restored: the attention implementation
-    of every configuration object the model holds, and the `training` flag of every module (a trainer may keep some in
-    eval). Gradient checkpointing acts only while `training` is set, and `use_cache` is an argument of our forward: neither
-    is touched.
+    On leaving, every flag is as before, also after an exception. Saved and restored: the attention implementation of every
+    configuration object of the model, and the `training` flag of every module (a trainer may keep some in eval). Gradient
+    checkpointing acts only while `training` is set, and `use_cache` is an argument of the forward: neither is touched.
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class Installation:
         self._depth = 0
         self._restore = ExitStack()
         self.handovers = 0
-        """How often the trainer may have had the model in hands."""
+        """Incremented whenever the trainer may have modified the module; caches keyed on it are invalidated."""
 
     def __enter__(self) -> None:
         if self._depth:
@@ -194,7 +192,7 @@ class Installation:
             training = [module for module in self._model.modules() if module.training]
             stack.callback(_set_training, training, True)
             _set_training(training, False)
-            # Casts of weights that autocast keeps: ours have no gradient, and the trainer's may be of an earlier update.
+            # Autocast caches cast weights: casts made here carry no gradient, those of the trainer may be outdated.
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
             stack.enter_context(torch.no_grad())
@@ -213,7 +211,7 @@ def _set_training(modules: list[nn.Module], value: bool) -> None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every configuration object with an attention implementation, each once."""
+    """Every configuration object with an attention implementation, without duplicates."""
     found: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)

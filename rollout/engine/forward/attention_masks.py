@@ -1,8 +1,8 @@
 """Learns a layer's attention window from transformers' mask functions, or refuses the mask.
 
-Many models hand the window of a layer to its attention as an argument; some tell only the mask. While the model is
-probed, `probe_mask` is registered with transformers' `AttentionMaskInterface`: what it returns remembers the function it
-was asked for, and `window_of` reads the window off that function, however large.
+Many models pass a layer's window to its attention as an argument; some only apply it in the mask. While the model is
+probed, `probe_mask` is registered with transformers' `AttentionMaskInterface`: its result keeps the mask function it was
+called with, from which `window_of` reads the window, however large.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rollout.engine.forward.attention import rollout_attention
 
 PROBE = "rollout_probe"
-"""Name of an attention implementation that is given masks; in every other forward of ours none is made."""
+"""Name of the probing attention implementation, the only one for which masks are made."""
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) → whether the query sees the key; arguments broadcast."""
 
 
-class OtherMask(Exception):  # noqa: N818 - says what a mask is, and the caller what follows
-    """A mask that is not "the last so many positions"."""
+class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides what follows
+    """A mask that is neither causal nor a causal sliding window."""
 
 
 def probe_mask(*args: Any, **arguments: Any) -> Tensor:
@@ -41,19 +41,19 @@ AttentionMaskInterface.register(PROBE, probe_mask)
 
 
 def function_of(mask: Tensor) -> MaskFunction | None:
-    """What `mask`, or what it is a view of, was made of; None if it is none of `probe_mask`."""
+    """Mask function that `mask`, or the tensor it is a view of, was made from; None if `probe_mask` did not make it."""
     function: MaskFunction | None = getattr(mask, "rollout_mask_function", None)
     return function if function is not None or mask._base is None else function_of(mask._base)
 
 
 def window_of(function: MaskFunction, length: int, device: torch.device) -> int | None:
-    """How many positions, itself included, each of the first `length` sees; None: all up to itself.
+    """Number of positions, itself included, that each of the first `length` sees; None: all up to itself.
 
     Args:
-        device: where the function may have tensors of its own.
+        device: of tensors that the function may hold.
 
     Raises:
-        OtherMask: it sees others; the message shows the first that differs.
+        OtherMask: the mask differs; the message shows the first position that does.
     """
     positions = torch.arange(length, device=device)
     last = _seen(function, positions, length - 1, length)
@@ -61,7 +61,7 @@ def window_of(function: MaskFunction, length: int, device: torch.device) -> int 
     dense = range(min(length, _DENSE))
     edges = (window - 1, window, window + 1, length // 2, length - 1)
     for query in sorted({*dense, *(each for each in edges if 0 <= each < length)}):
-        # What comes long after a position is looked at for some only: a row may be of a million.
+        # Later positions are checked for a few queries only: a row may have a million.
         width = length if query in (0, length // 2, length - 1) else min(length, max(dense.stop, query + 2))
         keys = positions[:width]
         differ = (_seen(function, positions, query, width) != (keys <= query) & (keys > query - window)).nonzero()

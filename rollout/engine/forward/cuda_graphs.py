@@ -1,11 +1,11 @@
 """CUDA graphs of decode steps: capture once per batch size, replay.
 
-A decode step of a small batch takes less time on the device than Python needs to start its thousands of kernels; a replay
-starts them all at once. A graph is made for a number of rows and a length, both rounded up, when a step first needs it.
-It reads its inputs from buffers that every step fills by one copy, and the place of the KV pool from `KVCache.addresses`,
-so that it outlives a suspend. Weights that are changed in place are read as they are; what else a trainer may have done to
-the model is looked for whenever it may have had it in hands, and then all graphs are made anew. A model that cannot be
-captured runs its forward every step, which is always right.
+A decode step of a small batch takes less time on the device than Python needs to launch its thousands of kernels; a
+replay launches them together. A graph is captured for a number of rows and a length, both rounded up, when a step first
+needs it. Its inputs are buffers that every step fills by one copy, and it reads the address of the KV pool from
+`KVCache.addresses`, so it outlives a suspend. Weights changed in place are read as they are; other changes of the model
+are looked for whenever the trainer may have modified it (`signature_of`), and invalidate all graphs. A model that cannot
+be captured runs its own forward.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from rollout.engine.memory.buffers import packed, staged
 from rollout.engine.memory.kv_cache import KVCache
 
 LEAST_LENGTH = 1024
-"""Tokens. Tables of graphs are made for so many, or a power of two times as many: a wider one starts idle programs."""
+"""Least length of a graph in tokens; longer ones are powers of two. A wider block table launches idle programs."""
 WARM_UP_RUNS = 2
-"""Before a capture: what is made on first use (compiled kernels, library handles, workspaces) cannot be made in it."""
+"""Runs before a capture: compiled kernels, library handles and workspaces cannot be created during it."""
 WORTHWHILE = 64
-"""Replays that a capture should serve: it takes as long as some of the steps that it makes faster."""
+"""Replays that amortise one capture."""
 MAX_WASTED = 8
-"""Times in a row that graphs were lost before they had served so many, after which none are made."""
+"""Consecutive invalidations before `WORTHWHILE` replays, after which capturing is given up."""
 _SMALL = 64
 _log = logging.getLogger(__name__)
 
 
 class Uncapturable(Exception):  # noqa: N818 - not an error: the module's forward runs every step
-    """Why a model's forward is not captured."""
+    """The reason why a model's forward is not captured."""
 
 
 class Device(Protocol):
-    """Records what is done on a device."""
+    """Captures device work into replayable graphs."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work` `WARM_UP_RUNS` times, then record it, without running it; returns what replays the record.
+        """Run `work` `WARM_UP_RUNS` times, then record it without running it; returns the function that replays it.
 
-        Whatever `work` raises comes out, and the device can be used as before.
+        Exceptions of `work` propagate and leave the device usable.
         """
         ...
 
     def forget(self) -> None:
-        """No record will be replayed any more."""
+        """Release the memory of all captures; none will be replayed."""
         ...
 
 
 class CudaDevice:
-    """Captures on a stream of its own; all graphs share one memory pool, since only one runs at a time."""
+    """Captures on a private stream; all graphs share one memory pool, since only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class CudaDevice:
         self._pool: Any = None
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Device`."""
+        """Warm up and capture `work` as a CUDA graph; returns its replay. See `Device`."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -83,20 +83,20 @@ class CudaDevice:
             return self._record(work)
 
     def forget(self) -> None:
-        """See `Device`."""
+        """Release the graphs' memory pool."""
         self._pool = None
 
     def _record(self, work: Callable[[], None]) -> Callable[[], None]:
-        # torch.cuda.graph leaves its stream the current one when the end of a capture fails, so it is not used here.
+        # Not torch.cuda.graph: it leaves its stream the current one when ending a capture fails.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # While a capture runs, the allocator cannot give cached memory back to make room.
+        # The allocator cannot release cached memory during a capture.
         torch.cuda.empty_cache()
         try:
             with torch.cuda.stream(self._stream):
-                # thread_local: another thread, a data loader's, may go on allocating.
+                # thread_local: other threads, such as data loaders, may allocate meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
@@ -111,8 +111,8 @@ class CudaDevice:
         return graph.replay
 
     def _clean_up(self) -> None:
-        # A capture that ended badly leaves the allocator in its belief that one is running: it would never again take
-        # back memory that another stream has used. There is no public call for this; where it is not needed it raises.
+        # After a failed capture the allocator still assumes that one is running, and would never reclaim memory used by
+        # another stream. There is no public call for this; where it is not needed it raises.
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         self._pool = None
@@ -120,12 +120,12 @@ class CudaDevice:
 
 
 class DecodeInputs:
-    """What a graph reads beside weights and cache, B rows of one position each; rows without a sequence are padding.
+    """Per-step inputs of a graph: B rows of one position each; rows without a sequence are padding.
 
     Attributes:
         ids, positions: [B] int64, of the position that is computed; 0 in padding.
-        slots: [B] int32, where its K and V go; -1 in padding.
-        seen: [B] int32, the last position it sees, its own; -1 in padding.
+        slots: [B] int32, slot mapping of its K and V; -1 in padding.
+        seen: [B] int32, the last position it attends to, its own; -1 in padding.
         tables: [B, columns] int32, block ids.
     """
 
@@ -133,7 +133,7 @@ class DecodeInputs:
         self._host = [np.zeros(batch, np.int32) for _ in range(4)] + [np.zeros((batch, columns), np.int32)]
         flat, begins = packed(self._host)
         self._device = device
-        # Born in inference mode, it could not be written to outside it.
+        # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self._flat = torch.from_numpy(flat).to(device, copy=True)
         self._ids, self._positions, self.slots, self.seen, self.tables = (
@@ -143,28 +143,28 @@ class DecodeInputs:
 
     @property
     def ids(self) -> Tensor:
-        """See the class."""
+        """[B] int64 token ids; 0 in padding."""
         return self._ids.long()
 
     @property
     def positions(self) -> Tensor:
-        """See the class."""
+        """[B] int64 positions; 0 in padding."""
         return self._positions.long()
 
     def fill(self, ids: NDArray[np.int64], rows: PagedRows) -> None:
-        """Be these rows, of one position each, in one copy to the device that nothing waits for."""
+        """Fill the buffers for these rows, of one position each, by one asynchronous copy."""
         used, columns = len(ids), min(rows.tables.shape[1], self.tables.shape[1])
         for array, padding, values in zip(
             self._host, (0, 0, -1, -1), (ids, rows.positions, rows.slots, rows.positions), strict=False
         ):
             array[:used], array[used:] = values, padding
-        # What was in a table before may stay: it is behind the row's last block.
+        # Old entries of a table may stay: they are behind the row's last block.
         self._host[4][:used, :columns] = rows.tables[:, :columns]
         self._flat.copy_(staged(packed(self._host)[0], self._device), non_blocking=True)
 
 
 class DecodeKernels(Protocol):
-    """Attention inside a graph."""
+    """Attention that can be captured in a graph."""
 
     def __call__(
         self,
@@ -180,7 +180,7 @@ class DecodeKernels(Protocol):
     ) -> Tensor:
         """Write K and V of every row, then attend.
 
-        Everything that changes from step to step, the place of the KV pool too, is read from device memory.
+        Everything that changes between steps, the address of the KV pool included, is read from device memory.
 
         Args:
             query, key, value: [B, H, D], [B, Hkv, D], [B, Hkv, Dv].
@@ -192,10 +192,10 @@ class DecodeKernels(Protocol):
 
 
 class TritonDecode:
-    """The Triton kernels, for graphs.
+    """`DecodeKernels` by the Triton kernels.
 
     Args:
-        paged: used by nobody else: graphs keep the addresses of its workspace.
+        paged: not shared with other users: graphs keep the addresses of its workspace.
     """
 
     def __init__(self, paged: TritonPaged, cache: KVCache) -> None:
@@ -214,7 +214,7 @@ class TritonDecode:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """See `DecodeKernels`."""
+        """Write K and V, then attend, by the Triton kernels; see `DecodeKernels`."""
         keys, values = self._cache.layer(layer)
         if not serves(query, keys, values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
@@ -235,7 +235,7 @@ class _Graph:
 
 
 class _Batch:
-    """The `AttentionBatch` of a forward that is captured."""
+    """`AttentionBatch` of a captured forward."""
 
     def __init__(self, kernels: DecodeKernels, layout: ModelLayout, inputs: DecodeInputs) -> None:
         self._kernels = kernels
@@ -251,7 +251,7 @@ class _Batch:
         scaling: float | None,
         arguments: dict[str, Any],
     ) -> Tensor:
-        """See `AttentionBatch`."""
+        """Attention of one layer by the graph's kernels; see `AttentionBatch`."""
         out = self._kernels(
             self._layout.layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -262,10 +262,10 @@ class _Batch:
 
 
 class GraphedDecode:
-    """The decode steps of one model.
+    """Runs the decode steps of one model as CUDA graphs.
 
     Args:
-        cache: where K and V live.
+        cache: holds K and V.
         max_rows: most rows of a step.
     """
 
@@ -292,13 +292,13 @@ class GraphedDecode:
         self._given_up = False
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], handover: int) -> Tensor | None:
-        """One forward, our attention installed; K and V go into the cache.
+        """Run one decode step as a graph, within an active `Installation`; K and V go into the cache.
 
         Args:
             ids: [P] token ids.
             rows: the P positions.
             keep: packed positions whose logits are wanted, each once and ascending.
-            handover: changes whenever the trainer may have had the model in hands.
+            handover: changes whenever the trainer may have modified the module.
 
         Returns:
             Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
@@ -312,7 +312,7 @@ class GraphedDecode:
             inputs.fill(ids, rows)
             try:
                 graph = _Graph(inputs, self._device.capture(partial(self._forward, inputs)))
-            except Exception as exc:  # noqa: BLE001 - whatever a model does that cannot be captured, its forward can be run
+            except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
                 self._give_up(f"{type(exc).__name__}: {exc}".partition("\n")[0])
                 return None
             self._graphs[key] = graph
@@ -324,7 +324,7 @@ class GraphedDecode:
         return self._logits[: len(ids)]
 
     def _ready(self, handover: int) -> bool:
-        # Under autocast weights are cast once and kept, which an update of the weights would not reach.
+        # Autocast caches cast weights, which a weight update would not reach.
         if self._given_up or torch.is_autocast_enabled(self._layout.device.type) or has_global_hooks():
             return False
         if handover != self._handover:
@@ -354,7 +354,7 @@ class GraphedDecode:
         )
         logits: Tensor = output.logits[0]
         if self._logits is None:
-            # One for all graphs: logits are the largest thing a small batch makes.
+            # Shared by all graphs: logits are the largest tensor of a small batch.
             largest = padded_rows(self._max_rows)
             with torch.inference_mode(False):
                 self._logits = torch.empty(largest, logits.shape[1], dtype=logits.dtype, device=logits.device)
@@ -364,8 +364,8 @@ class GraphedDecode:
         self._given_up = True
         self._forget()
         _log.warning(
-            "%s runs its forward every step, and not as a CUDA graph: %s; InferenceConfig.cuda_graphs=False says so "
-            "beforehand",
+            "%s runs its forward every step, and not as a CUDA graph: %s; set InferenceConfig.cuda_graphs=False to "
+            "skip the attempt",
             type(self._model).__name__,
             why,
         )
@@ -377,7 +377,7 @@ class GraphedDecode:
 
 
 def padded_rows(count: int) -> int:
-    """Rows of the graph that serves `count`: 1, 2, 4, then multiples of 8 to 64, then multiples of 32."""
+    """Rows of the graph for `count` rows: 1, 2, 4, then multiples of 8 to 64, then multiples of 32."""
     if count <= 4:
         return 1 << (count - 1).bit_length()
     unit = 8 if count <= 64 else 32
@@ -385,16 +385,15 @@ def padded_rows(count: int) -> int:
 
 
 def padded_length(tokens: int) -> int:
-    """Tokens of the graph that serves sequences of up to `tokens`."""
+    """Length of the graph for sequences of up to `tokens` tokens."""
     return max(LEAST_LENGTH, 1 << (tokens - 1).bit_length())
 
 
 def signature_of(model: nn.Module) -> list[object]:
-    """What a graph of `model` has fixed: equal ones mean that it can be replayed.
+    """Everything that a graph of `model` has fixed: a graph can be replayed while it compares equal.
 
-    Of each module: which it is, its class's forward, where its parameters and buffers lie, its hooks, replaced methods, and
-    what it holds of switches, names and factors (an adapter's that is merged, disabled or scaled). Counters change and
-    mean nothing.
+    Of each module: its identity, its class's forward, addresses of its parameters and buffers, its hooks, replaced methods,
+    and its bools, strings and floats (an adapter that is merged, disabled or scaled). Ints are counters and left out.
     """
     found: list[object] = []
     for module in model.modules():

@@ -1,8 +1,8 @@
 """Key of everything besides weights and adapters that changes what a forward computes, for the prefix cache.
 
-In the key: autocast and its dtype, how float32 matrices are multiplied, forward hooks, replaced forwards (of one module or
-of its class), and every float that a module holds (an attention's scaling, a norm's epsilon). Always true: equal keys of
-unchanged weights compute the same KV. A function that a forward calls by the name of another module is not looked at.
+In the key: autocast and its dtype, the precision of float32 matrix products, forward hooks, replaced forwards (of one
+module or of its class), and every float that a module holds (an attention's scaling, a norm's epsilon). Always true: equal
+keys of unchanged weights compute the same KV. Replaced functions of other modules that a forward calls are not detected.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn.modules import module as torch_module
 
 
 class ForwardKey:
-    """Of one model.
+    """Computes the forward key of one model.
 
     Args:
-        autocast: the dtype that all its forwards are autocast to; None: the caller's autocast holds.
+        autocast: the dtype that all its forwards are autocast to; None: the caller's autocast applies.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, autocast: torch.dtype | None = None) -> None:
@@ -30,14 +30,14 @@ class ForwardKey:
         self._modules: Hashable = ()
 
     def look(self, handover: int) -> Hashable:
-        """The present key.
+        """Current key, after rescanning the modules if `handover` has changed.
 
         Args:
-            handover: changes whenever the trainer may have had the model in hands.
+            handover: changes whenever the trainer may have modified the module.
         """
         if handover != self._handover:
             self._handover = handover
-            self._modules = tuple(_told_apart(self._model))
+            self._modules = tuple(_module_keys(self._model))
         return self._precision(), tuple(_global_hooks()), self._modules
 
     def _precision(self) -> Hashable:
@@ -48,14 +48,14 @@ class ForwardKey:
         return dtype, backend.matmul.fp32_precision
 
 
-def _told_apart(model: nn.Module) -> Iterator[Hashable]:
+def _module_keys(model: nn.Module) -> Iterator[Hashable]:
     classes = {}
     for number, module in enumerate(model.modules()):
         classes[type(module)] = type(module).forward
         own = vars(module)
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             if own[kind]:
-                # By the numbers of their handles, which are not given twice.
+                # Hooks are identified by their handle numbers, which are never reused.
                 yield number, kind, *own[kind]
         if (forward := own.get("forward")) is not None:
             yield number, _Same(forward)
@@ -71,7 +71,7 @@ def _global_hooks() -> Iterator[int]:
 
 
 class _Same:
-    """Equal to the very same object only, which it keeps, so that no other one gets its address."""
+    """Compares by identity, and keeps the object alive so that its address is not reused."""
 
     __slots__ = ("_it",)
 

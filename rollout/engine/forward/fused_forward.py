@@ -1,12 +1,10 @@
 """C++ forward of a Llama-like decoder on a CPU, over the module's own parameters.
 
-Which models: those whose layers are exactly classes of transformers that we know (`_FAMILIES`), with nothing added: no
-hook, no replaced forward, no adapter that acts, no quantised layer, one dtype, and all their functions those that
-transformers defines. LoRA of PEFT that is disabled hands every
-call on to the layer it wraps, so that it is looked through; so is FSDP2 while the weights are whole. Everything is looked
-at again whenever the trainer may have had the model in hands, and functions, hooks and numbers before every step; what is
-not as expected goes through the module itself, which is always right.
-Parameters are never copied or packed: a weight update is seen by the next step.
+Served models: those whose layers are exactly known classes of transformers (`_FAMILIES`), without hooks, replaced
+forwards, active adapters or quantised layers, of one dtype, and with all functions as transformers defines them. Disabled
+LoRA layers of PEFT are looked through, and so is FSDP2 while the weights are whole. Everything is checked again whenever
+the trainer may have modified the module, and functions, hooks and numbers before every step; a model that fails a check
+runs its own forward. Parameters are never copied or packed: a weight update is seen by the next step.
 """
 
 from __future__ import annotations
@@ -70,15 +68,15 @@ class _Step(ctypes.Structure):
 
 
 class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forward runs
-    """Why a model runs its own forward."""
+    """The reason why a model runs its own forward."""
 
 
 class FusedForward:
-    """The forward of one model.
+    """The C++ forward of one model.
 
     Args:
         library: see `cpu_library.load`.
-        cache: where K and V live.
+        cache: holds K and V.
     """
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL) -> None:
@@ -94,10 +92,10 @@ class FusedForward:
         self._logits = torch.empty(0, device="cpu")
 
     def ready(self, handover: int) -> bool:
-        """Whether the model can go through `run` as it is now.
+        """Whether the model, in its current state, can go through `run`.
 
         Args:
-            handover: changes whenever the trainer may have had the model in hands.
+            handover: changes whenever the trainer may have modified the module.
         """
         if handover != self._handover or (self._bound is not None and not self._bound.reads(self._cache)):
             self._handover = handover
@@ -106,7 +104,7 @@ class FusedForward:
             self._bound is not None
             and not torch.is_autocast_enabled("cpu")
             and not has_global_hooks()
-            and not _somebody_watches()
+            and not _torch_mode_active()
         )
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
@@ -140,7 +138,7 @@ class FusedForward:
         return self._logits[: kept * bound.model.vocabulary].view(kept, bound.model.vocabulary)
 
     def release(self) -> None:
-        """Give back buffers that the next step would allocate anyway."""
+        """Release buffers that the next step allocates again."""
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._logits = torch.empty(0, device="cpu")
 
@@ -155,7 +153,7 @@ class FusedForward:
 
 
 class _Bound:
-    """Addresses of everything a forward reads."""
+    """Addresses of everything that the C++ forward reads."""
 
     def __init__(self, model: Any, layout: ModelLayout, cache: KVCache) -> None:
         self._epsilons: set[float] = set()
@@ -210,7 +208,7 @@ class _Bound:
         )  # fmt: skip
 
     def reads(self, cache: KVCache) -> bool:
-        """Whether the pool lies where it did, and everything else is what it was as far as a few microseconds show."""
+        """Whether the KV pool is unmoved and a quick check finds no change of the model."""
         return (
             cache.layer(0)[0].data_ptr() == self._pool
             and RemovableHandle.next_id == self._hooks_ever
@@ -224,7 +222,7 @@ class _Bound:
         return frequencies.data_ptr(), frequencies._version, self._rotary.attention_scaling
 
     def reach(self, length: int) -> None:
-        """Have cosines and sines for positions below `length`, as the module's own rotary embedding gives them."""
+        """Extend the cosine and sine tables to `length` positions, by the module's own rotary embedding."""
         if self._tables[0].shape[0] < length:
             positions = torch.arange(max(length, min(4096, 2 * length)), device="cpu")
             with torch.no_grad():
@@ -233,7 +231,7 @@ class _Bound:
             self.model.cosines, self.model.sines = (table.data_ptr() for table in self._tables)
 
     def _fill(self, out: _Layer, layer: Any, family: str, layout: ModelLayout, cache: KVCache) -> int:
-        """Addresses of one decoder layer; returns the width of its MLP."""
+        """Write the addresses of one decoder layer into `out`; returns the width of its MLP."""
         _require(_is(layer, f"{family}DecoderLayer"), "a layer is of another class")
         self._plain(layer, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
         attention, mlp = layer.self_attn, layer.mlp
@@ -267,11 +265,11 @@ class _Bound:
         return int(mlp.gate_proj.weight.shape[0])
 
     def _require_numbers(self, attention: Any, family: str, layout: ModelLayout, index: int) -> None:
-        """What a layer says of itself must be what is computed."""
+        """Check that a layer's scaling, head size and window equal those of the layout."""
         read = self._originals.value
         _require(read(attention, "scaling") == self._scaling, "its attention layers scale their scores differently")
         _require(read(attention, "head_dim") == layout.layers[index].head_dim, "the head size of a layer was changed")
-        # Where a layer of the family reads the window that it passes.
+        # The object from which a layer of this family reads its window.
         place = {"Llama": None, "Mistral": attention.config}.get(family, attention)
         window = None if place is None else read(place, "sliding_window")
         _require(window == layout.calls[index].window, "the window of a layer was changed")
@@ -296,11 +294,11 @@ class _Bound:
     def _address(self, module: nn.Module, name: str = "weight") -> int:
         parameter = module._parameters.get(name)
         if type(parameter) is not nn.Parameter or parameter.dtype != self.dtype or not parameter.is_contiguous():
-            raise Unfusable(f"a parameter is no contiguous {self.dtype} tensor of its own")
+            raise Unfusable(f"a parameter is not a contiguous {self.dtype} nn.Parameter")
         return parameter.data_ptr()
 
     def _without_lora(self, model: Any) -> Any:
-        """The model inside PEFT's wrappers for LoRA, which only hand a forward on."""
+        """The model inside PEFT's LoRA wrappers, which only forward calls."""
         if not (_is(model, "PeftModel", "peft.") or _is(model, "PeftModelForCausalLM", "peft.")):
             return model
         self._plain(model, "base_model")
@@ -309,7 +307,7 @@ class _Bound:
         return model.base_model.model
 
     def _plain(self, module: nn.Module, *children: str) -> None:
-        """Refuse a module that does more, or has other children, than its class says."""
+        """Refuse a module with hooks, a replaced forward or unexpected children."""
         self._unhooked(module)
         name = type(module).__name__
         _require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")
@@ -328,7 +326,7 @@ class _Bound:
 
 
 def _require_known_attention(config: Any, layout: ModelLayout) -> None:
-    """Refuse what the C++ forward does not compute."""
+    """Refuse attention variants that the C++ forward does not compute."""
     rope = getattr(config, "rope_parameters", None) or {}
     _require(
         rope.get("rope_type", "default") not in ("dynamic", "longrope"), "its rotary embedding changes with the length"
@@ -344,7 +342,7 @@ def _require_known_attention(config: Any, layout: ModelLayout) -> None:
 
 
 def _kind(module: Any) -> type:
-    # FSDP2 puts a class of its own before the one it was given.
+    # FSDP2 derives its own class from the wrapped one.
     kind = type(module)
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
 
@@ -355,7 +353,7 @@ def _is(module: Any, name: str, package: str = "transformers.models.") -> bool:
 
 
 def _only_gathers(hook: Any) -> bool:
-    """Whether it is FSDP2's: what it would gather is gathered, or else the parameters are no plain ones."""
+    """Whether a hook is FSDP2's, which has nothing to do while the weights are whole."""
     owner = getattr(hook, "__self__", None)
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
     return ours and owner._mp_policy.output_dtype is None  # type: ignore[union-attr]
@@ -366,8 +364,8 @@ def _require(ok: bool, why: str) -> None:
         raise Unfusable(why)
 
 
-def _somebody_watches() -> bool:
-    """Whether a mode of torch is to see every operation: it sees none of ours. `torch.set_default_device` only makes."""
+def _torch_mode_active() -> bool:
+    """Whether a torch dispatch or function mode is active (device contexts excepted), which the C++ forward would bypass."""
     return bool(torch._C._len_torch_dispatch_stack()) or any(
         type(torch._C._get_function_stack_at(index)) is not DeviceContext
         for index in range(torch._C._len_torch_function_stack())

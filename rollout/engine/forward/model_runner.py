@@ -1,4 +1,4 @@
-"""Scheduled work → tensors → the model's own forward → sampled tokens. Owns tensors, knows no queues.
+"""Model runner: scheduled work to tensors, forward, sampled tokens. Owns tensors, knows no queues.
 
 The positions of one step travel as one packed row [1, P]: decoding sequences first, then prefill chunks.
 """
@@ -29,15 +29,15 @@ from rollout.engine.scheduling.sequences import Sequence, SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 
 PROMPT_LOGPROB_ROWS = 256
-"""Prompt positions whose full-vocabulary log-softmax is made at once: bounds the memory."""
+"""Prompt positions per full-vocabulary log-softmax; bounds the memory."""
 
 
 class ModelRunner:
-    """Runs steps on one model.
+    """Runs scheduled steps on one model.
 
     Args:
         fused: on a CPU, try the fused forward.
-        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: none is.
+        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs.
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
     """
 
@@ -60,7 +60,7 @@ class ModelRunner:
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
         self.fused = FusedForward(model, layout, cache, self._library) if fused and self._library else None
         self.graphs: GraphedDecode | None = None
-        # Graphs have a workspace of their own: `release_workspace` must not take it from under them.
+        # Graphs need a separate workspace, which `release_workspace` must not free.
         if graphed_rows and self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
             self.graphs = GraphedDecode(
                 model, layout, cache, graphed_rows, CudaDevice(layout.device), TritonDecode(kernels, cache)
@@ -70,9 +70,9 @@ class ModelRunner:
         self.workspace = Workspace()
 
     def execute(self, step: ScheduledStep) -> StepTokens:
-        """One forward and one token per sampled row.
+        """Run one forward and sample one token per sampled row.
 
-        Prompt log-probs of the step's prefill chunks are appended to the sequences that asked for them.
+        Prompt log-probs of the step's prefill chunks are appended to the sequences that want them.
         """
         if step.copies:
             self.cache.copy_blocks(step.copies)
@@ -105,7 +105,7 @@ class ModelRunner:
         return logits.clone()
 
     def release_workspace(self) -> None:
-        """Give back buffers that the next step would allocate anyway."""
+        """Release buffers that the next step allocates again."""
         self.workspace.clear()
         if self.paged is not None:
             self.paged.clear()
@@ -115,7 +115,7 @@ class ModelRunner:
     # --- tensors ------------------------------------------------------------------------------------------------
 
     def _pack(self, step: ScheduledStep) -> tuple[NDArray[np.int64], PagedRows]:
-        """Token ids [P] and where they stand."""
+        """Token ids [P] and their rows: positions, slot mapping, block tables."""
         table = self.table
         offsets = np.zeros(len(step.slots) + 1, np.int64)
         np.cumsum(step.counts, out=offsets[1:])
@@ -203,7 +203,7 @@ class ModelRunner:
 
 
 def _distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows that are sampled, each once, and which of them every sample takes."""
+    """The sampled rows without duplicates, and for each sample the index of its row."""
     if not step.prefills:
         rows = step.sample_rows.astype(np.int64)
         return rows, rows

@@ -1,9 +1,8 @@
 """Checks at construction that a model can be served exactly; `UnsupportedModelError` names layer and reason.
 
-A few tokens go through the model with an attention that only watches: which modules call it, with what shapes, what
-arguments and masks of what functions of positions. Whatever keeps state elsewhere (recurrent layers, a bypassed
-interface) is missing from that list; whatever asks for more than causal attention in a window (sinks, position bias,
-chunks, an argument we do not know) is in it.
+A few tokens go through the model with an attention that records its calls: modules, shapes, arguments and mask functions.
+Layers that keep state elsewhere (recurrent layers, a bypassed interface) are missing from the record; layers that need
+more than causal attention in a window (sinks, position bias, chunks, unknown arguments) show it in their arguments.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ HARMLESS = frozenset(
 )  # fmt: skip
 PROBE_TOKENS = 4
 DEFAULT_LENGTH = 2048
-"""Longest sequence where neither the configuration nor the model says one."""
+"""Longest sequence if neither the configuration nor the model sets a limit."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention layer asks for."""
+    """Attention parameters that one layer passes."""
 
     num_heads: int
     scaling: float
@@ -47,22 +46,22 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """What the engine needs to know of a model."""
+    """Properties of a model: attention layers, dtypes, device, vocabulary."""
 
     layers: tuple[LayerShape, ...]
     calls: tuple[AttentionCall, ...]
     """One per layer, like `layers`."""
     layer_of: dict[nn.Module, int]
     mask_windows: dict[nn.Module, int | None]
-    """Of the layers that pass another window, or none, than their mask has."""
+    """Window of the mask, for layers that pass a different one or none."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
-    """Of keys and values: under a trainer's autocast they differ."""
+    """Narrowest dtype of keys and values, which differ under a trainer's autocast."""
     device: torch.device
     vocab_size: int
     max_position_embeddings: int | None
     described: str
-    """What tells a model's states from those of another, beside its weights."""
+    """Architecture in words, to tell checkpoints of different models apart."""
 
 
 class _Watcher:
@@ -100,13 +99,13 @@ class _Watcher:
 
 
 def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
-    """Run `PROBE_TOKENS` tokens and learn the model's attention layers.
+    """Run `PROBE_TOKENS` tokens and read off the model's attention layers.
 
     Args:
-        max_sequence_length: how long sequences get; None: as long as the model says.
+        max_sequence_length: longest sequence; None: the model's own limit.
 
     Raises:
-        UnsupportedModelError: naming the layer and what it does that the engine cannot honour.
+        UnsupportedModelError: names the layer and what it needs that the engine does not support.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "_attn_implementation_internal"):
@@ -131,7 +130,7 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
     modules = [module for module, _, _, _ in watcher.calls]
     positions = getattr(text_config, "max_position_embeddings", None)
     calls = tuple(watcher.asked)
-    # FlashAttention is handed the window as an argument and no mask.
+    # FlashAttention gets the window as an argument and no mask.
     if not str(implementation).startswith("flash"):
         length = max_sequence_length or positions or DEFAULT_LENGTH
         windows = _mask_windows([names[module] for module in modules], watcher.masks, calls, length, embedding.device)
@@ -158,7 +157,7 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
 
 
 def has_global_hooks() -> bool:
-    """Whether something listens to the forward of every module: then only the module's own forward will do."""
+    """Whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
@@ -206,7 +205,7 @@ def _mask_windows(
     length: int,
     device: torch.device,
 ) -> list[int | None]:
-    """The window of each layer: what its mask shows, or, where there is no mask, what it passes."""
+    """Window of each layer: that of its mask, or, without a mask, the one it passes."""
     known: dict[MaskFunction, int | None] = {}
     windows = []
     for name, mask, call in zip(names, masks, calls, strict=True):
@@ -218,7 +217,7 @@ def _mask_windows(
                     f"attention layer {name!r}: {exc}; the engine serves causal attention, also in a sliding window"
                 ) from exc
         window = call.window if mask is None else known[mask]
-        # One that is never full is as good as none.
+        # A window of at least `length` equals no window.
         same = (call.window or length) >= length and (window or length) >= length
         windows.append(call.window if same else window)
     return windows
@@ -243,13 +242,13 @@ def _refuse_recurrent(model: nn.Module, config: Any) -> None:
 
 
 def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
-    """Refuse sequences longer than a model has positions for.
+    """Refuse sequences longer than the model's positions allow.
 
-    Some rotary variants change every position once a sequence grows past the original context; without rotary positions
-    there is a table of so many rows. Other rotary models go on, worse than they were trained: that is said once.
+    Some rotary variants change every position once a sequence grows past the original context; a model without rotary
+    positions has a table of fixed length. Other rotary models degrade, which is logged as a warning.
 
     Raises:
-        UnsupportedModelError: `max_sequence_length` reaches beyond that point, where cached keys would go wrong.
+        UnsupportedModelError: `max_sequence_length` exceeds the limit past which cached keys would be wrong.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -274,7 +273,7 @@ def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
         original = each.get("original_max_position_embeddings") or config.max_position_embeddings
         if max_sequence_length > original:
             raise UnsupportedModelError(
-                f"rope_type={each['rope_type']!r} rotates every position anew once a sequence passes {original} tokens, "
+                f"rope_type={each['rope_type']!r} changes every position once a sequence passes {original} tokens, "
                 f"and max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {original}"
             )
 
@@ -291,8 +290,7 @@ def _refuse_unwatched(model: nn.Module, config: Any, watcher: _Watcher, names: d
     if watcher.lengths - {PROBE_TOKENS}:
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the "
-            "model puts some of its own before them (prompt tuning, prefix tuning); use an adapter that acts inside the "
-            "layers, such as LoRA"
+            "model prepends positions (prompt tuning, prefix tuning); use an adapter inside the layers, such as LoRA"
         )
     expected = getattr(config, "num_hidden_layers", None)
     if not watcher.calls or (expected is not None and len(seen) != expected):

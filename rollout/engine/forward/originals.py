@@ -1,9 +1,9 @@
 """Identity checks of functions as transformers, torch and PEFT define them, for the fused forward.
 
 Liger, Unsloth and others replace the `forward` of a class, or a function of the module that defines it, before or after a
-model is built. A function is the package's own if its code was compiled from the file that defines what it is found in,
-under the name it is found by: who was imported first does not matter. What was taken once is compared by identity from
-then on, which costs a microsecond for every twenty functions.
+model is built. A function is original if its code was compiled from the file that defines its class or module, under the
+name it is found by, whatever the import order. Once checked, it is compared by identity, which costs a microsecond for
+every twenty functions.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 PACKAGES = ("transformers", "torch", "peft")
-"""Whose functions and decorators are known."""
+"""Packages whose functions and decorators count as original."""
 
 
-class Replaced(Exception):  # noqa: N818 - says what was replaced, and the caller what follows
+class Replaced(Exception):  # noqa: N818 - names what was replaced; the caller decides what follows
     """A function is not the one that its package defines."""
 
 
 class Originals:
-    """Functions and values that were found where they are defined."""
+    """Checked functions and values, to be compared by identity later."""
 
     def __init__(self) -> None:
         self._kinds: set[type] = set()
@@ -36,11 +36,11 @@ class Originals:
         self._values: list[object] = []
 
     def intact(self) -> bool:
-        """Whether each is still where it was."""
+        """Whether every recorded attribute is still the same object."""
         return all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values))
 
     def value(self, owner: object, name: str) -> Any:
-        """An attribute, or None; another object in its place is a change."""
+        """Record and return an attribute (None if missing); any other object in its place counts as a change."""
         value = getattr(owner, name, None)
         if (id(owner), name) not in self._places:
             self._places.add((id(owner), name))
@@ -50,10 +50,10 @@ class Originals:
         return value
 
     def methods(self, kind: type, *names: str) -> None:
-        """Methods of a class, with the functions of their files that they call.
+        """Check and record methods of a class, with the functions of their files that they call.
 
         Raises:
-            Replaced: naming the first that is not its package's own.
+            Replaced: names the first that is not original.
         """
         if kind in self._kinds:
             return
@@ -68,10 +68,10 @@ class Originals:
             self._called(code, module)
 
     def function(self, module: ModuleType, name: str) -> None:
-        """A function of a module, with those of its file that it calls.
+        """Check and record a function of a module, with those of its file that it calls.
 
         Raises:
-            Replaced: naming the first that is not its package's own.
+            Replaced: names the first that is not original.
         """
         if (id(module), name) in self._places:
             return
@@ -80,7 +80,7 @@ class Originals:
             return
         code = _own_code(function, module)
         if code is None:
-            # Imported, then: from what is no model, for models of transformers do not share functions.
+            # An imported function: not from another model, since models of transformers do not share functions.
             home = sys.modules.get(str(getattr(function, "__module__", None)))
             code = None if home is None or ".models." in home.__name__ else _own_code(function, home)
             if code is None or code.co_qualname != name:
@@ -97,7 +97,7 @@ class Originals:
 
 
 def _own_code(function: Any, module: ModuleType) -> CodeType | None:
-    """Code of a function under its decorators; None if it, or one of them, is not from where it should be."""
+    """Code of a function under its decorators; None if it, or a decorator, comes from an unexpected file."""
     while hasattr(function, "__wrapped__"):
         if not _of_a_package(getattr(function, "__code__", None)):
             return None
@@ -118,7 +118,7 @@ def _folder(package: str) -> str:
 
 @cache
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Global names that a function, or a function inside it, may read."""
+    """Global names that a function, or a function nested in it, may read."""
 
     def every(code: CodeType) -> Iterator[str]:
         yield from code.co_names

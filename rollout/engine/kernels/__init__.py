@@ -1,1 +1,1 @@
-"""Attention and sampling kernels, one file per job and device; `torch_paged` is the reference for all."""
+"""Attention and sampling kernels, one file per task and device; `torch_paged` is the reference for all."""

@@ -1,9 +1,9 @@
-// Attention over the paged KV cache, keys and values read where they lie.
+// Attention over the paged KV cache, with keys and values read in place.
 //
-// A *task* is up to ROWS queries of one KV head that look at the same keys: the positions of a prefill chunk, the samples of
-// a group over their common prompt. Keys come in tiles of KEYS positions that begin at multiples of KEYS, and each row
-// carries its own running maximum and sum (online softmax, arXiv 1805.02867) from tile to tile. So a row's bits depend on
-// its own keys alone, not on which rows share its task.
+// A *task* is up to ROWS queries of one KV head that attend to the same keys: the positions of a prefill chunk, or the
+// samples of a group over their common prompt. Keys come in tiles of KEYS positions that begin at multiples of KEYS, and
+// each row carries its own running maximum and sum (online softmax, arXiv 1805.02867) from tile to tile. So a row's bits depend on
+// its own keys alone, not on the other rows of its task.
 
 #pragma once
 
@@ -18,19 +18,19 @@ constexpr int64_t ROWS = 64, KEYS = 64;
 struct Attention {
     const void *query, *keys, *values;  // [P, H, D], [blocks, block_size, Hkv, D], [blocks, block_size, Hkv, Dv]
     void* out;                          // [P, H, Dv]
-    const int64_t* offsets;             // [R + 1], where each sequence's positions begin
-    const int64_t* positions;           // [P], a query sees positions 0 to its own
+    const int64_t* offsets;             // [R + 1], offset of each sequence's positions
+    const int64_t* positions;           // [P], a query attends to positions 0 to its own
     const int64_t* tables;              // [R, width], block ids
     int64_t sequences, width, block_size, heads, kv_heads, head_dim, value_dim;
     int64_t query_stride, out_stride;   // elements from one position to the next
-    int64_t window;                     // how many positions a query sees, 0: all
+    int64_t window;                     // number of positions a query attends to, 0: all
     float scaling, softcap;             // softcap 0: none
 };
 
 struct Task {
-    int64_t first, last;  // sequences; where several, each has one position
+    int64_t first, last;  // sequences; if several, each has one position
     int64_t begin, end;   // packed positions
-    int64_t shared;       // positions 0 to here are the same blocks for all of them; a multiple of KEYS
+    int64_t shared;       // length of the prefix in common blocks; a multiple of KEYS
 };
 
 static int64_t common_blocks(const Attention& a, int64_t one, int64_t other) {
@@ -41,7 +41,7 @@ static int64_t common_blocks(const Attention& a, int64_t one, int64_t other) {
     return same;
 }
 
-// The tasks of a step, for one KV head; each is done once per KV head.
+// The tasks of a step for one KV head; each is run once per KV head.
 static std::vector<Task> plan(const Attention& a) {
     std::vector<Task> tasks;
     const int64_t group = a.heads / a.kv_heads, most = std::max<int64_t>(1, ROWS / group);
@@ -53,7 +53,7 @@ static std::vector<Task> plan(const Attention& a) {
             s++;
             continue;
         }
-        // Neighbours that share as much with each other as with the next: the samples of one group, or of one system prompt.
+        // Neighbours with the same common prefix: the samples of one group, or of one system prompt.
         int64_t last = s, shared = decoding(s + 1) && !a.window ? common_blocks(a, s, s + 1) : 0;
         if (shared * a.block_size >= KEYS && !(decoding(s + 2) && common_blocks(a, s + 1, s + 2) > shared))
             for (last = s + 1; last - s + 1 < most && decoding(last + 1) && common_blocks(a, last, last + 1) == shared;) last++;
@@ -65,16 +65,16 @@ static std::vector<Task> plan(const Attention& a) {
 
 static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
-constexpr int64_t FEW_ROWS = 8;  // of a KV head: then one job takes all heads, and reads whole tokens, as memory likes it
+constexpr int64_t FEW_ROWS = 8;  // per KV head, up to which one job takes all heads and so reads whole tokens contiguously
 
 static int64_t most_rows(int64_t kv_heads) { return std::max(ROWS, FEW_ROWS * kv_heads); }
 
-// Floats of scratch one thread needs.
+// Floats of scratch memory per thread.
 static int64_t attention_scratch(const Attention& a) {
     return most_rows(a.kv_heads) * (padded(a.head_dim) + padded(a.value_dim) + 2) + ROWS * KEYS;
 }
 
-// What the rows of one job carry from tile to tile: head after head, `rows` each.
+// Running state of the rows of one job across tiles: head after head, `rows` each.
 template <typename T>
 struct Rows {
     T* query;  // [heads * rows, padded head_dim]
@@ -132,7 +132,7 @@ static inline void weigh_rows(int64_t rows, const float* weights, const T* const
     }
 }
 
-// One row's scores become weights: scaled, cut to [low, high), exponentiated. Returns what its sums so far shrink by.
+// Turns one row's scores into weights: scaled, cut to [low, high), exponentiated. Returns the decay of its earlier sums.
 static inline float soften(float* row, int64_t low, int64_t high, float scaling, float softcap, float& peak, float& total) {
     if (low >= high) {
         for (int64_t i = 0; i < KEYS; i += LANES) store(row + i, vec{});
@@ -146,7 +146,7 @@ static inline float soften(float* row, int64_t low, int64_t high, float scaling,
             for (int64_t lane = 0; lane < LANES; lane++)
                 if (i + lane < low || i + lane >= high) x[lane] = -INFINITY;
         top = x > top ? x : top;
-        // A NaN must come out as one: the comparison above drops it.
+        // Propagates a NaN, which the comparison above drops.
         store(row + i, x);
     }
     const float now = std::max(peak, largest(top));

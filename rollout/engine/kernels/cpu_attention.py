@@ -1,4 +1,4 @@
-"""Paged attention on a CPU for a model that runs its own forward: the C++ kernel where it serves, plain torch elsewhere."""
+"""Paged attention on a CPU for a model that runs its own forward: C++ kernel, with plain torch as fallback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention
 
 MAX_GROUP = 64
-"""Query heads of one KV head that the kernel takes (`ROWS` in cpu_attention.h)."""
+"""Most query heads per KV head that the kernel supports (`ROWS` in cpu_attention.h)."""
 
 
 class _Attention(ctypes.Structure):
@@ -28,12 +28,12 @@ class _Attention(ctypes.Structure):
 
 
 class CpuPagedAttention:
-    """Attention of one step. A row's bits depend on its own keys alone, whatever rows share its step.
+    """Attention of one step. A row's bits depend on its own keys alone, independent of the other rows of the step.
 
     Args:
         library: see `cpu_library.load`.
         rows: the step's positions.
-        fallback: serves what the kernel does not (`serves`).
+        fallback: handles inputs that the kernel does not support (`serves`).
     """
 
     def __init__(self, library: ctypes.CDLL, rows: PagedRows, fallback: TorchPagedAttention) -> None:
@@ -43,7 +43,7 @@ class CpuPagedAttention:
         self._rows = rows
         self._fallback = fallback
         self.tasks = 0
-        """Of the last call: sequences that read their common blocks together are one."""
+        """Tasks of the last call; sequences that read their common blocks together are one task."""
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class CpuPagedAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """See `torch_paged.PagedAttention`."""
+        """Attention output of every position; see `torch_paged.PagedAttention`."""
         if not serves(query, key_cache, value_cache):
             return self._fallback(
                 query, key, value, key_cache, value_cache, scaling=scaling, window=window, softcap=softcap
@@ -78,7 +78,7 @@ class CpuPagedAttention:
 
 
 def serves(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Whether the kernel takes these: contiguous, float32 or bfloat16, all of one type."""
+    """Whether the kernel supports these: contiguous, float32 or bfloat16, all of one dtype."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key_cache.dtype == value_cache.dtype

@@ -23,7 +23,7 @@ class _Draw(ctypes.Structure):
 
 
 class CpuDraw:
-    """See `__call__`."""
+    """The C++ sampling kernel."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._draw = library.rollout_draw
@@ -32,13 +32,13 @@ class CpuDraw:
     def __call__(
         self, scores: Tensor, temperature: Tensor, greedy: Tensor, keys: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One token per row from softmax(scores / temperature).
+        """Draw one token per row from softmax(scores / temperature).
 
         Args:
             scores: [R, V] float32 or bfloat16, rows contiguous.
             temperature: [R] float32.
             greedy: [R] bool, rows that take their largest score (lowest id on ties).
-            keys, positions: [R] int64, each row's random stream and place in it (`random_stream.uniforms`).
+            keys, positions: [R] int64, each row's random stream and counter (`random_stream.uniforms`).
 
         Returns:
             Token ids [R] int64; the peak [R] float32, the largest score / temperature; the logarithm of the summed
@@ -73,5 +73,5 @@ def load() -> CpuDraw | None:
 
 
 def serves(scores: Tensor) -> bool:
-    """Whether the kernel takes these logits."""
+    """Whether the kernel supports these logits."""
     return scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16) and scores.stride(1) == 1

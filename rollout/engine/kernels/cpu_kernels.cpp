@@ -1,7 +1,7 @@
-// What Python calls: a draw from logits; attention alone, for a model that runs its own forward, and the whole forward of a Llama-like decoder
-// (Llama, Mistral, Qwen2, Qwen3), which reads the module's own parameters where the optimizer left them.
+// Entry points for Python: a draw from logits, attention alone (for a model that runs its own forward), and the whole
+// forward of a Llama-like decoder (Llama, Mistral, Qwen2, Qwen3), which reads the module's parameters in place.
 //
-// Activations have the parameters' type and are rounded where the module rounds them, so that log-probs are the trainer's.
+// Activations have the parameters' type and are rounded where the module rounds them, so log-probs equal the trainer's.
 
 #include "cpu_attention.h"
 #include "cpu_sampling.h"
@@ -23,7 +23,7 @@ struct Model {
 };
 
 struct Step {
-    const int64_t *ids, *positions, *slots;  // [P]; slots: where K and V go, block * block_size + offset
+    const int64_t *ids, *positions, *slots;  // [P]; slots: slot mapping of K and V, block * block_size + offset
     const int64_t* offsets;                  // [R + 1]
     const int64_t* tables;                   // [R, width]
     const int64_t* keep;                     // [kept], positions whose logits are wanted
@@ -32,7 +32,7 @@ struct Step {
     int64_t count, sequences, width, block_size, kept, threads;
 };
 
-// What to do with the sums of a row: add a bias if there is one, and store them in rows of `stride`.
+// Epilogue of a product: adds an optional bias and stores the sums of a row, with rows `stride` apart.
 template <typename T>
 static auto into(T* out, int64_t stride, const void* bias) {
     return [=](int64_t row, int64_t n, vec4 v, int64_t real) {
@@ -108,7 +108,7 @@ static void activate(T* gate, const T* up, int64_t width) {
     if (i < width) store_first(gate + i, silu(load_first(gate + i, width - i)) * load_first(up + i, width - i), width - i);
 }
 
-// One step's activations, in the workspace.
+// Activations of one step, in the workspace.
 template <typename T>
 struct Buffers {
     T *x, *h, *projected, *attended, *gate, *up;
@@ -129,9 +129,9 @@ struct Buffers {
     }
 };
 
-constexpr int64_t GRAIN = 1 << 15;  // elements of a row-wise operation that are not worth a second thread
+constexpr int64_t GRAIN = 1 << 15;  // elements of a row-wise operation below which one thread is used
 
-// A forward, part by part: each shares its work among the crew, and all of it is done when it returns.
+// The parts of a forward: each distributes its work over the crew and returns when all of it is done.
 template <typename T>
 struct Forward {
     const Model& m;
@@ -159,7 +159,7 @@ struct Forward {
         each_row(P, [&](int64_t p) { rms_norm(at.x + p * m.hidden, weight, at.h + p * m.hidden, m.hidden, m.epsilon); });
     }
 
-    // Queries, keys and values; who computes the last piece of a head normalises and rotates it and puts it into the cache.
+    // Queries, keys and values; the job that computes the last piece of a head normalises, rotates and caches it.
     void project(const Layer& layer) const {
         const Parts parts(P, m.hidden, sizeof(T));
         const int64_t pieces = (D + CHUNK - 1) / CHUNK;
@@ -218,7 +218,7 @@ struct Forward {
         Attention a{at.projected, nullptr, nullptr, at.attended, s.offsets, s.positions, s.tables, s.sequences, s.width,
                     s.block_size, H, K, D, D, width, H * D, 0, m.scaling, 0.0f};
         const std::vector<Task> tasks = plan(a);
-        // In a window nothing is shared.
+        // With a window, prefixes are not shared.
         for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;
         const std::vector<Task> windowed = a.window ? plan(a) : std::vector<Task>();
         embed();
@@ -251,7 +251,7 @@ void rollout_forward(const Model* m, const Step* s, int is_bfloat16) {
     else Forward<float>{*m, *s, crew}.run();
 }
 
-// Returns how many tasks there were.
+// Returns the number of tasks.
 int64_t rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
     const std::vector<Task> tasks = plan(*a);
     const team::Crew crew(threads);

@@ -86,7 +86,7 @@ static inline void store_first(T* p, vec v, int64_t count) {
     std::memcpy(p, padded, count * sizeof(T));
 }
 
-// What a tensor of type T would hold: the module rounds after every operation, and so do we.
+// Rounds to type T, as the module does after every operation.
 template <typename T>
 static inline vec rounded(vec v) {
     if constexpr (sizeof(T) == 4) return v;
@@ -133,7 +133,7 @@ typedef int32_t ivec4 __attribute__((vector_size(16)));
 #define SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, ivec4{i, j, k, l})
 #endif
 
-static inline vec4 quarter(vec v) {  // the sum of its four-lane parts
+static inline vec4 quarter(vec v) {  // sum of its four-lane parts
     vec4 out;
     std::memcpy(&out, &v, sizeof(out));
     for (int i = 1; i < LANES / 4; i++) {
@@ -144,7 +144,7 @@ static inline vec4 quarter(vec v) {  // the sum of its four-lane parts
     return out;
 }
 
-// The sums of four vectors, in one.
+// Horizontal sums of four vectors, in one vector.
 static inline vec4 sums(vec a, vec b, vec c, vec d) {
 #if WIDE
     __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
@@ -199,7 +199,7 @@ static inline vec exponential(vec x) {
     return overflows ? vec{} + INFINITY : p;
 }
 
-// tanh(x), as exact near 0 as far from it: a polynomial below 0.625, 1 - 2 / (exp(2|x|) + 1) above (Cephes tanhf, S. Moshier).
+// tanh(x), accurate near 0 too: a polynomial below 0.625, 1 - 2 / (exp(2|x|) + 1) above (Cephes tanhf, S. Moshier).
 static inline vec hyperbolic_tangent(vec x) {
     const vec size = x < 0.0f ? -x : x, z = x * x;
     const vec far = 1.0f - 2.0f / (exponential(size * 2.0f) + 1.0f);

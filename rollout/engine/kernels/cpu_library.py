@@ -1,8 +1,7 @@
 """Builds and loads `cpu_kernels.cpp`.
 
-Compiled on first use (about 5 seconds), never at import, and kept in the user's cache directory under a key of the source,
-the compiler and the processor. Without a compiler `load` returns None, says once what would make decoding faster, and the
-plain-torch path serves.
+Compiled on first use (about 5 seconds), never at import, and cached in the user's cache directory under a key of sources,
+compiler and processor. Without a compiler `load` returns None and warns once, and plain torch is used.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The library, compiled if need be; None where it cannot be."""
+    """The compiled library, built if needed; None if it cannot be built."""
     try:
         return ctypes.CDLL(str(_built()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
@@ -57,7 +56,7 @@ def _built() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / "kernel.so"
             _compile(compiler, sources[0], built)
-            # Several ranks may build at once: each makes its own, the last rename wins, and all are the same.
+            # Ranks may build concurrently: each builds its own copy, all equal, and the last rename wins.
             built.replace(target)
     return target
 

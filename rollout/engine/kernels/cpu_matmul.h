@@ -1,7 +1,7 @@
 // Rows times rows: every product here is of the form out[m][n] = sum over k of a[m][k] * b[n][k].
 //
-// That is how nn.Linear keeps its weight and how the KV cache keeps its keys, so nothing is packed, and a weight update
-// needs no notice. A sum's order depends on k alone: a row's bits do not depend on its neighbours.
+// That is the layout of nn.Linear's weight and of the keys in the KV cache, so nothing is packed, and a weight update needs
+// no action. The order of a sum depends on k alone: a row's bits do not depend on its neighbours.
 
 #pragma once
 
@@ -14,7 +14,7 @@ constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 of b and 1 of a: 29 of 32 registe
 constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 of b and 1 of a: 13 of 16 registers
 #endif
 
-// M rows of a against 4 rows of b; use(m, four sums). AHEAD: elements ahead of b to fetch meanwhile, 0 for none.
+// M rows of a against 4 rows of b; use(m, four sums). AHEAD: prefetch distance in b in elements, 0: none.
 template <int M, typename T, typename Use>
 __attribute__((always_inline)) static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t ahead, Use&& use) {
     typedef Dot<T> D;
@@ -43,8 +43,8 @@ __attribute__((always_inline)) static inline void tile(const T* a, int64_t a_str
     for (int m = 0; m < M; m++) use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
 }
 
-// All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a serves all quads while it
-// is near.
+// All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a is used for all quads
+// while it is cached.
 template <typename T, typename Use>
 __attribute__((always_inline)) static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
                          int64_t ahead, Use&& use) {
@@ -65,8 +65,8 @@ __attribute__((always_inline)) static inline void tiles(const T* a, int64_t a_st
     }
 }
 
-constexpr int64_t CACHED_BYTES = 1 << 19;  // of a second-level cache, for the rows of a that are used again and again
-constexpr int64_t CHUNK = 32;              // rows of b that one job takes
+constexpr int64_t CACHED_BYTES = 1 << 19;  // of the second-level cache, for the rows of a that are reused
+constexpr int64_t CHUNK = 32;              // rows of b per job
 constexpr int64_t QUADS = 2;               // times 4 rows of b that stay in the first-level cache with a tile of a
 
 // use(row, n, four sums of n to n + 3, how many of them are real) for rows [first, first + count) of a and [begin, end) of b,
@@ -83,7 +83,7 @@ static inline void product(const T* a, int64_t first, int64_t count, const T* b,
     }
 }
 
-// Rows of a in parts that stay in the cache: what one job takes.
+// One job: the rows of a, in parts that stay in the cache.
 struct Parts {
     int64_t rows, size, count;
 

@@ -1,6 +1,6 @@
 // One token per row, drawn from softmax(scores / temperature), with sums of integers: the likeliest token weighs 2^42.
 //
-// A sum of integers has no order, so neither vectors nor threads show in the result (see sampler.py, which does the same).
+// Integer sums are independent of order, so vectors and threads do not change the result (sampler.py does the same).
 
 #pragma once
 
@@ -11,7 +11,7 @@ struct Draw {
     const void* scores;         // [R, V], `stride` elements from row to row
     const float* temperature;   // [R]
     const int64_t* key;         // [R], the row's random stream
-    const int64_t* position;    // [R], its place in the stream
+    const int64_t* position;    // [R], counter in the stream
     const uint8_t* greedy;      // [R], 1: the largest score, lowest id on ties
     int64_t* token;             // [R]
     float* peak;                // [R], the largest score / temperature
@@ -23,9 +23,9 @@ struct Draw {
 typedef int64_t lvec __attribute__((vector_size(LANES * 8)));
 
 constexpr float UNIT = 4398046511104.0f;
-constexpr int64_t SUMMED = 128;  // tokens to a running sum
+constexpr int64_t SUMMED = 128;  // tokens per running sum
 
-// In [0, 1): splitmix64 at counter `position` (see random_stream.py, which gives the same bits).
+// In [0, 1): splitmix64 at counter `position` (same bits as random_stream.py).
 static inline double uniform(int64_t key, int64_t position) {
     uint64_t x = static_cast<uint64_t>(key) + static_cast<uint64_t>(position + 1) * 0x9E3779B97F4A7C15ull;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -96,7 +96,7 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
         sums[begin / SUMMED] = total;
     }
     if (!d.greedy[row]) {
-        // The product rounds, for the largest uniforms up to the total itself.
+        // The product rounds up to the total itself for the largest uniforms.
         const double part = uniform(d.key[row], d.position[row]);
         const int64_t level = std::min(static_cast<int64_t>(part * static_cast<double>(total)), total - 1);
         const int64_t block = std::upper_bound(sums, sums + (V + SUMMED - 1) / SUMMED, level) - sums;

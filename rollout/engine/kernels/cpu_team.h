@@ -1,9 +1,9 @@
-// Threads that outlive calls, and `share`, which hands out jobs by a counter.
+// Process-wide thread pool: threads that outlive calls, and `share`, which distributes jobs by an atomic counter.
 //
-// Nobody waits for a thread to arrive, only for jobs that one has taken: a thread that the scheduler keeps from running holds
-// nobody, unless it was stopped inside a job. So jobs are short, and who waits spins for microseconds only. Threads are made
-// on first use, and again after a fork; they are the process's, and any number of callers may use them at once. A caller does
-// jobs too, and all of them where nobody comes.
+// A caller waits only for jobs that a thread has taken, not for threads to arrive: a descheduled thread delays the caller only
+// if it was stopped inside a job. So jobs are short, and waiting spins for microseconds only. Threads are started on first
+// use, and again after a fork; any number of callers may use them concurrently. The caller runs jobs too, and all of them if
+// no thread is free.
 
 #pragma once
 
@@ -22,10 +22,10 @@
 namespace team {
 
 constexpr int64_t MOST = 1024;          // threads
-constexpr int64_t PLACES = 8;           // callers that have helpers at the same time; any further one works alone
-constexpr int64_t SPIN_NS = 50'000;     // for what is about to come; then the core is offered to others
-constexpr int64_t NAP_NS = 200'000;     // of a caller, at a time: an idle core makes the scheduler move a waiting thread to it
-constexpr int64_t IDLE_NS = 2'000'000;  // without a job; then asleep until called
+constexpr int64_t PLACES = 8;           // callers with helpers at the same time; further ones run their jobs alone
+constexpr int64_t SPIN_NS = 50'000;     // of spinning before the core is yielded
+constexpr int64_t NAP_NS = 200'000;     // of a waiting caller at a time: an idle core makes the scheduler move a thread to it
+constexpr int64_t IDLE_NS = 2'000'000;  // without a job before a thread sleeps
 
 inline int64_t now() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -39,10 +39,10 @@ inline void relax() {
 #endif
 }
 
-// A thread asleep, and those that wake it. `wake` costs one load while nobody sleeps.
+// Sleep and wake-up of one thread. `wake` costs one load if the thread is awake.
 class Bed {
   public:
-    // Returns when woken, at once if `ready()` holds, or after `limit` nanoseconds (0: no limit).
+    // Returns when woken, immediately if `ready()` holds, or after `limit` nanoseconds (0: no limit).
     template <typename Ready>
     void sleep(int64_t limit, Ready&& ready) {
         std::unique_lock<std::mutex> lock(mutex);
@@ -68,12 +68,12 @@ class Bed {
     std::condition_variable signal;
 };
 
-// One caller's jobs. The upper half of `tickets` counts calls of `share`, the lower half the jobs that nobody has taken: who
-// takes one changes the word he read, so that a ticket of an earlier call cannot be taken for one of this.
+// Jobs of one caller. The upper half of `tickets` counts calls of `share`, the lower half the jobs not yet taken. Taking a
+// job is a compare-and-swap of the whole word, so a ticket of an earlier call is never mistaken for a current one.
 class alignas(64) Place {
   public:
     std::atomic<bool> taken{false};
-    std::atomic<int64_t> helpers{0};  // the first so many threads of the team may take jobs here
+    std::atomic<int64_t> helpers{0};  // number of threads of the team that may take jobs here, from the first one on
 
     // Open `count` jobs.
     void open(void (*job)(const void*, int64_t), const void* context, int64_t count) {
@@ -84,23 +84,23 @@ class alignas(64) Place {
         tickets.store(((tickets.load() >> 32) + 1) << 32 | static_cast<uint64_t>(count));
     }
 
-    // Take a job and do it; false if there was none.
+    // Take a job and run it; false if there is none.
     bool work() {
         uint64_t ticket = tickets.load();
         do {
             if (!static_cast<uint32_t>(ticket)) return false;
         } while (!tickets.compare_exchange_weak(ticket, ticket - 1));
-        // From here to the count below the caller waits for us: what `open` wrote stays.
+        // From here to the count below the caller waits, so the values written by `open` stay valid.
         const int64_t count = total;
         run(argument, count - static_cast<int64_t>(static_cast<uint32_t>(ticket)));
         if (done.fetch_add(1) + 1 == count) caller.wake();
         return true;
     }
 
-    // Whether thread `index` finds a job here.
+    // Whether thread `index` may take a job here and one is left.
     bool invites(int64_t index) const { return static_cast<uint32_t>(tickets.load()) && index < helpers.load(); }
 
-    // Until the jobs taken by others are done; none is left to take.
+    // Wait until the jobs taken by other threads are done; none is left to take.
     void wait() {
         const auto finished = [&] { return done.load() == total; };
         for (int64_t round = 0, start = 0; !finished(); round++) {
@@ -122,18 +122,18 @@ class alignas(64) Place {
 
 class Team {
   public:
-    // The process's own; never destroyed, so that its threads may run until the process is gone.
+    // The team of the process; never destroyed, since its threads run until the process exits.
     static Team& mine() {
         static std::once_flag once;
         std::call_once(once, [] {
             current().store(new Team);
-            // A child has none of the threads: it gets a team of its own.
+            // A forked child has none of the threads and needs a new team.
             pthread_atfork(nullptr, nullptr, [] { current().store(new Team); });
         });
         return *current().load();
     }
 
-    // A place for a caller who wants so many helpers; null if all are taken.
+    // Claim a place with this many helpers; null if all places are taken.
     Place* enter(int64_t helpers) {
         grow(helpers);
         for (Place& place : places)
@@ -144,7 +144,7 @@ class Team {
         return nullptr;
     }
 
-    // Wake those of the first `helpers` that sleep.
+    // Wake the sleeping ones of the first `helpers` threads.
     void call(int64_t helpers) {
         helpers = std::min(helpers, size.load());
         for (int64_t i = 0; i < helpers; i++) beds[i].wake();
@@ -166,7 +166,7 @@ class Team {
         return team;
     }
 
-    // At least so many threads beside the caller, if the system lets us have them.
+    // Start threads until there are `helpers`, as far as the system allows.
     void grow(int64_t helpers) {
         if (size.load() >= helpers) return;
         std::lock_guard<std::mutex> lock(mutex);
@@ -179,7 +179,7 @@ class Team {
     bool start(int64_t index) {
         if (index >= MOST) return false;
         auto* given = new Start{this, index};
-        // Signals are for the threads that the interpreter knows.
+        // Signals must be delivered to the interpreter's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -222,7 +222,7 @@ class Team {
     }
 };
 
-// The right to have jobs done, for the length of one call.
+// A caller's claim on the team, for the duration of one call.
 class Crew {
   public:
     explicit Crew(int64_t threads) : threads(std::min(threads, MOST)) {
@@ -238,7 +238,7 @@ class Crew {
 
     const int64_t threads;
 
-    // job(0) to job(count - 1), each once, in any order, by any thread; all are done on return, and seen by whatever follows.
+    // Run job(0) to job(count - 1), in any order, on any thread; on return all are done and their writes visible.
     template <typename Job>
     void share(int64_t count, Job&& job) const {
         if (!place || count < 2) {
@@ -256,7 +256,7 @@ class Crew {
     Place* place = nullptr;
 };
 
-// Memory of the thread that asks, until it asks again.
+// Scratch memory of the calling thread, valid until its next call.
 template <typename T>
 inline T* scratch(int64_t count) {
     static thread_local std::vector<T> memory;

@@ -1,7 +1,7 @@
 """Prefill of whole prompts by FlashAttention (github.com/Dao-AILab/flash-attention) where it is installed; never required.
 
-It serves chunks that begin their sequences, whose keys are the step's own: no block is read. Everything else, and every
-decode, is Triton's.
+Used for chunks that start their sequences, whose keys are the step's own, so that no block is read. Other chunks and all
+decodes use Triton.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ VarlenAttention = Callable[..., Tensor]
 
 @cache
 def load() -> VarlenAttention | None:
-    """`flash_attn_varlen_func`, or None where the package is not there or does not load."""
+    """`flash_attn_varlen_func`, or None where the package is missing or fails to import."""
     try:
         function: VarlenAttention = import_module("flash_attn").flash_attn_varlen_func
     except ModuleNotFoundError:
         return None
-    except Exception as exc:  # noqa: BLE001 - a binary for another torch fails in its own ways, and Triton serves
+    except Exception as exc:  # noqa: BLE001 - a binary for another torch may fail in any way; Triton is used instead
         _log.warning("flash_attn is installed and does not load (%s: %s): Triton prefills", type(exc).__name__, exc)
         return None
     return function
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether it takes query [P, H, D], key [P, Hkv, D] and value [P, Hkv, Dv]: 16 bits, one head size, of at most 256."""
+    """Whether FlashAttention supports query [P, H, D], key [P, Hkv, D], value [P, Hkv, D]: 16 bits, head size <= 256."""
     return (
         query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
@@ -55,11 +55,11 @@ def prefill(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of whole prompts, one behind the other.
+    """Causal attention of whole prompts, packed one after the other.
 
     Args:
         query, key, value: [P, H, D], [P, Hkv, D], [P, Hkv, D].
-        begins: [R + 1] int32, where each prompt begins.
+        begins: [R + 1] int32, offset of each prompt.
         longest: positions of the longest.
 
     Returns:
@@ -67,7 +67,7 @@ def prefill(
     """
     return attend(
         query, key.contiguous(), value.contiguous(), begins, begins, longest, longest, softmax_scale=scaling, causal=True,
-        # It counts the positions before a query's own, and -1 is all of them.
+        # FlashAttention counts the positions before a query's own; -1: all.
         window_size=(-1 if window is None else window - 1, 0),
         softcap=softcap or 0.0,
     )  # fmt: skip

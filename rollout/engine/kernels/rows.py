@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
-    """R sequences, P positions, packed one sequence after the other. A sequence's positions follow each other."""
+    """R sequences, P positions, packed one sequence after the other; the positions of a sequence are consecutive."""
 
     offsets: NDArray[np.int64]
-    """[R + 1], where each sequence's positions begin."""
+    """[R + 1], offset of each sequence's positions."""
     positions: NDArray[np.int64]
-    """[P], position of each in its sequence: it sees those up to its own."""
+    """[P], position in its sequence; it attends to those up to its own."""
     tables: NDArray[np.int64]
-    """[R, width] contiguous block ids; what lies beyond a sequence's last position is never read."""
+    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read."""
     block_size: int
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""Paged attention in plain torch: the reference on every device, and the fallback where no faster kernel is.
+"""Paged attention in plain torch: the reference on every device, and the fallback for the faster kernels.
 
-Queries of one step are cut into *tiles*: sequences with like lengths, padded to a rectangle, so that a tile is one call
-of `scaled_dot_product_attention` whatever the number of sequences in it. Grouped query heads are packed as query rows,
-which reads each KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
+Queries of one step are cut into *tiles*: sequences of similar length, padded to a rectangle, so that a tile is one call of
+`scaled_dot_product_attention`, whatever the number of sequences in it. Grouped query heads are packed as query rows, which
+reads each KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 
 MAX_TILE_SCORES = 1 << 22
-"""Most query x key pairs in one tile: bounds the mask."""
+"""Most query x key pairs in one tile; bounds the mask."""
 
 
 @dataclass(eq=False)
 class Tile:
-    """Sequences attended to together. B sequences, T query positions each (padded), S key positions (padded)."""
+    """Sequences processed by one attention call: B sequences, T query positions each (padded), S key positions (padded)."""
 
     query_index: Tensor | None
     """[B*T] int64 into the step's positions; None when the tile is its first B*T positions in order."""
@@ -37,7 +37,7 @@ class Tile:
     blocks: Tensor
     """[B*N] int64, block ids, N per sequence (padding: any valid id)."""
     fresh: bool
-    """One sequence that starts at 0: its keys are the step's own, and plain causal attention serves it."""
+    """A single sequence that starts at 0: its keys are the step's own, so plain causal attention suffices."""
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ class Tile:
         return self.positions.shape[0], self.positions.shape[1]
 
     def mask(self, keys: int, window: int | None, groups: int) -> Tensor:
-        """[B, 1, groups*T, S] bool: which keys a query row may see (causal, and within the sliding window)."""
+        """[B, 1, groups*T, S] bool: the keys that a query row may see (causal, and within the sliding window)."""
         cached = self._masks.get((window, groups))
         if cached is None:
             key_positions = torch.arange(keys, device=self.positions.device)
@@ -61,7 +61,7 @@ class Tile:
 
 
 class Workspace:
-    """Buffers for gathered keys and values, allocated once: fresh ones are paged in again by every layer."""
+    """Reused buffers for gathered keys and values: new ones would be page-faulted in again by every layer."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -78,25 +78,25 @@ class Workspace:
         return out.view(rows, *part.shape[1:])
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the buffers."""
         self._buffers.clear()
 
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """See `CacheWrite`; every slot is written."""
-    # A trainer under autocast computes K in another type than the one probed.
+    """Write K and V of every position into its slot; see `CacheWrite`."""
+    # A trainer under autocast may compute K in another dtype than the probed one.
     key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
 
 class CacheWrite(Protocol):
-    """How K and V of a step's positions come into the paged cache."""
+    """Function that writes K and V of a step's positions into the paged cache."""
 
     def __call__(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, /) -> None:
-        """Write, in the type of the cache.
+        """Write K and V in the dtype of the cache.
 
         Args:
-            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating type; the last dimension contiguous.
+            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating dtype; the last dimension contiguous.
             key_cache, value_cache: [num_blocks, block_size, Hkv, D], [..., Dv].
             slots: [P] int64, block * block_size + offset, all different.
         """
@@ -118,7 +118,7 @@ class PagedAttention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Attend.
+        """Attention output of every position.
 
         Args:
             query: [P, H, D] contiguous, the step's positions in packed order.
@@ -158,7 +158,7 @@ class TorchPagedAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """See `PagedAttention`."""
+        """Attention output of every position; see `PagedAttention`."""
         if self._tiles is None:
             self._tiles = make_tiles(self._rows, self._device)
         return attend_tiles(
@@ -168,7 +168,7 @@ class TorchPagedAttention:
 
 
 def make_tiles(rows: PagedRows, device: torch.device) -> list[Tile]:
-    """Cut a step into tiles: rows of one position together, the others like with like."""
+    """Cut a step into tiles: rows of one position together, the others with rows of similar size."""
     counts, ends = rows.counts, rows.ends
     order = np.lexsort((ends, counts))[::-1]
     tiles, group = [], list[int]()
@@ -183,7 +183,7 @@ def make_tiles(rows: PagedRows, device: torch.device) -> list[Tile]:
 
 
 def _fits(counts: NDArray[np.int64], ends: NDArray[np.int64], group: list[int], row: int) -> bool:
-    """Whether `row` may share a rectangle: at most twice its size, and a bounded number of scores."""
+    """Whether `row` may join the tile: at least half its size, and a bounded number of scores."""
     longest, span = int(counts[group[0]]), int(max(ends[each] for each in (*group, row)))
     alike = 2 * int(counts[row]) >= longest and 2 * int(ends[row]) >= span
     return (alike or longest == 1) and (len(group) + 1) * longest * span <= MAX_TILE_SCORES
@@ -197,7 +197,7 @@ def _tile(rows: PagedRows, members: NDArray[np.int64], device: torch.device) -> 
     positions = np.where(inside, (ends - counts)[:, None] + steps, 0)
     index = np.where(inside, rows.offsets[members][:, None] + steps, 0).reshape(-1)
     used = -(-int(ends.max()) // rows.block_size)
-    # Padding reads a block of the row's own: another's may hold NaN, and a masked NaN is NaN still.
+    # Padding reads a block of its own row: other blocks may hold NaN, and a masked NaN is still NaN.
     held = np.arange(used) < -(-ends[:, None] // rows.block_size)
     blocks = np.where(held, rows.tables[members, :used], rows.tables[members, :1]).reshape(-1)
     leading = bool((members == np.arange(batch)).all() and inside.all() and rows.offsets[members[0]] == 0)
@@ -224,7 +224,7 @@ def attend_tiles(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention cut into `tiles`, which cover the P positions, each once; the rest as in `PagedAttention`."""
+    """Attention of the P positions, each covered by one of `tiles`; arguments as in `PagedAttention`."""
     rules = _Rules(scaling, window, softcap)
     caches = key_cache, value_cache
     if len(tiles) == 1 and tiles[0].query_index is None:
@@ -237,7 +237,7 @@ def attend_tiles(
         k, v = key, value
         if tile.fresh and index is not None:
             k, v = key.index_select(0, index), value.index_select(0, index)
-        # Under autocast it comes in another type than the queries.
+        # Under autocast its dtype differs from that of the queries.
         part = _attend_tile(q, k, v, caches, tile, workspace, rules).to(out.dtype)
         if index is None:
             out[:count] = part

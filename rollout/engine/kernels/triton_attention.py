@@ -1,4 +1,4 @@
-"""Paged attention of one step on CUDA: decoding rows and chunks each by their Triton kernel, plain torch elsewhere."""
+"""Paged attention of one step on CUDA: Triton kernels for decoding rows and for chunks, plain torch as fallback."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPag
 from rollout.engine.memory.buffers import upload_together
 
 TABLE_STEP = 16
-"""Block tables are so many columns wide or a multiple: Triton compiles a kernel again for strides 16 does not divide."""
+"""Block tables have a multiple of this many columns: Triton recompiles a kernel for strides not divisible by 16."""
 
 
 class TritonPagedAttention:
-    """Attention of one step. What it reads beside K and V goes to the device in one copy, when it is built.
+    """Attention of one step. Its index tensors go to the device in one copy at construction.
 
     Args:
         paged: the kernels.
         rows: the step's positions; the leading ones of one position each are *decoding*, the others are chunks.
-        device: where the cache is.
-        fallback: serves what the kernels do not (`serves`).
+        device: of the cache.
+        fallback: handles inputs that the kernels do not support (`serves`).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TritonPagedAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """See `torch_paged.PagedAttention`."""
+        """Attention output of every position; see `torch_paged.PagedAttention`."""
         if not serves(query, key_cache, value_cache):
             return self._fallback(
                 query, key, value, key_cache, value_cache, scaling=scaling, window=window, softcap=softcap
@@ -71,7 +71,7 @@ class TritonPagedAttention:
             out, _ = self._paged.decode_with_lse(
                 query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
                 window, scaling, softcap=softcap,
-                # Of a window's few keys hardly any are in the prefix.
+                # With a window, hardly any of the keys are in the prefix.
                 shared=self._shared if window is None else None,
             )  # fmt: skip
             parts.append(out)
@@ -106,7 +106,7 @@ class TritonPagedAttention:
 
 
 def table_columns(tokens: int, block_size: int) -> int:
-    """Columns of a block table for sequences of up to so many tokens."""
+    """Columns of a block table for sequences of up to `tokens` tokens."""
     return -(-tokens // (block_size * TABLE_STEP)) * TABLE_STEP
 
 
@@ -125,23 +125,23 @@ class PrefixGroups:
 
 
 def shared_prefixes(rows: PagedRows, decodes: int) -> PrefixGroups:
-    """Groups of neighbours among the first `decodes` rows, of one position each, that begin with the same blocks.
+    """Groups of adjacent rows, among the first `decodes` rows of one position each, that start with the same blocks.
 
-    A row goes with the neighbour with which it has more in common: the samples of one group rather than all that have
-    its system prompt. Prefixes are cut to whole parts of `SPLIT` tokens. So the parts a row is merged from are the ones it
-    has alone, and at most one part of its prefix is read again for each row.
+    A row joins the neighbour with the longer common prefix: the samples of one group rather than all rows with the same
+    system prompt. Prefixes are cut to multiples of `SPLIT` tokens, so that a row is merged from the same parts as alone, and
+    at most one part of its prefix is read again per row.
     """
     none = np.zeros(0, np.int64)
     lengths = np.zeros(decodes, np.int64)
     if decodes < 2:
         return PrefixGroups(none, none, lengths)
     positions, tables = rows.positions[:decodes], rows.tables[:decodes]
-    # Blocks complete before the position that is computed: nobody writes to them any more.
+    # Blocks complete before the computed position are never written again.
     complete = np.minimum(positions[:-1], positions[1:]) // rows.block_size
     same = (tables[:-1] == tables[1:]) & (np.arange(tables.shape[1]) < complete[:, None])
     blocks = np.where(same.all(1), same.shape[1], same.argmin(1))
     common = np.pad(blocks * rows.block_size // SPLIT * SPLIT, 1)
-    # Pairs with equally much in common, one behind the other, are a run; a row belongs to that of its closer neighbour.
+    # Consecutive pairs with prefixes of equal length form a run; a row belongs to the run of its closer neighbour.
     run = np.cumsum(np.append(True, common[1:] != common[:-1]))
     closer = np.where(common[:-1] >= common[1:], run[:-1], run[1:])
     prefix = np.maximum(common[:-1], common[1:])
@@ -154,5 +154,5 @@ def shared_prefixes(rows: PagedRows, decodes: int) -> PrefixGroups:
 
 
 def _leading(flags: NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
+    """Number of true values before the first false one."""
     return int(np.append(flags, False).argmin())

@@ -1,14 +1,14 @@
 """Paged attention in Triton, for CUDA: decode over split keys, ragged prefill, shared prefixes, and the cache write.
 
-Triton comes with torch on CUDA. It is imported by `load` and each kernel is compiled when it is first launched, never at
-import; where that fails, `load` says so once and plain torch serves.
+Triton comes with torch on CUDA. `load` imports it and each kernel is compiled when it is first launched, never at import;
+if that fails, `load` warns once and plain torch is used.
 
-K and V are read where they lie, once for all the query heads that share them. One kernel, `_attend`, holds the arithmetic
-of all three kinds of attention: the query heads of a group, times the tokens or samples that read the same blocks, are the
-rows of a matrix product. The keys of a decoding sequence are cut into parts of `SPLIT` tokens, each done by a program of
-its own, and `_merge` puts the parts together by their log-sum-exp. Nothing in that plan depends on what else is in the
-batch, so that a row's bits do not depend on its neighbours. Grids depend on shapes alone and nothing waits for the
-device: every method can be captured in a CUDA graph.
+K and V are read in place, once for all the query heads that share them. One kernel, `_attend`, does the arithmetic of all
+three kinds of attention: the query heads of a group, times the tokens or samples that read the same blocks, are the rows
+of a matrix product. The keys of a decoding sequence are cut into parts of `SPLIT` tokens, each computed by one program,
+and `_merge` combines the parts by their log-sum-exp. The split is independent of the batch, so a row's bits do not depend
+on its neighbours. Grids depend on shapes alone and nothing waits for the device: every method can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Which rows of a decode batch begin with the same blocks. Two kernels read it, no host code: update it in place."""
+    """Rows of a decode batch that start with the same blocks. Read by kernels only, no host code: update it in place."""
 
     members: Tensor
     """[M] int32: rows of the batch, those of a group together; the blocks are read from the table of its first one."""
     begins: Tensor
-    """[N + 1] int32: where each group begins in `members`; groups of no members are padding."""
+    """[N + 1] int32: offset of each group in `members`; empty groups are padding."""
     lengths: Tensor
-    """[B] int32: tokens of each row that its group reads for it, the same within a group; 0 for a row in no group."""
+    """[B] int32: length of the prefix that the group reads for the row, equal within a group; 0 without a group."""
 
 
 def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernels take these shapes and types: query [P, H, D], caches [num_blocks, block_size, Hkv, D or Dv]."""
+    """Whether the kernels support query [P, H, D] and caches [num_blocks, block_size, Hkv, D or Dv] of these dtypes."""
     heads, kv_heads = query.shape[1], keys.shape[2]
     return (
         query.dtype in DTYPES
@@ -65,12 +65,12 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def num_splits(tokens: int) -> int:
-    """Parts that `tokens` keys are cut into: [0, SPLIT), [SPLIT, 2 * SPLIT) and so on, whatever the batch."""
+    """Number of parts of `tokens` keys: [0, SPLIT), [SPLIT, 2 * SPLIT) and so on, independent of the batch."""
     return -(-tokens // SPLIT)
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a union of keys from attention over its parts, in plain torch: what `_merge` must equal.
+    """Attention over a union of keys from attention over its parts, in plain torch: the reference for `_merge`.
 
     Args:
         outs: [S, B, H, D], attention over each part by itself.
@@ -86,19 +86,19 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def load(device: torch.device) -> TritonPaged | None:
-    """The kernels, tried out on `device`; None where they do not run there."""
+    """The kernels, after a trial run on `device`; None if they do not work there."""
     kernels = _kernels(device)
     return None if kernels is None else TritonPaged(kernels)
 
 
 class TritonPaged:
-    """The kernels and the workspace of one engine. Calls on it share the workspace: make them on one stream.
+    """The kernels and the workspace of one engine. All calls share the workspace: make them on one stream.
 
     K and V caches are any views [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv], and queries any
-    [P, H, D], whose last dimension is contiguous; block tables any whose rows are; other index tensors are contiguous.
-    Block tables may be int32 or int64, and what is behind a row's last block is never read.
+    [P, H, D], with a contiguous last dimension; block tables need contiguous rows; other index tensors are contiguous. Block
+    tables may be int32 or int64, and entries behind a row's last block are never read.
     `window`: a query sees the `window` last positions up to its own; None: all. `softcap`: scores become
-    softcap * tanh(scores / softcap). Sums are float32 whatever the type of the cache.
+    softcap * tanh(scores / softcap). Sums are float32 whatever the dtype of the cache.
     """
 
     def __init__(self, kernels: _Kernels) -> None:
@@ -115,14 +115,14 @@ class TritonPaged:
         *,
         cells: Tensor | None = None,
     ) -> None:
-        """Scatter K and V into their slots, in the type of the cache.
+        """Scatter K and V into their slots, in the dtype of the cache.
 
         Args:
-            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating type.
-            write_index: [P] int32 or int64, block * block_size + offset, all different; negative: not written.
+            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating dtype.
+            write_index: [P] int32 or int64 slot mapping, block * block_size + offset, all different; negative: not written.
             cells: see `decode_with_lse`.
         """
-        # A kernel knows the strides of all dimensions but the last.
+        # The kernels assume a last stride of 1.
         key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (key, value))
         count, kv_heads, dim = key.shape
         value_dim = value.shape[2]
@@ -157,13 +157,13 @@ class TritonPaged:
             table: [B, width], block ids.
             positions: [B] or [B, 1] int32 or int64; the query sees positions 0 to its own. Negative: a padding row, for
                 which nothing is read.
-            shared: rows whose first tokens lie in the same blocks: these are read once for all of them.
-            cells: [2] int64, the addresses (multiples of 16) at which K and V are when a kernel starts, for captured
-                graphs that outlive a pool: of the caches given, only shape, strides and type count then. None: where the
-                caches given are.
+            shared: rows whose first tokens lie in the same blocks, which are read once for all of them.
+            cells: [2] int64, the addresses (multiples of 16) of K and V, read when a kernel starts, for captured graphs that
+                outlive a pool: of the caches given, only shape, strides and dtype are used then. None: the caches given are
+                read.
 
         Returns:
-            [B, H, Dv] in the type of the query, and [B, H] float32, natural log; zeros and -inf in padding rows.
+            [B, H, Dv] in the dtype of the query, and [B, H] float32, natural log; zeros and -inf in padding rows.
         """
         batch, heads, _ = query.shape
         value_dim = value_cache.shape[3]
@@ -171,7 +171,7 @@ class TritonPaged:
         lse = query.new_empty(batch, heads, dtype=torch.float32)
         if not batch:
             return out, lse
-        # Parts that end with a prefix need not end with a SPLIT: one more than without.
+        # A prefix may end inside a SPLIT, which makes one more part.
         parts = num_splits(table.shape[1] * key_cache.shape[1]) + (shared is not None)
         part_out, part_lse = self._workspace(parts, batch, heads, value_dim, query.device)
         call = _Call(
@@ -203,19 +203,19 @@ class TritonPaged:
     ) -> Tensor:
         """Attention of chunks of several sequences, whose own K and V are already in the cache.
 
-        The grid is P // tokens + R, which is at least the number of tiles of `tokens` queries that R chunks of P queries
-        in all can have; row r's tiles begin at begins[r] // tokens + r, so that a program finds its row by a search in
-        `begins`, and one too many ends at once. A map made on the host would be exact, but a copy to the device per step,
-        with a shape that a captured graph could not follow.
+        The grid is P // tokens + R, an upper bound on the tiles of `tokens` queries that R chunks with P queries in total
+        can have; row r's tiles begin at begins[r] // tokens + r, so a program finds its row by a search in `begins`, and a
+        surplus one ends immediately. An exact map made on the host would need a copy to the device per step, with a shape
+        that a captured graph could not follow.
 
         Args:
-            query: [P, H, D], the chunks one behind the other.
+            query: [P, H, D], the chunks packed one after the other.
             table: [R, width], block ids.
-            begins: [R + 1] int32 or int64, where each chunk begins in `query`; empty chunks are padding.
+            begins: [R + 1] int32 or int64, offset of each chunk in `query`; empty chunks are padding.
             starts: [R] int32 or int64, position of each chunk's first query in its sequence.
 
         Returns:
-            [P, H, Dv] in the type of the query; rows from begins[-1] on are not written.
+            [P, H, Dv] in the dtype of the query; rows from begins[-1] on are not written.
         """
         out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
         if len(query) and len(starts):
@@ -225,7 +225,7 @@ class TritonPaged:
         return out
 
     def clear(self) -> None:
-        """Give the workspace back. CUDA graphs captured with it must not be replayed any more."""
+        """Free the workspace. CUDA graphs captured with it must not be replayed any more."""
         self._buffers.clear()
 
     def _attend(
@@ -239,7 +239,7 @@ class TritonPaged:
         if mode in ("prefix", "prefill"):
             tokens, num_rows = plan.rows // group, len(begins) - 1
             tiles = queries // tokens + num_rows
-        # exp2 is what the hardware has: log2(e) goes into the scale, and with a cap so does the 2 of tanh's exp(2x).
+        # The hardware has exp2: log2(e) goes into the scale, and with a cap so does the 2 of tanh's exp(2x).
         scale = call.scaling * _LOG2_E * (1.0 if call.softcap is None else 2.0 / call.softcap)
         self._kernels.attend[(tiles, kv_heads, parts)](
             query, keys, values, begins if call.cells is None else call.cells, call.table, call.positions, begins,
@@ -255,7 +255,7 @@ class TritonPaged:
     def _workspace(
         self, parts: int, batch: int, heads: int, value_dim: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        # [parts, B, H, Dv] and [parts, B, H] float32. A captured graph may hold an outgrown buffer's address: it is kept.
+        # [parts, B, H, Dv] and [parts, B, H] float32. Outgrown buffers are kept for captured graphs.
         count = parts * batch * heads
         if not self._buffers or self._buffers[-1].numel() < count * (value_dim + 1):
             size = max(count * (value_dim + 1), 2 * self._buffers[-1].numel() if self._buffers else 0)
@@ -290,13 +290,13 @@ class _Kernels:
 def _kernels(device: torch.device) -> _Kernels | None:
     try:
         jit = import_module("triton").jit
-        # Triton looks a kernel's names up in its module: so this one comes to have the name, and only now.
+        # Triton looks up a kernel's globals in this module, and `tl` must not be imported earlier.
         globals()["tl"] = import_module("triton.language")
-        # Numbers that change from step to step: a kernel made for a multiple of 16, and one for the rest, would be two.
+        # Not specialised on numbers that change between steps, which would compile a second kernel for multiples of 16.
         moving = ("num_rows", "num_queries")
         kernels = _Kernels(jit(_attend, do_not_specialize=moving), jit(_merge), jit(_write))
         _try_out(kernels, device)
-    except Exception as exc:  # noqa: BLE001 - a compiler, a linker and a driver are in here, and torch serves without them
+    except Exception as exc:  # noqa: BLE001 - compiler, linker or driver may fail in any way; plain torch works without them
         reason = f"{type(exc).__name__}: {exc}".partition("\n")[0]
         _log.warning(
             "attention on %s runs on plain torch (%s); with a working triton it would be faster", device, reason
@@ -316,22 +316,23 @@ def _try_out(kernels: _Kernels, device: torch.device) -> None:
 @dataclass(frozen=True)
 class _Plan:
     rows: int
-    """Query rows of the matrix product: tokens (or samples) times the heads of a group."""
+    """Query rows of the matrix product: tokens (or samples) times query heads per KV head."""
     span: int
-    """Keys per turn of the loop; divides SPLIT."""
+    """Keys per iteration of the loop; divides SPLIT."""
     warps: int
     stages: int
-    """Depth of the pipeline of loads and products that the compiler makes of the turns."""
+    """Depth of the compiler's software pipeline over the iterations."""
 
 
 def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
-    """Sizes by head dimension, chosen by arithmetic and not by trying: trying would cost start-up and repeatability.
+    """Tile sizes by head dimension, computed rather than auto-tuned, which would cost start-up time and repeatability.
 
-    An H200 multiprocessor has 228 KB of shared memory and 65,536 registers. Shared memory holds Q and the K and V of a turn,
-    2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits: decoding with 120 registers in each of 128 threads leaves room for
-    four programs, more than enough loads at once to hide the latency of memory. Prefill wants few rows of K per row of Q
-    instead: 128 rows over 8 warps, the float32 sums 64 registers of each thread. At three stages the block ids, too, come a
-    turn ahead. Float32 runs without tensor cores (TF32 is not float32), from registers: small tiles, for right and not fast.
+    An H200 multiprocessor has 228 KB of shared memory and 65,536 registers. Shared memory holds Q and the K and V of an
+    iteration, 2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits: decoding with 120 registers in each of 128 threads leaves
+    room for four programs, more than enough concurrent loads to hide the memory latency. Prefill wants few rows of K per
+    row of Q instead: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. At three stages the block ids
+    are prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers: small tiles, correct but
+    slow.
     """
     whole = dtype.itemsize == 4
     narrow = _power_of_two(dim) <= 128
@@ -351,7 +352,7 @@ def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is not less than `number`."""
+    """The least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -399,9 +400,9 @@ def _attend(
 ) -> None:
     """One tile of query rows, one KV head, one part of the keys. Grid: tiles x KV heads x parts.
 
-    decode: the tile is one row of the batch; tail: the same, behind the row's shared prefix; prefix: the tile is up to
-    `tokens` rows of one group, over the prefix alone; prefill: it is up to `tokens` queries of one chunk, over all keys.
-    All but prefill write part p of row b to out [parts, B, H, Dv] and lse [parts, B, H]; parts of the prefix come first.
+    decode: the tile is one row of the batch; tail: the same, after the row's shared prefix; prefix: up to `tokens` rows of
+    one group, over the prefix alone; prefill: up to `tokens` queries of one chunk, over all keys. All but prefill write
+    part p of row b to out [parts, B, H, Dv] and lse [parts, B, H]; parts of the prefix come first.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -461,7 +462,7 @@ def _attend(
     low = start
     if window > 0:
         visible = tl.min(tl.where(live, position, newest), 0) + 1 - window
-        # Whole turns are left out, so that those which remain are the same ones whatever else is in the tile.
+        # Only whole iterations are skipped, so the remaining ones are the same whatever else is in the tile.
         low = start + tl.maximum(visible - start, 0) // span * span
 
     dims = tl.arange(0, padded_dim)
@@ -473,7 +474,7 @@ def _attend(
     sums = tl.zeros((rows, padded_value_dim), tl.float32)
     blocks = table + owner.to(tl.int64) * table_stride
     if moves:
-        # Said of the pointer: of the number it comes from it would be lost, and with it the loads of 16 bytes.
+        # The hint is on the pointer: on the integer it would be lost, and with it the 16-byte loads.
         keys = tl.multiple_of(tl.load(cells).to(keys.dtype), 16)
         values = tl.multiple_of(tl.load(cells + 1).to(values.dtype), 16)
     head_keys = keys + kv_head.to(tl.int64) * key_head_stride
@@ -501,7 +502,7 @@ def _attend(
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing yet: -inf minus -inf would be NaN.
+        # For a row without a visible key so far, -inf minus -inf would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         fading = tl.exp2(peak - base)
@@ -520,7 +521,7 @@ def _attend(
     target = index.to(tl.int64) * num_heads + head
     if mode != "prefill":
         target += part.to(tl.int64) * num_queries * num_heads
-        # Natural: ln 2 times the binary one.
+        # Natural log: ln 2 times the binary one.
         tl.store(lse + target, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=live)
     tl.store(
         out + target[:, None] * value_dim + value_dims[None, :],
@@ -542,7 +543,7 @@ def _merge(
     value_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """The parts of one row and head, put together. Grid: B x H. Reads the parts that `_attend` wrote, and no more."""
+    """Combine the parts of one row and head. Grid: B x H. Reads only parts that `_attend` wrote."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.num_programs(0)
@@ -601,7 +602,7 @@ def _write(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """K and V of one position, into its slot. Grid: P."""
+    """Write K and V of one position into its slot. Grid: P."""
     position = tl.program_id(0).to(tl.int64)
     index = tl.load(write_index + position).to(tl.int64)
     if index < 0:

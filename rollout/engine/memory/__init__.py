@@ -1,1 +1,1 @@
-"""KV tensors, their transfer to the host, reusable buffers."""
+"""KV cache tensors, their transfer to the host, and reusable buffers."""

@@ -1,4 +1,4 @@
-"""Buffers reused from step to step, and uploads of numpy arrays to a device."""
+"""Buffers reused across steps, and uploads of numpy arrays to a device."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 128
-"""Tokens summed together; a draw finds its block first and then its token."""
+"""Vocabulary entries per block of the two-level search in a draw: first the block, then the token."""
 ALIGNMENT = 64
-"""Bytes. Triton compiles a kernel once for addresses that 16 divides and once for others: all of ours are the former."""
+"""Bytes. Triton compiles a kernel separately for addresses that are no multiple of 16: packed arrays avoid those."""
 
 
 class Scratch:
-    """Buffers kept from step to step, for one thread.
+    """Named buffers reused across steps, for one thread.
 
-    On a CPU memory new from the system costs several times the arithmetic done in it. Elsewhere the device's own
-    allocator keeps memory, and the buffers here are new.
+    On a CPU, freshly mapped memory costs several times the arithmetic done in it. On other devices the caching allocator
+    does the reuse, and every call returns a new tensor.
     """
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[R, V] as `scores`, uninitialised. Overwrites what was taken by this name before; a name has one dtype."""
+        """[R, V] like `scores`, uninitialised. Reuses the buffer of this name, which has one dtype."""
         return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
 
     def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised but for the padding past V."""
+        """[R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised except for the padding past V."""
         count, vocabulary = scores.shape
         blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
         blocks.flatten(1)[:, vocabulary:] = padding
@@ -42,25 +42,25 @@ class Scratch:
             return torch.empty(shape, dtype=dtype, device=device)
         size, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < size:
-            # A tensor born in inference mode could not be written to outside it.
+            # A tensor created in inference mode could not be written outside it.
             with torch.inference_mode(False):
                 flat = self._flat[name] = torch.empty(size, dtype=dtype, device="cpu")
         return flat[:size].view(shape)
 
 
 def staged(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """`array` as a tensor from which a copy to `device` need not wait for the device."""
+    """`array` as a tensor that can be copied to `device` asynchronously (pinned for CUDA)."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """`array` as a tensor on `device`, without waiting for the device."""
+    """`array` as a tensor on `device`, copied asynchronously."""
     return staged(array, device).to(device, non_blocking=True)
 
 
 def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """Each of `arrays`, which have one dtype, as a tensor on `device`, by one copy that does not wait for the device."""
+    """Each of `arrays` (one dtype) as a tensor on `device`, by a single asynchronous copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     flat, begins = packed(arrays)
@@ -69,7 +69,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def packed(arrays: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.generic], list[int]]:
-    """`arrays` of one dtype one behind the other, flat, and where each begins: at a multiple of `ALIGNMENT` bytes."""
+    """Concatenate `arrays` of one dtype into a flat one; also returns each begin, a multiple of `ALIGNMENT` bytes."""
     unit = ALIGNMENT // arrays[0].itemsize
     ends = np.cumsum([-(-array.size // unit) * unit for array in arrays]).tolist()
     flat = np.zeros(ends[-1], arrays[0].dtype)

@@ -1,7 +1,7 @@
-"""The K and V of every block on the device, one host pool beside it, and the copies between them.
+"""Paged KV cache: K and V of every block on the device, one host pool beside it, and the copies between them.
 
-Owns memory; does not know what a block is for. Layer-major: the blocks of one layer's K lie together, because a gather
-over contiguous rows is many times faster than over strided ones (13 times, for 8 kB rows on a CPU).
+Owns memory; the meaning of a block is the scheduler's. Layer-major: the blocks of one layer's K are contiguous, because
+gathering contiguous rows is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Per-token KV of one attention layer."""
+    """KV shape per token of one attention layer."""
 
     num_kv_heads: int
     head_dim: int
@@ -33,7 +33,7 @@ class LayerShape:
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[numel] zeros: a masked position has weight 0, and 0 x NaN of uninitialised memory would be NaN.
 
-    On a CPU the pages are taken from the system only when they are first written.
+    On a CPU the pages are only mapped when first written.
     """
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
@@ -41,15 +41,15 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class KVCache:
-    """`num_blocks` blocks of `block_size` token slots for every layer, or, while given up, none on the device.
+    """`num_blocks` blocks of `block_size` token slots for every layer, or none on the device after `drop` or `save`.
 
     Args:
         layers: KV shape per attention layer.
-        allocate: makes a flat device tensor; raises `torch.OutOfMemoryError` when it cannot (a seam for tests).
+        allocate: makes a flat device tensor; raises `torch.OutOfMemoryError` when it cannot (replaceable in tests).
 
     Attributes:
-        addresses: [2 * layers] int64 on the device, where K and V of each layer lie, K first: captured graphs, which
-            outlive a pool, find it there.
+        addresses: [2 * layers] int64 on the device, addresses of K and V of each layer, K first. Captured graphs, which
+            outlive a pool, read them there.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class KVCache:
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._host: Tensor | None = None
         self._saved: NDArray[np.int32] | None = None
-        # Born in inference mode, it could not be written to outside it.
+        # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.addresses = torch.zeros(len(self._shapes), dtype=torch.int64, device=device)
         self._transfer: Callable[[], KVTransfer] | None = None
@@ -106,10 +106,10 @@ class KVCache:
         return self._layers[index]
 
     def materialize(self, num_blocks: int) -> None:
-        """Take device memory for `num_blocks` blocks, content undefined.
+        """Allocate device memory for `num_blocks` blocks, content undefined.
 
         Raises:
-            torch.OutOfMemoryError: the device does not have it; nothing has changed.
+            torch.OutOfMemoryError: not enough device memory; nothing has changed.
         """
         data = self._allocate(num_blocks * sum(self._widths), self.dtype, self.device)
         self._data, self.num_blocks = data, num_blocks
@@ -123,7 +123,7 @@ class KVCache:
         self._layers = list(zip(shaped[::2], shaped[1::2], strict=True))
 
     def drop(self) -> int:
-        """Give the device memory back, content lost; returns the bytes freed."""
+        """Free the device memory, losing its content; returns the bytes freed."""
         freed = self.device_bytes
         self._data, self._parts, self._layers = None, [], []
         return freed
@@ -139,7 +139,7 @@ class KVCache:
             part.index_copy_(0, targets, part.index_select(0, sources))
 
     def save(self, blocks: NDArray[np.int32]) -> int:
-        """Copy `blocks` into the host pool and give the device memory back; returns the bytes copied."""
+        """Copy `blocks` into the host pool and free the device memory; returns the bytes copied."""
         index, host = upload(blocks.astype(np.int64), self.device), self._host_pool(len(blocks))
         if self._transfer is not None:
             self._transfer().save(self._parts, index, host)
@@ -151,11 +151,11 @@ class KVCache:
         return len(blocks) * self.block_bytes
 
     def restore(self, blocks: NDArray[np.int32] | None, mapping: NDArray[np.int32] | None = None) -> int:
-        """Copy what `save` kept into the (materialised) cache; returns the bytes copied.
+        """Copy the saved blocks into the (materialised) cache; returns the bytes copied.
 
         Args:
             blocks: ids still wanted, a subset of the saved ones; None: those that `mapping` keeps.
-            mapping: [old num_blocks] new id of each old block, negative for those given up; None: ids are unchanged.
+            mapping: [old num_blocks] new id of each old block, negative for dropped ones; None: ids are unchanged.
         """
         if self._saved is None:
             raise RuntimeError("restore() without save(): there is nothing in the host pool")
@@ -175,13 +175,13 @@ class KVCache:
         return len(kept) * self.block_bytes
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Set the content of `blocks` to zero."""
+        """Fill `blocks` with zeros."""
         index = upload(np.array(blocks, np.int64), self.device)
         for part in self._parts:
             part.index_fill_(0, index, 0)
 
     def _host_pool(self, num_blocks: int) -> Tensor:
-        """Host memory for `num_blocks` blocks, flat; what it holds stays while the number does not rise."""
+        """Flat host memory for `num_blocks` blocks; keeps its content while the number does not rise."""
         # One pool, kept between suspends and grown geometrically: pinning memory costs more than copying it.
         need = num_blocks * sum(self._widths)
         if self._host is None or self._host.numel() < need:

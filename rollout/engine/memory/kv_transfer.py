@@ -1,9 +1,9 @@
-"""KV blocks between a device and one flat host pool, by asynchronous copies.
+"""Asynchronous copies of KV blocks between a device and one flat host pool.
 
 The blocks of all layers are gathered into a staging buffer, which goes to the host in one copy, and back the same way:
-copies of many megabytes reach the speed of the bus, those of single blocks do not. There are two staging buffers, so that
-one is filled while the other is copied, and never a second copy of the pool. Gathers and scatters run where the model
-runs, copies in a queue beside it; who waits for whom is written here, the queues themselves come from outside.
+copies of many megabytes reach the bandwidth of the bus, those of single blocks do not. Two staging buffers are used in
+turn, one being filled while the other is copied; the pool is never duplicated. Gathers and scatters run on the model's
+stream, copies on one beside it; the dependencies between the two are set here, the streams are passed in.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from torch import Tensor
 from rollout.engine.memory.buffers import upload
 
 STAGING_BYTES = 64 * 2**20
-"""Of one staging buffer: a copy of so many bytes takes milliseconds, and starting it microseconds."""
+"""Size of one staging buffer: its copy takes milliseconds, starting it microseconds."""
 
 Stage = Callable[[int], Tensor]
-"""Makes a flat device tensor of so many elements; raises `torch.OutOfMemoryError` when it cannot."""
+"""Allocates a flat device tensor of n elements; raises `torch.OutOfMemoryError` when it cannot."""
 
 
 class Lane(Protocol):
-    """A queue of work, done in order; the host does not wait for it."""
+    """A stream: a queue of device work, run in order and asynchronously to the host."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Queue what `work` does on the device."""
+        """Queue the device work of `work`."""
         ...
 
     def mark(self) -> Any:
-        """The end of what has been queued so far."""
+        """Event at the end of the work queued so far."""
         ...
 
     def after(self, mark: Any) -> None:
-        """What is queued from now on begins when `mark`, of any lane, has been reached."""
+        """Let all work queued from now on wait for `mark`, an event of any stream."""
         ...
 
     def finish(self) -> None:
-        """Have the host wait for all of it."""
+        """Block the host until all queued work is done."""
         ...
 
 
 class CudaLane:
-    """A stream."""
+    """A `Lane` over a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
     def run(self, work: Callable[[], object]) -> None:
-        """See `Lane`."""
+        """Queue the device work of `work` on the stream."""
         with torch.cuda.stream(self._stream):
             work()
 
     def mark(self) -> torch.cuda.Event:
-        """See `Lane`."""
+        """Event at the end of the work queued so far."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
     def after(self, mark: torch.cuda.Event) -> None:
-        """See `Lane`."""
+        """Let later work of the stream wait for `mark`."""
         self._stream.wait_event(mark)
 
     def finish(self) -> None:
-        """See `Lane`."""
+        """Synchronise the host with the stream."""
         self._stream.synchronize()
 
 
@@ -83,7 +83,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is copied at once: elements `begin` to `end` of the host pool, and the pieces that lie there in this order."""
+    """One copy: elements `begin` to `end` of the host pool, and the pieces that lie there in this order."""
 
     begin: int
     end: int
@@ -91,7 +91,7 @@ class Chunk:
 
 
 def plan(widths: Sequence[int], rows: int, limit: int) -> list[Chunk]:
-    """Cut a host pool, in which `rows` rows of each part lie together and part follows part, into chunks.
+    """Split a host pool, in which `rows` rows of each part are contiguous and part follows part, into chunks.
 
     Args:
         widths: elements of one row of each part.
@@ -116,12 +116,12 @@ def plan(widths: Sequence[int], rows: int, limit: int) -> list[Chunk]:
 
 
 class KVTransfer:
-    """Moves blocks of one pool.
+    """Moves blocks of one pool between device and host.
 
     Args:
-        compute: where the model runs, and so whatever last touched the pool.
-        copies: runs beside it.
-        stage: see `Stage`.
+        compute: the stream of the model, on which the pool was last written.
+        copies: the stream of the copies.
+        stage: allocates a staging buffer.
         limit: bytes of a staging buffer.
     """
 
@@ -132,7 +132,7 @@ class KVTransfer:
         self._limit = limit
 
     def save(self, parts: Sequence[Tensor], blocks: Tensor, host: Tensor) -> None:
-        """Copy `blocks` of every part to the host; when this returns, they are there.
+        """Copy `blocks` of every part to the host; blocks until they are there.
 
         Args:
             parts: [num_blocks, width] each.
@@ -152,22 +152,22 @@ class KVTransfer:
                 copies.run(partial(_copy, buffer[: chunk.end - chunk.begin], host[chunk.begin : chunk.end]))
                 free[turn % 2] = copies.mark()
         finally:
-            # Whoever gives the pool or the staging buffers back does so after this: nothing reads them any more.
+            # After this, pool and staging buffers can be freed: nothing reads them any more.
             copies.finish()
 
     def restore(self, parts: Sequence[Tensor], blocks: NDArray[np.int64], host: Tensor) -> None:
-        """Copy the host's rows into the parts, in the order of what the model runs next; the host does not wait.
+        """Copy the host's rows into the parts, before any later work of the compute stream; does not block the host.
 
         Args:
             parts: [num_blocks, width] each.
-            blocks: [n], where each saved row goes; negative: nowhere.
-            host: as `save` left it, n rows of each part; it must not be written to but by the next `save`.
+            blocks: [n], destination of each saved row; negative: dropped.
+            host: as `save` left it, n rows of each part; only the next `save` may write to it.
         """
         compute, copies = self._compute, self._copies
         staging, chunks = self._staging(parts, len(blocks))
         targets = _Targets(blocks, parts[0].device)
         free: list[Any] = [None, None]
-        # What was in the staging memory before may still be read there.
+        # The previous content of the staging memory may still be in use.
         copies.after(compute.mark())
         try:
             for turn, chunk in enumerate(chunks):
@@ -179,12 +179,12 @@ class KVTransfer:
                 compute.run(partial(_scatter, parts, targets, chunk, buffer))
                 free[turn % 2] = compute.mark()
         except BaseException:
-            # A copy that nothing waits for would write into memory that is somebody else's by then.
+            # A copy that is still running would write into memory that has been reallocated.
             copies.finish()
             raise
 
     def _staging(self, parts: Sequence[Tensor], rows: int) -> tuple[tuple[Tensor, Tensor], list[Chunk]]:
-        """Two buffers, as large as there is room for, and the chunks that fit into one."""
+        """Two buffers, as large as memory allows, and the chunks that fit into one."""
         widths = [part.shape[1] for part in parts]
         limit = min(self._limit // parts[0].element_size(), rows * sum(widths))
         while True:
@@ -198,7 +198,7 @@ class KVTransfer:
 
 
 class _Targets:
-    """Where saved rows go, and which of them go anywhere."""
+    """Destination blocks of saved rows; negative ones are dropped."""
 
     def __init__(self, blocks: NDArray[np.int64], device: torch.device) -> None:
         self._blocks = blocks
@@ -207,7 +207,7 @@ class _Targets:
         self._whole = bool((blocks >= 0).all())
 
     def of(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
-        """[m] blocks, and [m] the piece's rows that go there; None: every row."""
+        """[m] destination blocks, and the [m] rows of the piece that go there; None: every row."""
         if self._whole:
             return self._all[piece.begin : piece.end], None
         kept = upload(np.flatnonzero(self._blocks[piece.begin : piece.end] >= 0), self._device)
@@ -230,7 +230,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def _rows(parts: Sequence[Tensor], chunk: Chunk, buffer: Tensor) -> list[tuple[Piece, Tensor]]:
-    """The chunk's pieces, each with its rows of the staging buffer."""
+    """Pieces of the chunk, each with its rows of the staging buffer."""
     found, begin = [], 0
     for piece in chunk.pieces:
         width = parts[piece.part].shape[1]

@@ -1,1 +1,1 @@
-"""Logits to tokens and log-probs."""
+"""Sampler: logits and sampling parameters to tokens and log-probs."""

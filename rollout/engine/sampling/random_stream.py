@@ -1,6 +1,6 @@
 """One counter-based random stream per sample: the number at a position follows from key and position alone.
 
-So a sample's tokens depend neither on its neighbours in the batch, nor on how often it was interrupted, nor on the device.
+So the tokens of a sample are independent of the rest of the batch, of interruptions and of the device.
 splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) in wrap-around int64.
 """
 

@@ -1,17 +1,20 @@
 """Sampling: logits and parameters to tokens and log-probs.
 
 Always true here:
-- A row's token and log-probs follow from its logits, parameters, key and position alone, bit for bit, whatever rows
-  stand beside it. Probabilities are summed as integers (the likeliest token weighs 2^42): such a sum has no order.
+- A row's token and log-probs follow from its logits, parameters, key and position alone, bit for bit, independent of the
+  other rows. Probabilities are summed as integers (the likeliest token weighs 2^42), so the order of a sum is irrelevant.
 - A token of weight 0 cannot be drawn: the draw is an integer below the total weight, and picks the first token whose
   running sum exceeds it. Filtered tokens weigh 0, and so do those less than 2^-42 as likely as the likeliest.
-- Nothing here waits for the device, and the logits given are not changed.
+- No function here synchronises with the device, and the logits given are not changed.
 - A row without a finite largest logit (all -inf, or a NaN) gets log-prob NaN and some token id of the vocabulary. The
-  caller looks for NaN when it reads the log-probs: to raise here would be to wait.
+  caller checks for NaN when it reads the log-probs; raising here would need a synchronisation.
 
 Order: logit_bias, banned tokens, repetition, presence and frequency penalties, temperature, top_k, top_p, min_p. The
 filters keep a definite number of tokens: among equal logits, those with the lower ids. A greedy row takes the largest
 logit (lowest id on ties) with temperature 1 and its filters off.
+
+A draw is an inverse-CDF search in two levels: weights are summed in blocks of `BLOCK` tokens, the block is found in the
+running sums of the blocks, then the token in the running sum inside the block.
 """
 
 from __future__ import annotations
@@ -33,17 +36,17 @@ from rollout.engine.sampling.sampling_table import SamplingRows
 from rollout.errors import ConfigError
 
 UNIT = 2.0**42
-"""Weight of the likeliest token. A sum over fewer than 2^21 tokens fits in 63 bits; cutting to integers moves no
-log-prob by more than 2^-42 per token of the vocabulary."""
+"""Weight of the likeliest token. A sum over fewer than 2^21 tokens fits in 63 bits; rounding to integers changes a
+log-prob by at most 2^-42 per token of the vocabulary."""
 
 LOWEST = -50.0
-"""Logits this far below the largest, or farther, weigh exp(-50) * 2^42 < 1e-9, which is 0."""
+"""Logits this far or farther below the largest weigh at most exp(-50) * 2^42 < 1e-9, which rounds to 0."""
 
 CPU_ELEMENTS = 2**19
-"""Logits worked on together by one CPU thread: few enough for its cache, enough to make a call worth its overhead."""
+"""Logits per operation and CPU thread: few enough for its cache, enough to amortise the call."""
 
 DEVICE_ELEMENTS = 2**27
-"""The same elsewhere, where it only bounds the temporaries (about 20 bytes per logit)."""
+"""Logits per operation on other devices, which bounds the temporaries (about 20 bytes per logit)."""
 
 
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
@@ -60,9 +63,9 @@ class Sampled:
     token_ids: Tensor
     """[R] int64."""
     logprobs: Tensor
-    """[R] float32, of the distribution that each row asks for (`logprobs_mode`)."""
+    """[R] float32, of the distribution selected by `logprobs_mode`."""
     top_ids: Tensor | None
-    """[R, k] int64, likeliest first, lower id first on ties; k is the most any row asks for, None if 0."""
+    """[R, k] int64, likeliest first, lower id first on ties; k is the largest `logprobs` of a row, None if 0."""
     top_logprobs: Tensor | None
     """[R, k] float32, of the same distribution as `logprobs`; -inf where a filter removed the token."""
 
@@ -122,7 +125,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Ten
 
 
 def _rows_at_once(logits: Tensor) -> int:
-    """Rows worked on together: on a CPU what the cache holds, elsewhere what keeps the temporaries in bounds."""
+    """Rows per operation: on a CPU as many as the cache holds, elsewhere as many as bound the temporaries."""
     elements = CPU_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else DEVICE_ELEMENTS
     return max(1, elements // logits.shape[1])
 
@@ -161,7 +164,7 @@ def _sample(
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, *, list_scores: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores [R, V] with -inf where filtered; and, if asked for, the scores of the final distribution."""
+    """Scores [R, V] with -inf where filtered; and, if requested, the scores of the final distribution."""
     if not (rows.any_filter or list_scores):
         return scores, None
     scratch, tempered = rows.scratch, scores
@@ -173,7 +176,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, *, list_scores: bool) -> tuple
     relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
     kept = _kept(tempered, peak, relative, rows)
     assert kept is not None
-    # A row with a NaN keeps it: its neighbours must not see a difference, and its caller must.
+    # A row with a NaN keeps it: the caller must see it, and the other rows must not change.
     removed = kept.logical_not_().logical_and_(peak.isfinite())
     if list_scores:
         tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)
@@ -183,7 +186,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, *, list_scores: bool) -> tuple
 def _drawn(
     scores: Tensor, rows: SamplingRows, positions: Tensor, *, list_scores: bool
 ) -> tuple[Tensor, _Total, Tensor, Tensor | None]:
-    """Token ids [R, 1], sum of exponentials, score of the token; scores of the final distribution."""
+    """Draw tokens: ids [R, 1], sum of exponentials, score of each token, and the scores of the final distribution."""
     relative, peak, greedy_ids, listed = _relative(scores, rows, list_scores=list_scores)
     weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
     ends = weights.sum(-1).cumsum(-1)
@@ -196,8 +199,8 @@ def _relative(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Probabilities relative to the likeliest token's, 0 where filtered, in blocks [R, C, BLOCK].
 
-    Beside them the largest score [R, 1]; its token ids [R], if some row is greedy; and, if asked for, the scores [R, V]
-    of the final distribution.
+    Also the largest score [R, 1]; its token ids [R], if some row is greedy; and, if requested, the scores [R, V] of the
+    final distribution.
     """
     scratch = rows.scratch
     tempered = scores
@@ -221,7 +224,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
     if greedy_ids is not None and rows.all_greedy:
         return greedy_ids
     total = ends[:, -1]
-    # The product rounds, for the largest uniforms up to the total itself.
+    # The product rounds up to the total itself for the largest uniforms.
     draw = torch.minimum((uniforms(rows.key, positions) * total).to(torch.int64), total - 1)
     drawn = _first_above(weights, ends, draw)
     return drawn if greedy_ids is None else torch.where(rows.greedy, greedy_ids, drawn)
@@ -233,7 +236,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
 def _edited(
     raw: Tensor, rows: SamplingRows, histories: Sequence[History] | None, banned: Sequence[tuple[int, Sequence[int]]]
 ) -> Tensor:
-    """`raw` itself when there is nothing to edit, else a changed copy."""
+    """Apply biases, banned tokens and penalties: `raw` itself when there are none, else a changed copy."""
     if not (rows.any_bias or rows.any_penalty or banned):
         return raw
     scores = rows.scratch.take("edited", raw).copy_(raw)
@@ -262,7 +265,7 @@ def _add_biases(scores: Tensor, rows: SamplingRows) -> None:
 
 
 def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
-    # A token that comes twice is written twice, with the same value.
+    # A repeated token is written repeatedly, with the same value.
     flat, penalized = scores.view(-1), rows.penalized.tolist()
     if rows.any_repetition:
         row, index = _places(penalized, [np.concatenate(histories[row]) for row in penalized], scores)
@@ -289,7 +292,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
 
 
 def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) -> Tensor | None:
-    """[R, V] bool, the tokens that the filters leave; None when there are no filters."""
+    """[R, V] bool, the tokens that pass the filters; None when there are no filters."""
     kept = None
     if rows.any_top_k or rows.any_top_p:
         kept = _likeliest(scores, peak, rows)
@@ -300,7 +303,7 @@ def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) ->
 
 
 def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
-    """[R, V] bool: what top_k and top_p leave."""
+    """[R, V] bool: the top-k/top-p mask."""
     limited, width = rows.limited, min(rows.limited_width or scores.shape[1], scores.shape[1])
     if len(limited) == len(scores):
         return _leading(scores, peak, rows.top_k, rows.top_p, width, rows.scratch)
@@ -309,9 +312,9 @@ def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
-    """[L, V] bool: the likeliest tokens, lower ids first on ties: at most top_k, the fewest that weigh top_p of those.
+    """[L, V] bool: top-k/top-p mask, lower ids first on ties: at most top_k tokens, the fewest that weigh top_p of those.
 
-    `width`: no row keeps more tokens than this.
+    `width`: upper bound on the tokens that a row keeps.
     """
     negated = _smallest(torch.neg(scores, out=scratch.take("negated", scores)), width)
     count = _leading_count(negated, peak, top_k[:, None], top_p[:, None], scratch)
@@ -361,7 +364,9 @@ def _first_best(blocks: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, ends: Tensor, level: Tensor) -> Tensor:
-    """[R] int64: the first element whose running sum exceeds `level` [R]; `ends` [R, C]: the sums after each block."""
+    """[R] int64, inverse-CDF search: the first element whose running sum exceeds `level` [R]; `ends` [R, C]: sums after each
+    block.
+    """
     level = level[:, None]
     block = torch.searchsorted(ends, level, right=True).clamp_(max=ends.shape[1] - 1)
     inside = _inside(weights, block)
@@ -374,12 +379,12 @@ def _inside(blocks: Tensor, block: Tensor) -> Tensor:
 
 
 def _exponentials(shifted: Tensor) -> Tensor:
-    """In place. What weighs nothing is cut off first: a CPU takes 40 times as long for results below 1e-38."""
+    """Exponentiate in place, clamped at `LOWEST`: a CPU takes 40 times as long for results below 1e-38."""
     return shifted.clamp_(min=LOWEST).exp_()
 
 
 class _Total(NamedTuple):
-    """Summed exponentials of scores, as peak + log_sum: in one number a large peak would absorb the rest."""
+    """Log-sum-exp of scores, as peak + log_sum: in a single number a large peak would absorb the rest."""
 
     peak: Tensor
     """[R, 1] float32, the largest score."""
@@ -394,7 +399,7 @@ def _raw_total(scores: Tensor, scratch: Scratch) -> _Total:
 
 
 def _total(peak: Tensor, weight: Tensor) -> _Total:
-    """Of [R, 1] integer weights, `UNIT` for the peak."""
+    """Log-sum-exp from [R, 1] integer weights, `UNIT` for the peak."""
     log_sum = (weight.to(torch.float64) / UNIT).log_()
     return _Total(peak, torch.where(peak.isfinite(), log_sum, torch.nan))
 
@@ -408,7 +413,7 @@ def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tupl
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)
-    # The bits of floats ascend as integers once those of negative ones are turned round; `not` makes them descend.
+    # Float bits order as integers once those of negative numbers are flipped; `not` reverses the order.
     torch.bitwise_right_shift(bits, 31, out=order).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
     keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))

@@ -1,4 +1,4 @@
-"""Sampling parameters per row of the batch, as arrays."""
+"""Sampling parameters per slot, as arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 
 Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""Per slot with a logit_bias: (token ids, biases)."""
+"""(token ids, biases) by slot, for slots with a logit_bias."""
 
 _NUMBERS = ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p")
 _INTEGERS = ("top_k", "key", "top_n", "greedy", "raw", "tempered")
@@ -21,9 +21,9 @@ _NO_TOP_K = 2**31 - 1
 
 
 class SamplingRows:
-    """The parameters of R rows: tensors on the device, and flags known without asking it.
+    """Sampling parameters of R rows: tensors on the device, and flags on the host.
 
-    Greedy rows stand here with temperature 1 and their filters off.
+    Greedy rows are stored with temperature 1 and their filters off.
 
     Attributes:
         greedy, raw: [R] bool; `raw` rows report log-probs of the model's own logits, divided by `raw_temperature`.
@@ -32,10 +32,10 @@ class SamplingRows:
         top_p: [R] float64.
         temperature, raw_temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
         limited: [L] int64, the rows with top_k or top_p.
-        limited_width: the largest top_k of the limited rows; None when one of them has top_p alone.
+        limited_width: the largest top_k of the limited rows; None when one of them has only top_p.
         penalized: [N] numpy int64, the rows with a penalty.
         bias: numpy (row, token id, bias) of every logit_bias.
-        top_n: the most top log-probs any row asks for.
+        top_n: the largest number of top log-probs of a row.
         scratch: buffers shared by all rows of a table.
     """
 
@@ -88,7 +88,7 @@ class SamplingRows:
         return len(self._source[0])
 
     def parts(self, size: int) -> list[SamplingRows]:
-        """These rows, at most `size` at a time."""
+        """Split the rows into parts of at most `size`."""
         if size >= len(self):
             return [self]
         if self._parts[0] != size:
@@ -102,9 +102,9 @@ class SamplingRows:
 
 
 class SamplingTable:
-    """The sampling parameters of every slot, kept on the host; `select` sends those of a step to the device.
+    """Sampling parameters of every slot, on the host; `select` uploads those of a step.
 
-    A step usually has the rows of the step before it: the last selection is kept and given again while nothing changed.
+    Consecutive steps usually have the same rows, so the last selection is cached until a slot changes.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -116,7 +116,7 @@ class SamplingTable:
         self._scratch = Scratch()
 
     def set(self, slot: int, params: SamplingParams, key: int) -> None:
-        """`slot` samples with `params` and the random stream `key` (`stream_key`) from now on."""
+        """Set the parameters of `slot` and the key of its random stream (`stream_key`)."""
         capacity = self._numbers.shape[1]
         if slot >= capacity:
             room = ((0, 0), (0, max(16, slot + 1, 2 * capacity) - capacity))
@@ -127,7 +127,7 @@ class SamplingTable:
         self._numbers[:, slot] = [getattr(params, name) for name in _NUMBERS]
         raw, tempered = params.logprobs_mode != "processed", params.logprobs_mode == "tempered"
         self._integers[:, slot] = params.top_k, key, params.logprobs or 0, greedy, raw, tempered
-        # A new dict: the selection made before reads its own.
+        # A new dict, because earlier selections keep a reference to the old one.
         self._biases = {other: bias for other, bias in self._biases.items() if other != slot}
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias.items(), strict=True)
@@ -135,7 +135,7 @@ class SamplingTable:
         self._selected = None
 
     def select(self, slots: NDArray[np.integer]) -> SamplingRows:
-        """The parameters of rows that belong to `slots` [R]; a slot may come several times.
+        """Parameters of rows that belong to `slots` [R]; a slot may appear several times.
 
         Raises:
             ConfigError: a slot was never set.
@@ -151,7 +151,7 @@ class SamplingTable:
     def _check(self, slots: NDArray[np.int64]) -> None:
         inside = (slots >= 0) & (slots < self._numbers.shape[1])
         known = inside.copy()
-        # No temperature is stored as 0.
+        # A stored temperature is never 0.
         known[inside] = self._numbers[0, slots[inside]] != 0
         if not known.all():
             slot = slots[~known][0]

@@ -1,1 +1,1 @@
-"""Which sequences run next and which blocks they hold; no tensors."""
+"""Scheduler, block allocator and block tables: which sequences run next and which blocks they hold. No tensors."""

@@ -1,9 +1,8 @@
-"""Which adapters of a model are active: its *variant*, part of the prefix key.
+"""The *variant* of a model: its active adapters, part of the prefix key.
 
-A forward depends on the weights and on the variant, so that both say whose KV may be shared and which requests may go on.
-It is read off the model itself, never told, so that no way of switching is missed. Always true: equal variants of one
-model compute the same. Knows the two switches that PEFT's layers have, and imports neither it nor torch: the scheduler
-compares variants too.
+A forward depends on the weights and on the variant, so both decide which KV may be shared and which requests may run. The
+variant is read from the model's layers, so no way of switching adapters is missed. Always true: equal variants of one
+model compute the same. Works with the two switches of PEFT's layers without importing PEFT or torch.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 Variant = tuple[Any, ...]
-"""Hashable. Of all layers together what acts in them; where they differ, one entry per layer."""
+"""Hashable: the active adapters, once for all layers, or one entry per layer where they differ."""
 
 NO_ADAPTER: Variant = ()
-"""Of a model without adapters, or with all of them disabled."""
+"""Variant of a model without adapters, or with all of them disabled."""
 
 
 class AdapterSwitches:
-    """The switches of one model."""
+    """Reads the active adapters of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -29,10 +28,10 @@ class AdapterSwitches:
         self._handover = -1
 
     def look(self, handover: int) -> Variant:
-        """The present variant; layers that came or went are found.
+        """Current variant, after rescanning the modules if `handover` has changed.
 
         Args:
-            handover: changes whenever the trainer may have had the model in hands.
+            handover: changes whenever the trainer may have modified the module.
         """
         if handover != self._handover:
             self._handover = handover
@@ -41,7 +40,7 @@ class AdapterSwitches:
 
     @property
     def variant(self) -> Variant:
-        """The present variant, by the layers known; a microsecond for every few of them."""
+        """Current variant of the layers found by the last scan."""
         each = [_acting(layer) for layer in self._layers]
         distinct = set(each)
         if len(distinct) > 1:
@@ -50,7 +49,7 @@ class AdapterSwitches:
 
 
 def described(variant: Variant) -> str:
-    """For messages: the names in a variant."""
+    """Adapter names of a variant, for messages."""
     layers = (variant,) if variant and _is_pair(variant[0]) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"
@@ -68,7 +67,7 @@ def _has_switches(module: nn.Module) -> bool:
 
 
 def _acting(layer: Any) -> Variant:
-    """(name, scaling) of each adapter that acts in a layer."""
+    """(name, scaling) of each active adapter of a layer."""
     if layer.disable_adapters:
         return NO_ADAPTER
     scaling = layer.__dict__.get("scaling") or {}

@@ -1,12 +1,12 @@
 """KV block allocator: reference counts, prefix index, LRU eviction.
 
 Always true here (`check()` proves it):
-- a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced, its content findable);
-- whoever holds a registered block holds its parent too, so the least recently released cached block is a leaf;
-- a lookup returns only blocks registered since the weights last moved and under the present variant (whatever else
-  decides what a forward computes) whose tokens and parents compare equal: a hash alone is never believed.
+- a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
+- a holder of a registered block holds its parent too, so the least recently released cached block is a leaf;
+- a lookup returns only blocks registered since the last weight update and under the current variant (adapters and forward
+  settings) whose tokens and parents compare equal: a hash match alone is not trusted.
 
-Knows block ids and token ids, no tensors and no requests.
+Handles block ids and token ids, no tensors and no requests.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ IntArray = NDArray[np.int32]
 
 
 class CacheChanges:
-    """Which prefixes have become findable with the present weights and variant, and which can no longer be found.
+    """Prefix hashes added to and removed from the current index since the last `take`.
 
-    Always true: what could be found at the last `take` (nothing, if `flushed`), less `removed`, plus `added`, is what can
-    be found now. A prefix that came and went in between is in neither.
+    Always true: the index at the last `take` (empty, if `flushed`), less `removed`, plus `added`, is the index now. A prefix
+    that was added and removed in between is in neither set.
     """
 
     __slots__ = ("added", "flushed", "removed")
@@ -39,27 +39,27 @@ class CacheChanges:
         self.flushed = False
 
     def add(self, block_hash: int) -> None:
-        """A prefix that could not be found can be."""
+        """Record that a prefix is now found by lookups."""
         if block_hash in self.removed:
             self.removed.remove(block_hash)
         else:
             self.added.add(block_hash)
 
     def remove(self, block_hash: int) -> None:
-        """A prefix that could be found cannot any more."""
+        """Record that a prefix is no longer found."""
         if block_hash in self.added:
             self.added.remove(block_hash)
         else:
             self.removed.add(block_hash)
 
     def flush(self) -> None:
-        """Nothing can be found any more."""
+        """Record that the index is now empty."""
         self.added.clear()
         self.removed.clear()
         self.flushed = True
 
     def take(self) -> CacheChanges:
-        """What has changed since the last call."""
+        """Return the changes since the last call and reset them."""
         taken = CacheChanges()
         taken.added, taken.removed, taken.flushed = self.added, self.removed, self.flushed
         self.added, self.removed, self.flushed = set(), set(), False
@@ -84,8 +84,8 @@ class BlockAllocator:
         self.refused_for_version = 0
         self.evictions = 0
         self.changes: CacheChanges | None = None
-        """Keeps account of what can be found, for whoever sets it."""
-        self._shelf_number = 0
+        """Set to a `CacheChanges` to record changes of the index; None: not recorded."""
+        self._last_index_id = 0
         self._reset(num_blocks)
 
     def _reset(self, num_blocks: int) -> None:
@@ -96,42 +96,42 @@ class BlockAllocator:
         self._parent: IntArray = np.full(num_blocks, NO_BLOCK, np.int32)
         self._tokens: IntArray = np.zeros((num_blocks, self.block_size), np.int32)
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._on_shelf: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self._clear_shelves()
+        self._index_id: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._clear_indexes()
         self._outdated: dict[int, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._lru_outdated: OrderedDict[int, None] = OrderedDict()
 
-    def _clear_shelves(self) -> None:
-        """One shelf (hash → block) per variant with a block since the weights moved; `_current` is the present one's."""
-        self._shelves: dict[int, dict[int, int]] = {}
-        self._shelf_of: dict[Hashable, int] = {}
-        self._open_shelf()
+    def _clear_indexes(self) -> None:
+        """Start with empty indexes, one (hash → block) per variant used since the last weight update."""
+        self._indexes: dict[int, dict[int, int]] = {}
+        self._index_ids: dict[Hashable, int] = {}
+        self._open_index()
 
-    def _open_shelf(self) -> None:
-        """Lookups go to the shelf of the present variant. Numbers are never used again: an outdated block keeps its."""
-        if self.variant not in self._shelf_of:
-            for variant in [each for each, number in self._shelf_of.items() if not self._shelves[number]]:
-                del self._shelves[self._shelf_of.pop(variant)]
-            self._shelf_of[self.variant] = self._shelf_number = self._shelf_number + 1
-            self._shelves[self._shelf_number] = {}
-        self._current = self._shelves[self._shelf_of[self.variant]]
+    def _open_index(self) -> None:
+        """Make `_current` the index of the current variant. Index ids are not reused, since outdated blocks keep theirs."""
+        if self.variant not in self._index_ids:
+            for variant in [each for each, number in self._index_ids.items() if not self._indexes[number]]:
+                del self._indexes[self._index_ids.pop(variant)]
+            self._index_ids[self.variant] = self._last_index_id = self._last_index_id + 1
+            self._indexes[self._last_index_id] = {}
+        self._current = self._indexes[self._index_ids[self.variant]]
 
-    # --- asking -------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks with no content worth keeping."""
+        """Number of blocks without cached content."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced blocks whose content can still be found, or could until the weights moved."""
+        """Number of unreferenced blocks with registered content, including content of older weights."""
         return len(self._lru) + len(self._lru_outdated)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds."""
+        """Number of blocks with at least one holder."""
         return self.num_blocks - self.num_free - self.num_cached
 
     def can_allocate(self, count: int) -> bool:
@@ -139,16 +139,16 @@ class BlockAllocator:
         return count <= self.num_free + self.num_cached
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
-        """Per block: only its holder reads it, and no lookup can find it."""
+        """[n] bool: the block has one holder and is not registered."""
         writable: NDArray[np.bool_] = (self.ref_count[blocks] == 1) & ~self.registered[blocks]
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Whether a lookup finds a block registered under this hash (its tokens may differ)."""
+        """Whether a block is registered under this hash in the current index (its tokens may differ)."""
         return block_hash in self._current
 
     def findable_hashes(self) -> list[int]:
-        """Hashes of all blocks that a lookup finds."""
+        """Hashes of all blocks in the current index."""
         return list(self._current)
 
     def match(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
@@ -175,14 +175,14 @@ class BlockAllocator:
         return found
 
     def count_refused(self, hashes: Sequence[int]) -> None:
-        """Count the leading blocks of a chain that are here, but computed by older weights."""
+        """Count the leading blocks of a chain that are cached, but were computed by older weights."""
         for block_hash in hashes:
             if block_hash not in self._outdated:
                 return
             self.refused_for_version += 1
 
     def counts(self) -> dict[str, int]:
-        """Of the whole pool, by the names of the GENERATED_TOKEN event."""
+        """Block counts of the whole pool, keyed as in the GENERATED_TOKEN event."""
         held = self.ref_count > 0
         return {
             "blocks_total": self.num_blocks,
@@ -191,10 +191,10 @@ class BlockAllocator:
             "blocks_ref_count": int(self.ref_count.sum()),
         }
 
-    # --- holding ------------------------------------------------------------------------------------------------
+    # --- references ---------------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks nobody else holds, evicting cached ones where needed. Ask `can_allocate` first.
+        """Allocate `count` blocks with one reference each, evicting cached ones where needed. Ask `can_allocate` first.
 
         Raises:
             RuntimeError: fewer than `count` blocks are free or evictable.
@@ -212,14 +212,14 @@ class BlockAllocator:
         return blocks
 
     def acquire(self, blocks: IntArray) -> None:
-        """One more reference to each of `blocks` (held or cached); a block may appear several times."""
+        """Add one reference to each of `blocks` (held or cached); a block may appear several times."""
         for block in blocks[self.ref_count[blocks] == 0].tolist():
             self._lru.pop(block, None)
             self._lru_outdated.pop(block, None)
         np.add.at(self.ref_count, blocks, 1)
 
     def release(self, blocks: IntArray) -> None:
-        """Give back one reference to each of `blocks`, listed in chain order."""
+        """Drop one reference to each of `blocks`, listed in chain order."""
         np.subtract.at(self.ref_count, blocks, 1)
         counts = self.ref_count[blocks]
         if (counts < 0).any():
@@ -234,8 +234,8 @@ class BlockAllocator:
         if not self.registered[block]:
             self._free.append(block)
         elif self.eviction_policy is PrefixCachingEvictionPolicy.REF_ZERO:
-            self._forget(block)
-        elif self._on_shelf.item(block) in self._shelves:
+            self._free_cached(block)
+        elif self._index_id.item(block) in self._indexes:
             self._lru[block] = None
         else:
             self._lru_outdated[block] = None
@@ -243,7 +243,7 @@ class BlockAllocator:
     # --- the prefix cache ---------------------------------------------------------------------------------------
 
     def register(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Make a held, complete block findable, as computed by the present weights and variant.
+        """Index a held, complete block, as computed by the current weights and variant.
 
         Args:
             block: the block, held by the caller.
@@ -252,11 +252,11 @@ class BlockAllocator:
             tokens: [block_size] int32.
 
         Returns:
-            The block to use from now on. It differs from `block` when an equal block is registered already: then the
+            The block to use from now on. It differs from `block` when an equal block is already registered: then the
             caller's reference has moved there and `block` is released.
 
         Raises:
-            RuntimeError: it is registered already, under another hash.
+            RuntimeError: the block is already registered under another hash.
         """
         if not self.enable_prefix_caching:
             return block
@@ -278,68 +278,68 @@ class BlockAllocator:
         self._hash[block] = block_hash
         self._parent[block] = parent
         self._tokens[block] = tokens
-        self._on_shelf[block] = self._shelf_of[self.variant]
+        self._index_id[block] = self._index_ids[self.variant]
         self._current[block_hash] = block
         if self.changes is not None:
             self.changes.add(block_hash)
         return block
 
     def outdate(self) -> None:
-        """The weights moved: nothing registered so far is found any more. Held blocks stay with their holders."""
-        for shelf in self._shelves.values():
-            self._outdated.update(shelf)
-        self._clear_shelves()
+        """Invalidate the index after a weight update. Held blocks stay with their holders."""
+        for index in self._indexes.values():
+            self._outdated.update(index)
+        self._clear_indexes()
         if self.changes is not None:
             self.changes.flush()
         self._lru_outdated.update(self._lru)
         self._lru.clear()
 
     def switch(self, variant: Hashable) -> None:
-        """A forward computes otherwise: what was registered so is found, and nothing else, until that changes again."""
+        """Switch lookups to the index of `variant`."""
         self.variant = variant
-        self._open_shelf()
+        self._open_index()
         if self.changes is not None:
             self.changes.flush()
             for block_hash in self._current:
                 self.changes.add(block_hash)
 
     def unregister(self, blocks: IntArray) -> None:
-        """Make held `blocks` unfindable: their content must not be shared (it holds NaN, say)."""
+        """Remove held `blocks` from the index: their content must not be shared (it may hold NaN)."""
         for block in blocks[self.registered[blocks]].tolist():
-            self._unlist(block)
+            self._unregister(block)
 
     def drop_cached(self) -> int:
-        """Free every cached block; returns how many."""
+        """Free every cached block; returns the number freed."""
         count = self.num_cached
         for block in [*self._lru_outdated, *self._lru]:
-            self._forget(block)
+            self._free_cached(block)
         if self.changes is not None and not self._current:
             self.changes.flush()
         return count
 
     def start_over(self) -> None:
-        """Every block is free, whoever held it."""
+        """Free every block, whatever its reference count."""
         self._reset(self.num_blocks)
         if self.changes is not None:
             self.changes.flush()
 
     def _evict_one(self) -> None:
         queue = self._lru_outdated or self._lru
-        self._forget(next(iter(queue)))
+        self._free_cached(next(iter(queue)))
         self.evictions += 1
 
-    def _forget(self, block: int) -> None:
+    def _free_cached(self, block: int) -> None:
         self._lru.pop(block, None)
         self._lru_outdated.pop(block, None)
-        self._unlist(block)
+        self._unregister(block)
         self._free.append(block)
 
-    def _unlist(self, block: int) -> None:
+    def _unregister(self, block: int) -> None:
         block_hash = int(self._hash[block])
-        shelf = self._shelves.get(self._on_shelf.item(block), {})
-        if shelf.get(block_hash) == block:
-            del shelf[block_hash]
-            if self.changes is not None and shelf is self._current:
+        index = self._indexes.get(self._index_id.item(block), {})
+        if index.get(block_hash) == block:
+            del index[block_hash]
+            if self.changes is not None and index is self._current:
                 self.changes.remove(block_hash)
         if self._outdated.get(block_hash) == block:
             del self._outdated[block_hash]
@@ -348,7 +348,7 @@ class BlockAllocator:
     # --- suspend and resume -------------------------------------------------------------------------------------
 
     def live_blocks(self) -> IntArray:
-        """Ids of all held and cached blocks, ascending: what a suspend has to keep."""
+        """Ids of all held and cached blocks, ascending: those that a suspend has to keep."""
         return np.flatnonzero((self.ref_count > 0) | self.registered).astype(np.int32)
 
     def resize(self, num_blocks: int) -> IntArray | None:
@@ -367,10 +367,10 @@ class BlockAllocator:
             return None
         mapping = np.full(self.num_blocks, NO_BLOCK, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
-        names = ("ref_count", "registered", "_hash", "_on_shelf", "_tokens")
+        names = ("ref_count", "registered", "_hash", "_index_id", "_tokens")
         kept_rows = {name: getattr(self, name)[live] for name in names}
         parents = self._parent[live]
-        shelves, numbers, outdated = self._shelves, self._shelf_of, self._outdated
+        indexes, numbers, outdated = self._indexes, self._index_ids, self._outdated
         queues = (self._lru, self._lru_outdated)
         self._reset(num_blocks)
         kept = len(live)
@@ -379,21 +379,21 @@ class BlockAllocator:
         self._parent[:kept] = np.where(parents == NO_BLOCK, NO_BLOCK, mapping[parents])
         self._free = list(range(num_blocks - 1, kept - 1, -1))
         self._outdated = {key: int(mapping[block]) for key, block in outdated.items()}
-        self._shelves = {
-            number: {key: int(mapping[block]) for key, block in shelf.items()} for number, shelf in shelves.items()
+        self._indexes = {
+            number: {key: int(mapping[block]) for key, block in index.items()} for number, index in indexes.items()
         }
-        self._shelf_of = numbers
-        self._current = self._shelves[numbers[self.variant]]
+        self._index_ids = numbers
+        self._current = self._indexes[numbers[self.variant]]
         self._lru, self._lru_outdated = (OrderedDict((int(mapping[block]), None) for block in q) for q in queues)
         return mapping
 
-    # --- proof --------------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Prove the invariants against the block tables of all holders.
+        """Check the invariants against the block tables of all holders.
 
         Raises:
-            AssertionError: naming the blocks that disagree.
+            AssertionError: names the blocks that disagree.
         """
         expected = np.zeros(self.num_blocks, np.int32)
         for table in holders:
@@ -413,11 +413,9 @@ class BlockAllocator:
         )
         assert not self.registered[self._free].any(), "a free block is registered"
         assert self.registered[cached].all(), "a cached block is not registered"
-        assert self._current is self._shelves[self._shelf_of[self.variant]], (
-            "lookups go to the shelf of another variant"
-        )
-        for number, shelf in self._shelves.items():
-            for block_hash, block in shelf.items():
+        assert self._current is self._indexes[self._index_ids[self.variant]], "lookups use the index of another variant"
+        for number, index in self._indexes.items():
+            for block_hash, block in index.items():
                 assert self.registered[block], f"the cache names block {block}, which is not registered"
-                assert self._on_shelf[block] == number, f"block {block} is findable under another variant"
+                assert self._index_id[block] == number, f"block {block} is findable under another variant"
                 assert self._hash[block] == block_hash, f"block {block} is found under a foreign hash"

@@ -1,8 +1,8 @@
 """Block tables: which sequence holds which blocks, and which of them are shared.
 
 Joins the sequence table (rows, block tables) with the allocator (reference counts, prefix cache): blocks are reserved before
-they are written, a block somebody else reads is copied first, and complete blocks are registered only when all KV before
-them is what a new request would compute now. Decides nothing about who runs.
+they are written, a shared block is copied before it is written, and complete blocks are registered only when all KV
+before them is what a new request would compute now. Scheduling decisions are made elsewhere.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BlockTables:
 
     # --- room to write ------------------------------------------------------------------------------------------
 
-    def cramped(self, slots: IntArray) -> IntArray:
-        """Those of `slots` that have no block of their own to write their next position into."""
+    def need_block(self, slots: IntArray) -> IntArray:
+        """Those of `slots` that need a new or unshared block for their next position."""
         table = self.table
         index = table.computed[slots] // table.block_size
         missing = index >= table.num_blocks[slots]
@@ -43,7 +43,7 @@ class BlockTables:
         return slots[missing | shared]
 
     def reserve(self, slot: int, count: int) -> bool:
-        """Blocks for the next `count` positions, copying the first one if others read it; False if there is no room."""
+        """Reserve blocks for the next `count` positions, copying a shared first block; False if too few are free."""
         table = self.table
         start = int(table.computed[slot])
         have = int(table.num_blocks[slot])
@@ -63,22 +63,22 @@ class BlockTables:
         return True
 
     def release(self, slot: int) -> None:
-        """Give back all blocks of a row."""
+        """Release all blocks of a row."""
         self.copies.pop(slot, None)
         self.allocator.release(self.table.held(slot))
         self.table.num_blocks[slot] = 0
 
     def share(self, source: Sequence, target: Sequence) -> None:
-        """`target` begins with all that `source` has computed."""
+        """Start `target` with all KV that `source` has computed."""
         self.allocator.acquire(self.table.held(source.slot))
         self.table.fork(source, target)
 
     def poison(self, blocks: IntArray) -> None:
-        """Of these blocks, the free ones may hold NaN."""
+        """Mark the free ones of these blocks as possibly holding NaN."""
         self.poisoned += blocks[(self.allocator.ref_count[blocks] == 0) & ~self.allocator.registered[blocks]].tolist()
 
     def remap(self, slots: Iterable[int], mapping: IntArray) -> None:
-        """Block ids have changed: rewrite the block tables."""
+        """Rewrite the block tables for new block ids."""
         for slot in slots:
             held = self.table.held(slot)
             held[:] = mapping[held]
@@ -86,7 +86,7 @@ class BlockTables:
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
     def attach_prefix(self, sequence: Sequence, hashes: list[int], budget: int, headroom: int) -> bool:
-        """The longest cached prefix and room for a first chunk, for a row that holds nothing yet; or neither, and False.
+        """Attach the longest cached prefix to an empty row and reserve its first chunk; False, changing nothing, if no room.
 
         Args:
             hashes: of the prompt's blocks that may be looked up.
@@ -113,7 +113,7 @@ class BlockTables:
         return False
 
     def unregistered(self, sequence: Sequence) -> list[int]:
-        """Hashes of the prompt blocks that an active sequence is going to register."""
+        """Hashes of the prompt blocks that an active sequence will register."""
         slot = sequence.slot
         if not self.allocator.enable_prefix_caching or not self.table.current[slot]:
             return []
@@ -126,7 +126,7 @@ class BlockTables:
         return next((each for each in sequence.hashes if not self.allocator.findable(each)), None)
 
     def register_prompt(self, sequence: Sequence) -> None:
-        """Make the prompt blocks computed so far findable."""
+        """Register the prompt blocks computed so far."""
         table, slot, size = self.table, sequence.slot, self.table.block_size
         if not table.current[slot]:
             return
@@ -136,7 +136,7 @@ class BlockTables:
                 return
 
     def register_decoded(self, slots: IntArray) -> None:
-        """Make the blocks that a decode step has completed findable."""
+        """Register the blocks that a decode step has completed."""
         table, size = self.table, self.table.block_size
         computed = table.computed[slots]
         index = computed // size - 1

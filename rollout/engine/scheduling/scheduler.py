@@ -1,14 +1,14 @@
 """Continuous batching: admission, chunked prefill and preemption within token budget and free blocks.
 
-Owns the queues, the sequence table and every block id. Knows no tensors; its clock comes from outside.
+Owns the queues, the sequence table and every block id. No tensors; the clock is passed in.
 
 Always true between calls:
-- admission is in order of (priority, arrival), but that who waits for another's prefix keeps slots and blocks free for
-  itself and lets others pass; an evicted sequence goes back to its place at the front;
-- the oldest active sequence can always advance: it may evict every younger one, and alone it fits (checked by `add`);
+- admission is in order of (priority, arrival), except that a sequence waiting for a prefix that another one is computing
+  is passed over, with slots and blocks kept free for it; an evicted sequence returns to its place in the queue;
+- the oldest active sequence can always run: it may evict every younger one, and alone it fits (checked by `add`);
 - blocks are registered as a shareable prefix only when all KV before them is what a new request would compute now;
-- a sequence runs only under the variant (which adapters act) it was accepted under; under another it is parked;
-- a sequence leaves exactly once, as a `Sequence` whose record is complete.
+- a sequence runs only under the variant (active adapters) it was accepted under; under another it is parked;
+- a sequence ends exactly once, as a `Sequence` whose record is complete.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Scheduler:
         self.blocks = BlockTables(allocator, self.table)
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
-        """Accepted under another variant: they wait for it to come back."""
+        """Sequences accepted under another variant than the current one."""
         self.variant: Variant = NO_ADAPTER
         self.forward: Hashable = None
-        """What else decides what a forward computes: it decides whose KV is shared, and not who runs."""
+        """Key of the forward settings besides the variant: part of the prefix key, without effect on which sequences run."""
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.prefill_tokens_computed = 0
@@ -56,24 +56,24 @@ class Scheduler:
         self.generated_tokens = 0
         self.version = 0
         self.admitting: Sequence | None = None
-        """The leader that is being looked at for admission, inside `schedule`."""
+        """The group leader being admitted, inside `schedule`."""
         self.deferred: list[Sequence] = []
-        """Leaders that the last `schedule` passed over: their next block is being computed for another sequence."""
+        """Leaders that the last `schedule` passed over because another sequence is computing their next block."""
         self._clock = clock
         self._by_slot: dict[int, Sequence] = {}
         self._decode_slots: IntArray | None = None
         self._pool_counts: dict[str, int] = {}
 
-    # --- asking -------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------
 
     @property
     def num_active(self) -> int:
-        """Sequences that own a slot, samples that have not forked yet included."""
+        """Number of sequences that own a slot, unforked samples included."""
         return len(self._by_slot)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot."""
+        """Number of sequences without a slot."""
         return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
 
     def has_work(self, variant: Variant) -> bool:
@@ -83,7 +83,7 @@ class Scheduler:
         return any(sequence.variant == variant for sequence in self.parked)
 
     def active(self) -> list[Sequence]:
-        """Sequences that hold KV, oldest first; samples that have not forked yet are their leader's `siblings`."""
+        """Sequences that hold KV, oldest first; unforked samples are in their leader's `siblings`."""
         return sorted([*self.decoding, *self.prefilling], key=_rank)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -93,35 +93,35 @@ class Scheduler:
             yield from leader.siblings
 
     def growths(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[Growth]:
-        """What the sequences named in `known` have beyond it: see `DynamicInferenceEngine.progress`."""
+        """New output of the sequences in `known` beyond what is known; see `DynamicInferenceEngine.progress`."""
         grown = []
         for leader in (*self.waiting, *self.parked, *self.decoding, *self.prefilling):
             for sequence in (leader, *leader.siblings):
-                said = known.get(sequence.key)
-                if said is None:
+                have = known.get(sequence.key)
+                if have is None:
                     continue
-                each = self.table.growth(sequence, *said) if sequence.active else growth(sequence.record, *said)
-                if each.count or each.start < said[0]:
+                each = self.table.growth(sequence, *have) if sequence.active else growth(sequence.record, *have)
+                if each.count or each.start < have[0]:
                     grown.append(each)
         return grown
 
     def blocks_needed(self, prompt: int, length: int) -> int:
         """Blocks for the KV of `length` tokens, `prompt` of them to be prefilled.
 
-        The last token's KV is only written by the token after it, unless it is the prompt's.
+        The KV of the last token is only written by the step after it, unless it is a prompt token.
         """
         return -(-max(prompt, length - 1) // self.config.block_size_tokens)
 
     # --- arrivals and departures --------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, variant: Variant | None = None) -> None:
-        """Queue a sequence (with its unforked `siblings`) at its place.
+        """Queue a sequence (with its unforked `siblings`) by rank.
 
         Args:
-            variant: that it is accepted under; None: the present one.
+            variant: the variant it is accepted under; None: the current one.
 
         Raises:
-            InvalidRequestError: it could never run, whatever else leaves.
+            InvalidRequestError: it could never run, even alone.
         """
         request_id = sequence.record.request_id
         self.check_samples(request_id, 1 + len(sequence.siblings))
@@ -138,9 +138,9 @@ class Scheduler:
         return self.waiting if sequence.variant == self.variant else self.parked
 
     def switch(self, variant: Variant, forward: Hashable) -> None:
-        """A forward computes otherwise: KV from before stays findable for later, and what is computed over it is not shared.
+        """Change the variant and the forward key: older KV stays in its own index, KV computed on top of it is not shared.
 
-        Where other adapters act, active sequences make room: their KV is of no use now.
+        If the variant changes, all active sequences are evicted, since their KV belongs to the old one.
         """
         self.allocator.switch((variant, forward))
         self.table.current[:] = False
@@ -159,7 +159,7 @@ class Scheduler:
         """Refuse a group that does not fit even alone.
 
         Raises:
-            InvalidRequestError: it has more samples than can run at once.
+            InvalidRequestError: it has more samples than `max_requests`.
         """
         if samples > self.config.max_requests:
             raise InvalidRequestError(
@@ -183,18 +183,18 @@ class Scheduler:
             )
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
-        """Take out every sequence whose (request_id, sample_index) fits, wherever it is; its blocks are free at once.
+        """Remove and return every sequence whose (request_id, sample_index) matches; their blocks are released.
 
-        A leader that goes hands its unforked siblings to the first of them.
+        If a leader is removed, the first of its remaining unforked siblings becomes the leader.
         """
         removed: list[Sequence] = []
         for leader in [*self.waiting, *self.parked, *self.active()]:
-            family = [leader, *leader.siblings]
-            gone = [each for each in family if keys(each.key)]
+            group = [leader, *leader.siblings]
+            gone = [each for each in group if keys(each.key)]
             if not gone:
                 continue
             removed += gone
-            stay = [each for each in family if not keys(each.key)]
+            stay = [each for each in group if not keys(each.key)]
             if leader.active:
                 self._remove_active(leader, gone, stay)
             else:
@@ -213,18 +213,18 @@ class Scheduler:
             for each in gone:
                 self.table.write_back(each)
                 self._deactivate(each)
-        # No logits have vouched for what a prefill chunk, or a step that raised, has written.
+        # KV of an unfinished prefill or a failed step was never checked for NaN.
         self.blocks.poison(held)
 
-    def _requeue(self, family: list[Sequence]) -> None:
-        if family:
-            family[0].siblings = family[1:]
-            for each in family[1:]:
+    def _requeue(self, group: list[Sequence]) -> None:
+        if group:
+            group[0].siblings = group[1:]
+            for each in group[1:]:
                 each.siblings = []
-            self._queue(family[0])
+            self._queue(group[0])
 
     def advance_version(self, version: int) -> None:
-        """The weights moved, whatever number they have: close every span at its present length. O(1) per sequence."""
+        """Start a new policy version: close every version span at its current length. O(1) per sequence."""
         table = self.table
         for sequence in self:
             request = sequence.request
@@ -239,21 +239,21 @@ class Scheduler:
         self.allocator.outdate()
 
     def checkpoint_all(self, why: BaseException | None = None) -> int:
-        """Send every active sequence back to the queue, KV given up; returns the KV positions lost.
+        """Requeue every active sequence, dropping its KV; returns the number of KV positions lost.
 
         Args:
-            why: what went wrong; None: it was asked for.
+            why: the error that caused it; None: requested.
         """
         lost = 0
         for sequence in reversed(self.active()):
             if why is not None:
-                self._survive([sequence, *sequence.siblings], why)
+                self._add_transient_error([sequence, *sequence.siblings], why)
             lost += int(self.table.computed[sequence.slot])
             self._checkpoint(sequence)
         return lost
 
     def checkpoint_until_fits(self, num_blocks: int) -> int:
-        """Send the youngest active sequences back until at most `num_blocks` are live; returns KV positions lost."""
+        """Requeue the youngest active sequences until at most `num_blocks` are live; returns the KV positions lost."""
         lost = 0
         if len(self.allocator.live_blocks()) > num_blocks:
             self.allocator.drop_cached()
@@ -265,29 +265,29 @@ class Scheduler:
         return lost
 
     def requeue_step(self, step: ScheduledStep, why: BaseException) -> None:
-        """Undo a step that was interrupted: its KV may be half written, so its sequences are computed again."""
+        """Requeue the sequences of an interrupted step: their KV may be partly written, so it is recomputed."""
         for sequence in [*(self._by_slot[slot] for slot in step.slots[: step.num_decodes].tolist()), *step.prefills]:
             if sequence.active:
-                self._survive([sequence, *sequence.siblings], why)
+                self._add_transient_error([sequence, *sequence.siblings], why)
                 self._checkpoint(sequence)
 
-    def start_over(self, everybody: Iterable[Sequence], *, half_taken: bool) -> list[Sequence]:
-        """After an exception in the middle of a call here: no sequence holds a slot or a block any more.
+    def start_over(self, sequences: Iterable[Sequence], *, half_taken: bool) -> list[Sequence]:
+        """Reset all slots and blocks after an exception inside a scheduler call.
 
         Args:
-            everybody: every sequence that was added and has not been taken over as ended.
-            half_taken: it was raised by `update`: tokens of that step are given up.
+            sequences: every sequence that was added and has not ended.
+            half_taken: the exception was raised by `update`: tokens of that step are discarded.
 
         Returns:
-            Those that are in no queue now, records complete: they were active, or half-way in or out.
+            Sequences that are in no queue now, records complete: they were active, or being admitted or removed.
         """
         waiting: set[int] = set()
         for queue in (self.waiting, self.parked):
-            families = [[leader, *leader.siblings] for leader in queue if leader is not self.admitting]
-            whole = [family for family in families if not any(each.active for each in family)]
+            groups = [[leader, *leader.siblings] for leader in queue if leader is not self.admitting]
+            whole = [group for group in groups if not any(each.active for each in group)]
             queue[:] = [leader for leader, *_ in whole]
-            waiting.update(id(each) for family in whole for each in family)
-        lost = [each for each in everybody if id(each) not in waiting]
+            waiting.update(id(each) for group in whole for each in group)
+        lost = [each for each in sequences if id(each) not in waiting]
         table = self.table
         if half_taken:
             np.minimum(table.length, np.maximum(table.computed, table.prompt_length), out=table.length)
@@ -297,7 +297,7 @@ class Scheduler:
             each.slot, each.siblings = NO_SLOT, []
         self.decoding, self.prefilling, self._by_slot, self._decode_slots = [], [], {}, None
         self.admitting = None
-        # No logits have vouched for what is in these blocks.
+        # The content of these blocks was never checked for NaN.
         self.blocks.poisoned += np.flatnonzero(self.allocator.ref_count > 0).tolist()
         self.blocks.copies.clear()
         self.allocator.start_over()
@@ -305,7 +305,7 @@ class Scheduler:
         return lost
 
     def _save(self, sequence: Sequence) -> None:
-        """Its record, as far as the row of an interrupted call goes: every column as long as the shortest."""
+        """Update the record from an interrupted row, with every column cut to the shortest."""
         with suppress(Exception):
             self.table.write_back(sequence)
         request = sequence.request
@@ -319,7 +319,7 @@ class Scheduler:
         request.policy_spans.truncate(request.total_length)
         request.kv_spans.truncate(request.total_length)
 
-    def _survive(self, sequences: Iterable[Sequence], why: BaseException) -> None:
+    def _add_transient_error(self, sequences: Iterable[Sequence], why: BaseException) -> None:
         now = self._clock()
         for each in sequences:
             each.request.add_event_error_transient(why, timestamp=now)
@@ -332,10 +332,10 @@ class Scheduler:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """Choose the next forward's work and give it its blocks; None when nothing can run."""
+        """Choose the work of the next forward and reserve its blocks; None when nothing can run."""
         self.blocks.copies.clear()
         self.deferred = []
-        self._make_room_for_decodes()
+        self._reserve_for_decodes()
         budget = self.config.max_tokens_per_step - len(self.decoding)
         chunks: list[tuple[Sequence, int]] = []
         for sequence in list(self.prefilling):
@@ -365,9 +365,9 @@ class Scheduler:
         rows, targets = [], []
         for row, (sequence, count) in enumerate(chunks, len(decodes)):
             if starts[row] + count == table.length[sequence.slot] < table.max_length[sequence.slot]:
-                family = [sequence.slot, *(each.slot for each in sequence.siblings)]
-                rows += [row] * len(family)
-                targets += family
+                group = [sequence.slot, *(each.slot for each in sequence.siblings)]
+                rows += [row] * len(group)
+                targets += group
         sample_rows = np.arange(len(decodes), dtype=np.int32)
         sample_slots = decodes
         if rows:
@@ -385,7 +385,7 @@ class Scheduler:
         )
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
-        """Take in what a step computed and sampled; returns the sequences that ended, records complete."""
+        """Apply the results of a step; returns the sequences that ended, records complete."""
         table = self.table
         self.blocks_copied += len(step.copies)
         self.generated_tokens += len(step.sample_slots)
@@ -422,7 +422,7 @@ class Scheduler:
     def _take_token(self, sequence: Sequence, row: int, sampled: StepTokens, now: float) -> FinishReason | None:
         token = int(sampled.token_ids[row])
         if np.isnan(sampled.logprobs[row]):
-            # The token is no sample of anything: it must not reach the record.
+            # The drawn token is meaningless and must not reach the record.
             self.table.length[sequence.slot] -= 1
             extreme = sequence.params.extremes()
             sequence.request.error = (
@@ -439,7 +439,7 @@ class Scheduler:
             may_stop = bool(self.table.length[sequence.slot] > self.table.min_length[sequence.slot])
             try:
                 sequence.stop_string = sequence.text.push(token, may_stop=may_stop)
-            except Exception as exc:  # noqa: BLE001 - a tokenizer that cannot read a token harms this request alone
+            except Exception as exc:  # noqa: BLE001 - a tokenizer that fails on a token fails this request only
                 sequence.request.error = f"{type(exc).__name__}: {exc}"
                 return FinishReason.ERROR
             if sequence.stop_string is not None:
@@ -448,7 +448,7 @@ class Scheduler:
         return None
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence, active or already removed from the queue: record complete, blocks and slot given back."""
+        """End a sequence, active or already removed from the queue: complete its record, release its blocks and slot."""
         request = sequence.request
         if sequence.active:
             self.table.write_back(sequence)
@@ -466,14 +466,14 @@ class Scheduler:
             request.add_event_fail(timestamp=now)
         else:
             request.add_event_finish(timestamp=now)
-        # Last: whoever has a reason has ended, whatever happens next.
+        # Last, because a finish_reason marks the sequence as ended.
         request.finish_reason = reason
 
-    # --- room ---------------------------------------------------------------------------------------------------
+    # --- block reservation --------------------------------------------------------------------------------------
 
-    def _make_room_for_decodes(self) -> None:
-        """Each decoding sequence gets a block to write its next position into, or leaves the table."""
-        for slot in self.blocks.cramped(self._slots_of_decodes()).tolist():
+    def _reserve_for_decodes(self) -> None:
+        """Reserve a block for the next position of each decoding sequence, or evict it."""
+        for slot in self.blocks.need_block(self._slots_of_decodes()).tolist():
             sequence = self._by_slot.get(slot)
             if sequence is not None:
                 self._reserve(sequence, 1)
@@ -484,7 +484,7 @@ class Scheduler:
         return self._decode_slots
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
-        """Blocks for the next `count` positions, evicting younger sequences; False if that does not suffice.
+        """Reserve blocks for the next `count` positions, evicting younger sequences; False if that does not suffice.
 
         A decoding sequence for which it does not suffice is evicted itself.
         """
@@ -504,12 +504,12 @@ class Scheduler:
         held = place = 0
         while budget > 0 and place < len(self.waiting):
             sequence = self.admitting = self.waiting[place]
-            family = [sequence, *sequence.siblings]
-            if self.num_active + held + len(family) > self.config.max_requests:
+            group = [sequence, *sequence.siblings]
+            if self.num_active + held + len(group) > self.config.max_requests:
                 return
             if self.blocks.next_block(sequence) in coming:
                 self.deferred.append(sequence)
-                held += len(family)
+                held += len(group)
                 place += 1
                 continue
             count = self._activate(sequence, budget)
@@ -520,7 +520,7 @@ class Scheduler:
                 self.table.add(sibling)
                 self._by_slot[sibling.slot] = sibling
             now = self._clock()
-            for each in family:
+            for each in group:
                 self._mark_admitted(each, now)
             self._by_slot[sequence.slot] = sequence
             bisect.insort(self.prefilling, sequence, key=_rank)
@@ -529,16 +529,16 @@ class Scheduler:
             coming.update(self.blocks.unregistered(sequence))
 
     def _activate(self, sequence: Sequence, budget: int) -> int:
-        """Slot, cached prefix and blocks for a waiting sequence; returns the size of its first chunk, 0 if no room."""
+        """Assign slot, cached prefix and blocks to a waiting sequence; returns the size of its first chunk, 0 if no room."""
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
         self.table.add(sequence)
         headroom = self.num_active + len(sequence.siblings) if self.num_active else 0
-        # Whoever passes leaves those that it passes the blocks that they will need.
+        # A sequence that overtakes deferred ones leaves them the blocks that they will need.
         headroom += sum(self.blocks_needed(len(each.tokens), 0) + len(each.siblings) for each in self.deferred)
         if self.blocks.attach_prefix(sequence, hashes, budget, headroom):
             return self._first_chunk(sequence, budget)
-        # A prompt that is cached whole needs one block more, for the copy its last token is written into. Where there
-        # is no room for that, recompute its last block instead.
+        # A fully cached prompt needs one more block, a copy of the last one for the recomputed last token. If there is
+        # no room for it, recompute the last block instead.
         if len(hashes) * self.table.block_size == len(sequence.tokens) and self.blocks.attach_prefix(
             sequence, hashes[:-1], budget, headroom
         ):
@@ -567,7 +567,7 @@ class Scheduler:
         self._checkpoint(sequence)
 
     def _checkpoint(self, sequence: Sequence) -> None:
-        """Give up its KV: what it has becomes the prompt of a new segment, queued at its place."""
+        """Drop a sequence's KV and requeue it, with all its tokens as the prompt of a new segment."""
         self._mark_evicted([sequence, *sequence.siblings])
         self._give_up_kv(sequence)
         self._queue(sequence)
@@ -609,12 +609,12 @@ class Scheduler:
     # --- the end of a prompt ------------------------------------------------------------------------------------
 
     def _end_of_prompts(self, prefills: Iterable[Sequence]) -> list[Sequence]:
-        """Prompts that are now computed: fork their samples and start decoding; returns those with no budget."""
+        """Fork the samples of fully computed prompts and start decoding; returns those that end without generating."""
         table, ended = self.table, []
         for sequence in prefills:
             if table.computed[sequence.slot] < table.length[sequence.slot]:
                 continue
-            family = [sequence, *sequence.siblings]
+            group = [sequence, *sequence.siblings]
             _discard(self.prefilling, sequence)
             for sibling in sequence.siblings:
                 self.blocks.share(sequence, sibling)
@@ -623,7 +623,7 @@ class Scheduler:
                 sibling.request.kv_spans = sequence.request.kv_spans.copy()
             self.prefill_tokens_saved += len(sequence.siblings) * len(sequence.tokens)
             sequence.siblings = []
-            for each in family:
+            for each in group:
                 each.request.finished_chunk_token_count = len(each.tokens)
                 if each.wants_prompt_logprobs:
                     each.wants_prompt_logprobs = False
@@ -638,14 +638,14 @@ class Scheduler:
         return ended
 
     def remap_blocks(self, mapping: IntArray) -> None:
-        """Block ids have changed."""
+        """Rewrite the block tables for new block ids."""
         self.blocks.remap(self._by_slot, mapping)
 
     def check(self) -> None:
-        """Prove the invariants (tests; O(everything)).
+        """Check the invariants (for tests; visits everything).
 
         Raises:
-            AssertionError: naming what disagrees.
+            AssertionError: names what disagrees.
         """
         self.allocator.check([self.table.held(slot).tolist() for slot in self._by_slot])
         for queue in (self.waiting, self.parked, self.decoding, self.prefilling):

@@ -1,8 +1,7 @@
 """Mutable scheduling state: one `Sequence` per sample, and the active ones as arrays.
 
-The table is arrays and not objects so that a step over thousands of sequences is a handful of numpy calls. A sequence
-owns a row (`slot`) while it is active; its record is brought up to date only when it leaves it, or for a snapshot.
-Knows no tensors.
+The table is a structure of arrays, so that a step over thousands of sequences is a handful of numpy calls. A sequence
+owns a row (`slot`) while it is active; its record is updated only when it leaves the row, or for a snapshot. No tensors.
 """
 
 from __future__ import annotations
@@ -28,39 +27,39 @@ IntArray = NDArray[np.int32]
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample on its way through the engine."""
+    """Scheduling state of one sample."""
 
     record: DynamicInferenceRequestRecord
     order: int
-    """Arrival number of its request: what FIFO means."""
+    """Arrival number of its request, for FIFO order."""
     tokens: IntArray
-    """[P] prompt of the live segment (everything known when the sequence last had to wait)."""
+    """[P] prompt of the live segment: all tokens known when the sequence was last queued."""
     stop_ids: tuple[int, ...]
-    """Token ids that end it: its own and, unless `ignore_eos`, the model's."""
+    """Token ids that end it: the request's and, unless `ignore_eos`, the model's."""
     max_length: int
-    """Prompt + completion at which its budget is used up."""
+    """Prompt + completion length at which it ends."""
     min_length: int
-    """Prompt + completion below which no stop counts."""
+    """Prompt + completion length below which stops are ignored."""
     hashes: list[int]
     """Block hashes of the live segment's prompt."""
     siblings: list[Sequence] = field(default_factory=list)
-    """Samples that fork off when the prompt has been computed."""
+    """Samples of the same group, forked when the prompt has been computed."""
     text: Any = None
-    """A `CompletionText` when stop strings are asked for."""
+    """A `CompletionText` if the request has stop strings."""
     stop_string: str | None = None
     """The stop string that ended it."""
     slot: int = NO_SLOT
     variant: Variant = NO_ADAPTER
-    """Of the model when it was accepted: it runs under no other."""
+    """Adapter variant it was accepted under; it runs under no other."""
     wants_prompt_logprobs: bool = False
-    """Prompt log-probs are asked for and not complete: its prompt must be computed whole."""
+    """Prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @property
     def request(self) -> DynamicInferenceRequest:
-        """The live segment."""
+        """The live (last) segment of the record."""
         return self.record[-1]
 
     @property
@@ -101,7 +100,7 @@ class SequenceTable:
         num_blocks: [S] int32.
         chain: [S] int64, hash of the last complete block registered or matched.
         chained: [S] int32, how many leading blocks `chain` covers.
-        current: [S] bool, its KV was computed as a new request's would be now, by the same weights in the same way.
+        current: [S] bool, its KV equals what a new request would compute now (same weights, variant and forward).
         plain: [S] bool, no Python is needed per token (no stop strings, no top-k log-probs).
     """
 
@@ -147,23 +146,23 @@ class SequenceTable:
         self.plain[slot] = sequence.text is None and not sequence.params.logprobs
 
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Copy what `source` has computed of their common prompt into `target`'s row, block table included."""
+        """Copy the state of `source`'s computed prompt into `target`'s row, block table included."""
         a, b = source.slot, target.slot
         for column in (self.computed, self.num_blocks, self.chain, self.chained, self.current):
             column[b] = column[a]
         self.blocks[b] = self.blocks[a]
 
     def remove(self, sequence: Sequence) -> None:
-        """Take its row back."""
+        """Free the sequence's row."""
         self._free.append(sequence.slot)
         sequence.slot = NO_SLOT
 
     def start_over(self) -> None:
-        """Every row is free, whoever owned it."""
+        """Free every row."""
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def held(self, slot: int) -> IntArray:
-        """Its blocks, in chain order (a view)."""
+        """Blocks of a row, in chain order (a view)."""
         return self.blocks[slot, : self.num_blocks[slot]]
 
     def generated(self, slot: int) -> tuple[IntArray, NDArray[np.float32], NDArray[np.float64]]:
@@ -172,7 +171,7 @@ class SequenceTable:
         return self.tokens[slot, span], self.logprobs[slot, span], self.times[slot, span]
 
     def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> Growth:
-        """What an active sequence has beyond what is known; its record stays as it is. See `outcome.growth`."""
+        """New output of an active sequence beyond `known` tokens, without updating its record; see `growth.growth`."""
         slot, record = sequence.slot, sequence.record
         live = record[-1]
         origin, end = self.origin.item(slot), self.length.item(slot)
@@ -180,7 +179,7 @@ class SequenceTable:
         low, segment = origin + start, self.prompt_length.item(slot)
         events, num_events = new_events(record, events_known)
         if start and low >= segment and len(live.policy_spans) <= low and not live.sampling_params.logprobs:
-            # So nearly always: tokens of one version, behind what was known, in the live segment.
+            # The common case: tokens of one version, after the known ones, in the live segment.
             return Growth(
                 record.request_id,
                 record.sample_index,

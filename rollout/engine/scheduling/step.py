@@ -12,7 +12,7 @@ from rollout.engine.scheduling.sequences import IntArray, Sequence
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """Work for one forward. Row r computes `counts[r]` positions of `slots[r]`, from position `starts[r]` on.
+    """Work of one forward pass. Row r computes `counts[r]` positions of `slots[r]`, from position `starts[r]` on.
 
     The first `num_decodes` rows compute one position each and are all sampled; the others are prefill chunks.
     """
@@ -35,17 +35,17 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Positions computed."""
+        """Number of positions computed."""
         return int(self.counts.sum())
 
 
 @dataclass(frozen=True, eq=False)
 class StepTokens:
-    """What a step sampled, aligned with `ScheduledStep.sample_slots`."""
+    """Sampled tokens of a step, aligned with `ScheduledStep.sample_slots`."""
 
     token_ids: NDArray[np.int64]
     """[K]."""
     logprobs: NDArray[np.float32]
     """[K]; NaN where the logits had no finite value."""
     top: list[list[tuple[int, float]]] | None = None
-    """[K] of (token, log-prob), best first; None when nobody asked."""
+    """[K] of (token, log-prob), best first; None if no request asks for them."""

@@ -1,1 +1,1 @@
-"""Where whole, current weights come from, and whether they changed unannounced."""
+"""Weight sources of the engine (shared, gathered, copied) and detection of unannounced changes."""

@@ -1,7 +1,7 @@
 """Separate copy of the weights in another dtype or on another device, refreshed once per update.
 
-Always true: nothing is copied but in `gather`; there, whatever gathers whole tensors is asked for one at a time, cast on
-the way, and sent in buckets of at most `BUCKET_BYTES`, so that no second full copy exists beside the trainer's and this.
+Always true: only `gather` copies. It gathers and casts one tensor at a time and transfers buckets of at most
+`BUCKET_BYTES`, so that beside the trainer's weights and the copy no third full set exists.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from rollout.engine.weights.fingerprints import samples_of
 from rollout.errors import UnsupportedModelError
 
 BUCKET_BYTES = 256 << 20
-"""Of the copy: one transfer between devices."""
+"""Size limit of a bucket of the copy: one transfer between devices."""
 
 _ALIGNMENT = 64
 """Bytes; kernels read whole cache lines."""
 
 
 class Source(Protocol):
-    """Where the trainer's weights come from."""
+    """The trainer's weights, from which the copy is filled."""
 
     @property
     def trained(self) -> nn.Module:
-        """The Hugging Face model the optimizer steps."""
+        """The Hugging Face model that the optimizer steps."""
 
     @property
     def collective(self) -> bool:
-        """Whether whole tensors need every rank."""
+        """Whether gathering whole tensors is a collective call."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The local part of each."""
+        """Name and local part of every tensor."""
 
 
 class CopiedWeights:
-    """A second module of the same architecture.
+    """A second module of the same architecture with its own parameters.
 
     Args:
-        source: of the trainer's weights; plain ones, or those of FSDP2.
-        dtype: of the copy's floating-point parameters; None: the trainer's.
-        device: None: the trainer's.
+        source: the trainer's weights: plain or FSDP2.
+        dtype: of the copy's floating-point parameters; None: as trained.
+        device: None: as trained.
 
     Raises:
-        UnsupportedModelError: no second module can be made of this one.
+        UnsupportedModelError: this module cannot be duplicated.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype | None, device: torch.device | None) -> None:
@@ -67,7 +67,7 @@ class CopiedWeights:
         self.sampled = _sharded_skeleton(model, fresh, place) if source.collective else _skeleton(model, fresh, place)
 
     def gather(self) -> None:
-        """One pass over all parameters; every rank where they are sharded."""
+        """Copy all parameters and buffers in one pass; collective where they are sharded."""
         if self.ready:
             return
         theirs = _parameters(self.trained)
@@ -81,19 +81,21 @@ class CopiedWeights:
         self.ready = True
 
     def release(self) -> None:
-        """The trainer's weights were never touched."""
+        """No-op: the trainer's weights are not touched."""
 
     def changed(self) -> None:
-        """The copy is old."""
+        """Mark the copy stale."""
         self.ready = False
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The trainer's."""
+        """Tensors of the trained module."""
         return self._source.tensors()
 
     @torch.no_grad()
     def stale(self) -> list[str]:
-        """Parameters whose samples are not the trainer's, cast; of sharded weights nothing can be told without others."""
+        """Names of parameters whose samples differ from the cast trained ones; empty for sharded weights, which would need
+        a collective call.
+        """
         if not self.ready or self.collective:
             return []
         mine = {name: each for bucket in self._buckets for name, each in bucket.parameters.items()}
@@ -109,7 +111,7 @@ class CopiedWeights:
 
 
 class _Bucket:
-    """Parameters of the copy that lie side by side in one tensor."""
+    """Parameters of the copy that lie side by side in one flat tensor."""
 
     def __init__(self, flat: Tensor, parameters: dict[str, nn.Parameter], offsets: dict[str, int]) -> None:
         self.parameters = parameters
@@ -117,7 +119,7 @@ class _Bucket:
         self._offsets = offsets
 
     def fill(self, theirs: dict[str, Tensor]) -> None:
-        """Take over the values of the trainer's parameters of these names."""
+        """Copy the values of the trainer's parameters with these names."""
         device = next(iter(theirs.values())).device
         flat = self._flat if self._flat.device == device else torch.empty_like(self._flat, device=device)
         for name, parameter in self.parameters.items():
@@ -141,7 +143,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _buckets(parameters: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device) -> Iterator[_Bucket]:
-    """In the order of the parameters; a larger one has a bucket of its own."""
+    """Split the parameters into buckets, in order; a parameter above `BUCKET_BYTES` has a bucket to itself."""
     kind: torch.dtype | None = None
     names: dict[str, int] = {}
     used = 0
@@ -170,18 +172,18 @@ def _bucket(
 
 
 def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """A deep copy, with these parameters in place of the trainer's and nothing that was tied to its instance."""
+    """Deep copy of the module with the parameters of `fresh` and without instance-bound forwards."""
     memo: dict[int, Any] = {id(parameter): fresh[name] for name, parameter in model.named_parameters()}
     memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     made = copy.deepcopy(model, memo)
     for module in made.modules():
-        # accelerate's autocast, say: it would call the forward of the trainer's module.
+        # A patched forward (accelerate's autocast) would call that of the trainer's module.
         module.__dict__.pop("forward", None)
     return made.eval()
 
 
 def _sharded_skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """A module of the class that fully_shard was given, with these parameters."""
+    """New instance of the class that `fully_shard` wrapped, with the parameters of `fresh`."""
     plain = next((each for each in type(model).__mro__ if not each.__name__.startswith("FSDP")), nn.Module)
     config = getattr(model, "config", None)
     if config is None or not hasattr(plain, "_from_config"):

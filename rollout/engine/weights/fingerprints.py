@@ -1,12 +1,12 @@
 """Detects weight changes that were not announced, by comparing a sample of every parameter.
 
-Content decides. Neither a tensor's address nor its version counter tells a change: fused optimizers and PEFT's merges
-move neither, a round trip between devices moves the address alone.
+Contents are compared, because neither a tensor's address nor its version counter is reliable: fused optimizers and
+PEFT's merges change neither, a round trip between devices changes only the address.
 
     sampled    SAMPLES elements of each tensor, spread evenly, other ones after every update
-    full       sums over all of it, weighted by position, so that any one change is seen for certain
+    full       position-weighted sums over all elements, which detect any single change for certain
 
-Always true: nothing of a tensor is kept but the copy of its samples, and taking them waits for no device.
+Always true: only the samples (or sums) of a tensor are kept, and taking them does not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 64
-"""Elements of a tensor that are compared. What changes one element in so many shows with high probability."""
+"""Elements compared per tensor. A change of one element in SAMPLES is detected with high probability."""
 
 WORDS = 1 << 20
-"""Words of eight bytes that the full fingerprint sums at once."""
+"""Number of 8-byte words that the full fingerprint sums per operation."""
 
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
-    """Every parameter and persistent buffer; not what a normalisation over batches counts by itself.
+    """Every parameter and persistent buffer, without the running statistics of batch normalisation.
 
-    A tied one comes under each of its names: any of them can be tied to another tensor.
+    A tied tensor is listed under each of its names, since any of them can be re-tied to another tensor.
     """
     running = nn.modules.batchnorm._NormBase
     found: list[Named] = []
@@ -43,7 +43,7 @@ def persistent_tensors(model: nn.Module) -> list[Named]:
 
 
 def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
-    """(name, [<= SAMPLES] elements as views where that is possible) of each; another `turn` looks at other elements."""
+    """Yield (name, [<= SAMPLES] elements, as views where possible) of each tensor; `turn` selects which elements."""
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
             continue
@@ -58,9 +58,9 @@ def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
 
 
 def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
-    """(name, [1] int64) of each: the sum of its words, each times an odd number of its place, modulo 2**64."""
+    """Yield (name, [1] int64) of each tensor: the sum of its words, weighted by odd position factors, modulo 2**64."""
     factors: dict[torch.device, Tensor] = {}
-    # Every tensor stays with its sum, so that no other one gets its id.
+    # The tensor is kept beside its sum so that its id is not reused.
     summed: dict[int, tuple[Tensor, Tensor]] = {}
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
@@ -74,7 +74,7 @@ def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = raw.numel() // 8 * 8
         words = raw[:whole]
-        # Eight bytes at once need an address that is a multiple of eight.
+        # A view as int64 needs an 8-byte aligned address.
         words = (words if words.data_ptr() % 8 == 0 else words.clone()).view(torch.int64)
         total = torch.zeros(1, dtype=torch.int64, device=tensor.device)
         for number, part in enumerate(torch.split(words, WORDS)):
@@ -86,11 +86,11 @@ def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
 
 
 class Fingerprints:
-    """Of one set of tensors.
+    """Reference samples of a set of tensors, to compare their current contents with.
 
     Args:
-        tensors: gives them, anew each time.
-        full: see the module.
+        tensors: returns the current tensors; called at every comparison.
+        full: sums over all elements instead of samples.
     """
 
     def __init__(self, tensors: Callable[[], list[Named]], *, full: bool = False) -> None:
@@ -100,15 +100,15 @@ class Fingerprints:
         self._taken: dict[_Kind, _Part] = {}
 
     def take(self) -> None:
-        """The present content is meant."""
+        """Record the current values as the reference."""
         self._turn += 1
         self._taken = self._now()
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """Names of tensors that are not as they were taken, or not there.
+        """Names of tensors that differ from the reference or are gone.
 
-        New ones are no change (an adapter that nobody uses yet); from now on they are looked at too.
+        New tensors are not a change (an adapter not yet in use); they are included from then on.
         """
         now = self._now()
         if now.keys() == self._taken.keys() and all(now[kind].equals(then) for kind, then in self._taken.items()):
@@ -134,7 +134,7 @@ class Fingerprints:
 
 
 def _joined(rows: list[Named]) -> Tensor:
-    """uint8: the bytes of all; a zero has no sign, for an update by nothing may take it away."""
+    """Concatenated bytes as uint8; -0.0 becomes 0.0, because an update by zero may drop the sign."""
     data = torch.cat([values for _, values in rows])
     if data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         data += 0.0
@@ -142,7 +142,7 @@ def _joined(rows: list[Named]) -> Tensor:
 
 
 class _Part:
-    """What was read of the tensors of one dtype on one device."""
+    """Samples of all tensors of one dtype on one device."""
 
     def __init__(self, rows: list[tuple[str, torch.dtype, tuple[int, ...], int]], data: Tensor) -> None:
         self.rows = rows
@@ -153,7 +153,7 @@ class _Part:
 
 
 def _rows(parts: dict[_Kind, _Part]) -> dict[str, Any]:
-    """name → dtype, shape and bytes, wherever the tensor is."""
+    """Map name to (dtype, shape, bytes), independent of the device."""
     found: dict[str, Any] = {}
     for part in parts.values():
         data, start = part.data.cpu().numpy().tobytes(), 0

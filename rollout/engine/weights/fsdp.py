@@ -1,8 +1,8 @@
 """FSDP-sharded weights: gathered while the engine generates, resharded afterwards.
 
-Always true: between `gather` and `release` forwards need no other rank, so that ranks may run different numbers of them;
-after `release` training goes on exactly as if nothing had been gathered, partial gradients of accumulated micro-batches
-included, also when a forward was interrupted.
+Always true: between `gather` and `release` forwards are not collective, so ranks may run different numbers of them;
+after `release` training continues as if nothing had been gathered, partial gradients of accumulated micro-batches
+included, also after an interrupted forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.errors import UnsupportedModelError
 
 
 def unmanaged_shard(model: nn.Module, managed: Collection[str]) -> str | None:
-    """The name of a parameter that is a DTensor and not among the managed ones; None: there is none."""
+    """Name of the first DTensor parameter that is not in `managed`, or None."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local") and name not in managed:
             return name
@@ -27,11 +27,13 @@ def unmanaged_shard(model: nn.Module, managed: Collection[str]) -> str | None:
 
 
 class ShardedWeights:
-    """FSDP2 (`fully_shard`): each unit is unsharded once and kept. In between the model is its shards plus one whole
-    model in the dtype of its mixed-precision policy, and `state_dict` gives the shards as ever.
+    """FSDP2 (`fully_shard`) weights: each unit is unsharded once and kept whole until `release`.
+
+    Memory while gathered: the shards plus one whole model in the dtype of the mixed-precision policy. `state_dict` returns
+    the shards throughout.
 
     Raises:
-        UnsupportedModelError: some parameters are sharded by something else too, or this torch keeps FSDP2's state
+        UnsupportedModelError: some parameters are also sharded by something else, or this torch keeps FSDP2's state
             elsewhere.
     """
 
@@ -41,7 +43,7 @@ class ShardedWeights:
         from torch.distributed.fsdp import FSDPModule
 
         self.trained = self.sampled = model
-        # fully_shard([a, b]) makes one unit of several modules.
+        # fully_shard([a, b]) makes several modules one unit.
         units: dict[Any, Any] = {}
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -57,19 +59,19 @@ class ShardedWeights:
 
     @property
     def ready(self) -> bool:
-        """Whether every unit is whole: a backward inside a phase shards it as ever."""
+        """Whether every unit is unsharded; a backward while gathered reshards units."""
         return self._release is not None and all(
             group.is_unsharded for unit in self._units for group in _groups(_state(unit))
         )
 
     def gather(self) -> None:
-        """Unshard; every rank."""
+        """Unshard every unit; collective."""
         if self.ready:
             return
         self.release()
         with ExitStack() as undo:
             for unit in self._units:
-                # Else the first forward would do it, after what it decides has been put aside.
+                # Otherwise the first forward would initialise after post_forward_mesh_info was replaced.
                 _state(unit)._lazy_init()
             for unit in self._units:
                 undo.callback(_reshard, unit)
@@ -81,27 +83,27 @@ class ShardedWeights:
             self._release = undo.pop_all()
 
     def release(self) -> None:
-        """Reshard."""
+        """Reshard every unit."""
         if self._release is not None:
             release, self._release = self._release, None
             release.close()
 
     def changed(self) -> None:
-        """What was gathered is old."""
+        """Reshard: the gathered weights are stale."""
         self.release()
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """This rank's shards, gathered or not, and what FSDP2 leaves alone."""
+        """This rank's shards, whether gathered or not, and the tensors that FSDP2 does not manage."""
         local = self._local()
         shared = [(name, tensor) for name, tensor in persistent_tensors(self.trained) if name not in local]
         return [(name, tensor) for name, tensor in local.items() if tensor is not None] + shared
 
     def stale(self) -> list[str]:
-        """There is no second one."""
+        """Always empty: there is no copy."""
         return []
 
     def _local(self) -> dict[str, Tensor | None]:
-        """This rank's shard of every parameter of a unit; None under the other names of a tied one."""
+        """This rank's shard of every parameter of a unit; None under the further names of a tied one."""
         found: dict[str, Tensor | None] = {}
         for unit in self._units:
             for group in _groups(_state(unit)):
@@ -122,7 +124,7 @@ def _state(unit: Any) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """torch 2.13 has a list of them, earlier ones have one."""
+    """Parameter groups of an FSDP state: a list since torch 2.13, a single one before."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [each for each in (state._fsdp_param_group,) if each is not None]
@@ -164,7 +166,7 @@ def _reshard(unit: Any) -> None:
 
 
 def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
-    """Let hooks that FSDP2 has on `state_dict` and `load_state_dict` show the shards, and free nothing meanwhile."""
+    """Make FSDP2's hooks on `state_dict` and `load_state_dict` show the shards without freeing the gathered weights."""
 
     def show_shards() -> None:
         for each in group.fsdp_params:
@@ -190,10 +192,10 @@ def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
 
 
 class UnitWeights:
-    """FSDP1 (`FullyShardedDataParallel`): its own context gathers; each unit's own gathering is off in between.
+    """FSDP1 (`FullyShardedDataParallel`) weights, gathered by `summon_full_params` with the units' own forwards bypassed.
 
     Raises:
-        UnsupportedModelError: `mixed_precision` is set: rollouts would be in another dtype than the trainer's forward.
+        UnsupportedModelError: `mixed_precision` is set: rollouts would use another dtype than the trainer's forward.
     """
 
     collective = True
@@ -215,34 +217,34 @@ class UnitWeights:
 
     @property
     def ready(self) -> bool:
-        """Whether every unit is whole."""
+        """Whether the weights are gathered."""
         return self._release is not None
 
     def gather(self) -> None:
-        """Every rank."""
+        """Summon full parameters; collective."""
         if self._release is not None:
             return
         with ExitStack() as undo:
             undo.enter_context(self._fsdp.summon_full_params(self._wrapper, writeback=False))
             for unit in self._units:
-                # A unit's own forward would gather again, and free what was summoned.
+                # A unit's forward would gather again and free the summoned parameters.
                 undo.callback(unit.__dict__.update, {k: v for k, v in vars(unit).items() if k == "forward"})
                 undo.callback(unit.__dict__.pop, "forward")
                 unit.__dict__["forward"] = unit._fsdp_wrapped_module.__call__
             self._release = undo.pop_all()
 
     def release(self) -> None:
-        """Shard again."""
+        """Reshard every unit."""
         if self._release is not None:
             release, self._release = self._release, None
             release.close()
 
     def changed(self) -> None:
-        """What was gathered is old."""
+        """Reshard: the gathered weights are stale."""
         self.release()
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """This rank's flat shard of every unit, where FSDP1 keeps it."""
+        """This rank's flat shard of every unit."""
         flat = []
         for number, unit in enumerate(self._units):
             handle = unit._handle
@@ -251,5 +253,5 @@ class UnitWeights:
         return flat
 
     def stale(self) -> list[str]:
-        """There is no second one."""
+        """Always empty: there is no copy."""
         return []

@@ -1,11 +1,11 @@
-"""Where the engine takes its weights from: the module itself, a gathered module, or a copy.
+"""Weight sources of the engine: the module itself, a gathered module, or a copy.
 
-    plain module, DDP, autocast    shared: the very tensors the optimizer steps, nothing moves
+    plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
     FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, sharded again afterwards, no second copy
-    another dtype or device        copied, by choice only: one pass after each update
+    another dtype or device        copied, only on request: one pass after each update
 
-Always true: what `trained` holds is the trainer's business, and after `release` it is as the trainer left it. `gather` of
-a `collective` source is entered by every rank or by none; `release` speaks to nobody.
+Always true: `release` restores `trained` to the state the trainer left it in. `gather` of a `collective` source is called
+by every rank or by none; `release` is local.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rollout.errors import EngineStateError, UnsupportedModelError
 
 
 class Weights(Protocol):
-    """What an engine asks of the weights it samples with."""
+    """Interface between an engine and the weights it samples with."""
 
     @property
     def trained(self) -> nn.Module:
-        """The Hugging Face model the optimizer steps, out of its wrappers."""
+        """The unwrapped Hugging Face model that the optimizer steps."""
 
     @property
     def sampled(self) -> nn.Module:
@@ -37,30 +37,30 @@ class Weights(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Whether `gather` needs every rank."""
+        """Whether `gather` is a collective call."""
 
     @property
     def ready(self) -> bool:
         """Whether `sampled` holds whole, current weights."""
 
     def gather(self) -> None:
-        """Make it so; nothing to do where it is so already."""
+        """Make `sampled` whole and current; no-op when `ready`."""
 
     def release(self) -> None:
-        """Leave `trained` as the trainer had it. Local, harmless when repeated, right also after an interrupted forward."""
+        """Restore `trained` for training. Local, idempotent, correct also after an interrupted forward."""
 
     def changed(self) -> None:
-        """The weights have changed: what was gathered or copied is old."""
+        """Mark gathered or copied weights stale after an update."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Name and local part of every parameter and persistent buffer of `trained`, tied ones under each name."""
 
     def stale(self) -> list[str]:
-        """Names of tensors in which `sampled`, though ready, is not what `trained` says; only a copy can have any."""
+        """Names of tensors whose values in `sampled`, though `ready`, differ from `trained`; non-empty only for a copy."""
 
 
 class SharedWeights:
-    """The trainer's own tensors: always ready."""
+    """The trainer's own tensors, always ready."""
 
     collective = False
     ready = True
@@ -69,32 +69,32 @@ class SharedWeights:
         self.trained = self.sampled = model
 
     def gather(self) -> None:
-        """They are."""
+        """No-op: shared weights are always whole."""
 
     def release(self) -> None:
-        """They were never taken."""
+        """No-op: nothing was gathered."""
 
     def changed(self) -> None:
-        """The engine reads them where they lie."""
+        """No-op: the engine reads the trainer's tensors in place."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Parameters and persistent buffers."""
+        """Parameters and persistent buffers of the module."""
         return persistent_tensors(self.trained)
 
     def stale(self) -> list[str]:
-        """There is no second one."""
+        """Always empty: there is no copy."""
         return []
 
 
 def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Weights:
-    """The source that fits a model: DDP, FSDP1 and compiled wrappers are taken off.
+    """Choose the weight source for a model; DDP, FSDP1 and compiled wrappers are removed.
 
     Args:
-        model: what the trainer calls.
-        dtype, device: of a separate copy to sample with; both None: there is none.
+        model: the module that the trainer calls.
+        dtype, device: of a separate copy to sample with; both None: no copy.
 
     Raises:
-        UnsupportedModelError: the weights are spread over the ranks in a way that cannot be gathered; names it.
+        UnsupportedModelError: the weights are sharded in a way that cannot be gathered; names it.
     """
     source = _source(_unwrapped(model))
     if dtype is None and device is None:
@@ -103,7 +103,7 @@ def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: to
 
 
 def fully_sharded_since(weights: Weights) -> bool:
-    """Whether weights that were whole when their source was chosen are FSDP2's now, in the same module."""
+    """Whether `fully_shard` was applied to the module after its source was chosen."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if weights.collective or fsdp is None:
         return False
@@ -111,17 +111,17 @@ def fully_sharded_since(weights: Weights) -> bool:
 
 
 def refuse_sharded_since(weights: Weights) -> None:
-    """Look whether the trainer has spread weights over the ranks that were whole when their source was chosen.
+    """Refuse weights that were sharded after their source was chosen.
 
     Raises:
-        EngineStateError: it has; names where.
+        EngineStateError: names the first sharded parameter or module.
     """
     if weights.collective or not (dist.is_available() and dist.is_initialized()):
         return
     model = weights.trained
     name = unmanaged_shard(model, ()) or next((n for n, p in model.named_parameters() if hasattr(p, "ds_id")), None)
     if name is None:
-        # By either FSDP; the wrapper of FSDP1 may be around the model, out of sight.
+        # Set by both FSDP versions; the wrapper of FSDP1 may be outside the model.
         marked = (n for n, m in model.named_modules() if getattr(m, "_is_fsdp_managed_module", False))
         name = next((n or type(model).__name__ for n in marked), None)
     if name is not None:

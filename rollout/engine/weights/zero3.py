@@ -1,6 +1,6 @@
 """Weights partitioned by DeepSpeed ZeRO-3, gathered by DeepSpeed's own context.
 
-Always true: nothing of DeepSpeed is imported for a model that is not its.
+Always true: DeepSpeed is imported only for a model that it partitions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _CONTEXT = ("deepspeed.runtime.zero", "unwrap_model_for_generation")
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Whether DeepSpeed holds the model: its engine, or a module whose parameters it has marked."""
+    """Whether the model is a DeepSpeed engine or has parameters that DeepSpeed partitions."""
     return type(model).__module__.partition(".")[0] == "deepspeed" or any(
         hasattr(parameter, "ds_id") for parameter in model.parameters()
     )
 
 
 class PartitionedWeights:
-    """ZeRO-3, by `unwrap_model_for_generation`; ZeRO-1 and -2 hold whole parameters, pass the module itself there.
+    """ZeRO-3 weights, gathered by `unwrap_model_for_generation`; with ZeRO-1 and -2 pass the module itself.
 
     Raises:
         UnsupportedModelError: the module came without its engine, or this DeepSpeed has no such context.
@@ -51,24 +51,24 @@ class PartitionedWeights:
 
     @property
     def ready(self) -> bool:
-        """Whether the parameters are whole."""
+        """Whether the parameters are gathered."""
         return self._release is not None
 
     def gather(self) -> None:
-        """Every rank."""
+        """Gather all parameters; collective."""
         if self._release is None:
             with ExitStack() as undo:
                 undo.enter_context(self._context(self._engine))
                 self._release = undo.pop_all()
 
     def release(self) -> None:
-        """Partition again."""
+        """Partition the parameters again."""
         if self._release is not None:
             release, self._release = self._release, None
             release.close()
 
     def changed(self) -> None:
-        """What was gathered is old."""
+        """Partition again: the gathered weights are stale."""
         self.release()
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -77,5 +77,5 @@ class PartitionedWeights:
         return [(name, part) for name, part in parts if isinstance(part, Tensor)]
 
     def stale(self) -> list[str]:
-        """There is no second one."""
+        """Always empty: there is no copy."""
         return []
