@@ -323,6 +323,15 @@ class InferenceClient:
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
         self._next_barrier = max(self._next_barrier, index + 1)
 
+    def give_up_barrier(self, index: int) -> None:
+        """Let the arrival at barrier `index` agree with every call of the other members: the own one was given up.
+
+        Raises:
+            ConnectionLostError: not connected.
+        """
+        self._refuse_unless_connected()
+        self._session.give_up_barrier(index)
+
     def shutdown_coordinator(self) -> None:
         """End the coordinator's process; open requests fail with a named error.
 

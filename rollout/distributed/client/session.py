@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rollout import errors
 from rollout.distributed.client.group import OpenGroup, noop
-from rollout.distributed.protocol.fields import TOKEN_BYTES
+from rollout.distributed.protocol.fields import GIVEN_UP, TOKEN_BYTES
 from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
 from rollout.distributed.protocol.messages import (
     Abort,
@@ -240,6 +240,11 @@ class ClientSession:
         self._barriers.setdefault(index, []).append(call)
         self._send(Barrier(index, what, policy_version))
         return call
+
+    def give_up_barrier(self, index: int) -> None:
+        """Report that the call behind the arrival at barrier `index` was given up; the arrival stays registered."""
+        self._refuse_when_lost()
+        self._send(Barrier(index, GIVEN_UP, 0))
 
     def forget(self, call: Call) -> None:
         """Drop a pending call; its reply is ignored."""

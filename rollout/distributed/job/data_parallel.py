@@ -86,6 +86,8 @@ class DataParallelBackend:
         self._calls_ended = 0
         """Number of completed collective calls."""
         self._barrier: Future[None] | None = None
+        self._finishing = False
+        """Whether this rank has arrived at the barrier that ends the current `generate`."""
         """Barrier at the end of the current call."""
         self._reconnected = False
         """Whether it reconnected since the last call ended: the barrier's reply may have gone to the old session."""
@@ -369,8 +371,19 @@ class DataParallelBackend:
 
     def rest(self) -> None:
         """Report this rank as idle: it makes no steps until the next `wait`."""
+        if self._finishing and not self._passed():
+            # An exception ended this `generate`: the next calls of the ranks at this barrier need not be the same.
+            self._loop.start(self._give_up(self._calls_ended))
+            self._finishing = False
         if self._worker is not None:
             self._worker.rest()
+
+    def _passed(self) -> bool:
+        return self._barrier is not None and self._barrier.done() and not self._barrier.exception()
+
+    async def _give_up(self, index: int) -> None:
+        with suppress(ConnectionLostError):
+            self._connected().give_up_barrier(index)
 
     def samples_here(self, samples_missing: int) -> int:
         """Number of samples in this rank's engine, including those of other ranks."""
@@ -389,8 +402,9 @@ class DataParallelBackend:
             return True
         if self._lost() is not None:
             return False
-        if self._barrier is None:
+        if self._barrier is None or not (self._finishing or self._passed()):
             self._barrier = self._come_to_barrier("generate()", self._timeout_s)
+            self._finishing = True
         if not self._barrier.done():
             return False
         barrier, self._barrier = self._barrier, None
@@ -404,10 +418,10 @@ class DataParallelBackend:
 
     def moved_together(self, what: str) -> None:
         """Barrier: wait until all ranks have made the same call."""
-        if self._barrier is not None and self._barrier.done() and not self._barrier.exception():
+        if self._passed():
             # Barrier of a `generate` that was interrupted here; it has ended on all other ranks.
             self._end_call()
-        self._barrier = None
+        self._barrier, self._finishing = None, False
         self._meet(f"{what}()", self._timeout_s)
 
     def _meet(self, call: str, timeout_s: float) -> None:
@@ -453,7 +467,7 @@ class DataParallelBackend:
 
     def _end_call(self) -> None:
         self._calls_ended += 1
-        self._reconnected = False
+        self._reconnected = self._finishing = False
         self._world.publish_calls_ended(self._calls_ended)
 
     def _refuse_if_ranks_are_missing(self, status: JobStatus) -> None:

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 SET_VERSION = "set_version"
+GIVEN_UP = "given up"
+"""`Barrier.what` of a member whose call ended by an exception: its arrival counts, and agrees with every call."""
 """Control call that sets the policy version, given as its argument; not a lifecycle signal."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
 """Control call that drops all unreferenced cached blocks of every engine, in any state."""

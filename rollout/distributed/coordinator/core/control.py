@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.requests import NO_BARRIER, ClientPeer, RankPeer
-from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, SET_VERSION
+from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, GIVEN_UP, SET_VERSION
 from rollout.distributed.protocol.messages import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
 
@@ -264,7 +264,7 @@ class Barriers:
         said: dict[str, list[str]] = defaultdict(list)
         for member in sorted(self._members(), key=lambda member: member.name):
             word = self._words.get(member.identity)
-            if word is not None and word.index == index:
+            if word is not None and word.index == index and word.what != GIVEN_UP:
                 said[f"{word.what or 'a barrier'} at policy version {word.policy_version}"].append(member.name)
         if len(said) < 2:
             return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.distributed.protocol.fields import GIVEN_UP
 from rollout.distributed.protocol.messages import (
     PROTOCOL_VERSION,
     Barrier,
@@ -303,6 +304,19 @@ def test_whoever_is_no_rank_of_the_job_opens_no_barrier_and_is_not_remembered():
     second.say(Barrier(0))
     assert first.hear(BarrierDone).index == 0
     assert len(job.core.barriers._departed) == 0
+
+
+def test_an_arrival_that_was_given_up_agrees_with_every_call_that_comes_later():
+    """A generate that timed out on one rank left its name there, and the other's next call failed by it."""
+    job = Job(data_parallel_size=2)
+    first, second = job.client("rank-0", member=True), job.client("rank-1", member=True)
+    first.say(Barrier(0, "generate()", 0))
+    first.say(Barrier(0, GIVEN_UP, 0))
+    second.say(Barrier(0, "suspend()", 1))
+    assert first.hear(BarrierDone).differences == second.hear(BarrierDone).differences == ""
+    first.say(Barrier(1, "generate()", 1))
+    second.say(Barrier(1, "suspend()", 1))
+    assert "generate()" in first.hear(BarrierDone).differences
 
 
 def test_on_shutdown_every_peer_is_told_why():
