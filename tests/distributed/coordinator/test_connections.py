@@ -63,7 +63,7 @@ class Bench:
         return b"".join(frame.bytes for frame in frames)
 
     def goes_on(self, seconds: float = 0.2) -> None:
-        """Nobody reads for a while."""
+        """Accept connections for some seconds without reading a message."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.watch.greet()
