@@ -379,7 +379,8 @@ class DataParallelBackend:
             self._worker.rest()
 
     def _passed(self) -> bool:
-        return self._barrier is not None and self._barrier.done() and not self._barrier.exception()
+        barrier = self._barrier
+        return barrier is not None and barrier.done() and not (barrier.cancelled() or barrier.exception())
 
     async def _give_up(self, index: int) -> None:
         with suppress(ConnectionLostError):
