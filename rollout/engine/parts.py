@@ -18,6 +18,7 @@ from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.failures import FailureContainment
+from rollout.engine.forward.adapters import LoraAdapters
 from rollout.engine.forward.attention import Installation
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
@@ -85,6 +86,8 @@ class EngineParts:
             self.group = self._join_group()
             """Ranks that compute every step together, each with its shard of the weights; None: this rank alone."""
             self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
+            self.adapters = LoraAdapters(self.weights.sampled)
+            """LoRA adapters that requests may name."""
             with self.whole_weights(), self._under_autocast():
                 self._build()
 
@@ -151,6 +154,7 @@ class EngineParts:
             * (self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None)
             * (self.states is None),
             routers=routers,
+            adapters=self.adapters,
             leader=self.leader,
             autocast=self._autocast,
             states=self.states,

@@ -35,6 +35,14 @@ class PagedRows:
         """[R], one past the last position of each sequence."""
         return self.positions[self.offsets[1:] - 1] + 1
 
+    def select(self, entries: NDArray[np.int64]) -> tuple[PagedRows, NDArray[np.int64]]:
+        """Some of the sequences, in ascending order, and [P'] which of the packed positions are theirs."""
+        counts = self.counts[entries]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])
+        seen = None if self.seen is None else self.seen[chosen]
+        return PagedRows(offsets, self.positions[chosen], self.tables[entries], self.block_size, seen), chosen
+
     @property
     def slots(self) -> NDArray[np.int64]:
         """[P], token slot of each position: block * block_size + offset."""
