@@ -154,8 +154,7 @@ class LLMParts(LLMRequests):
     @property
     def world_size(self) -> int:
         """Engines that compute for this LLM: one in direct mode, every rank's with a coordinator."""
-        world = None if self.direct else World.of_torch()
-        return 1 if world is None else world.size
+        return 1 if self._job is None else self._job.world_size
 
     def flush_prefix_cache(self) -> int:
         """Drop cached blocks that no request holds, with a coordinator those of every rank; returns their number.

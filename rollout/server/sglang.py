@@ -263,7 +263,7 @@ def _prepared(
         wanted = body.sampling_params.max_new_tokens
         params = body.sampling_params.sampling_params(
             cache_salt=body.cache_salt,
-            adapter=serving.adapter_of(body.lora_path or body.model),
+            adapter=serving.adapter_of(body.lora_path, "lora_path") or serving.adapter_of(body.model),
             max_tokens=calls.tokens_left(serving, prompt, DEFAULT_NEW_TOKENS if wanted is None else wanted),
             logprobs=body.top_logprobs_num or 0 if body.return_logprob else None,
         )
