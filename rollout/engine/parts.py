@@ -33,6 +33,7 @@ from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.multimodal.vision import Vision
@@ -98,6 +99,7 @@ class EngineParts:
 
     def _build(self) -> None:
         model, clock = self.weights.sampled, self._clock
+        collapse(model.parameters())
         tokenizer, allocate = self._made_with
         layout = inspect_model(model, self.config.max_sequence_length)
         self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
