@@ -179,29 +179,39 @@ def test_routes_survive_preemption() -> None:
         assert_routes(shared_model("qwen3_moe"), request)
 
 
-@pytest.mark.parametrize("mode", ["persist", "recompute"])
-def test_after_an_update_earlier_positions_keep_the_routes_of_their_version(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_after_an_update_the_routes_are_those_of_the_kv_in_use(mode: str) -> None:
     model = copy.deepcopy(shared_model("qwen3_moe"))
     engine = make_engine(model, record_routes=True)
     engine.add_request(token_ids(9, 1), greedily(12))
     steps(engine, 5)
     old = copy.deepcopy(model)
+    pass_updated(engine, model, mode)
+    (waiting,) = engine.snapshot()
+    (request,) = finish(engine).values()
+    tokens = request.prompt_tokens + request.generated_tokens
+    before, after = routes_of(old, tokens), routes_of(model, tokens)
+    assert (before != after).any(), "the update has to change routes for this test to mean anything"
+    assert request.routing_indices is not None
+    recorded = np.sort(request.routing_indices, -1)
+    assert len(recorded) == len(tokens) - 1
+    cut = int((np.array(request.policy_versions) == 0).sum()) - 1
+    first_tokens = waiting.merge().routing_indices
+    assert first_tokens is not None
+    np.testing.assert_array_equal(np.sort(first_tokens, -1), before[:cut])
+    if mode == "recompute":
+        np.testing.assert_array_equal(recorded, after)
+    else:
+        np.testing.assert_array_equal(recorded[:cut], before[:cut])
+
+
+def pass_updated(engine: DynamicInferenceEngine, model: PreTrainedModel, mode: str) -> None:
     engine.pause()
     engine.suspend(mode)
     update(model, size=0.2)
     engine.weights_updated()
     engine.resume()
     engine.unpause()
-    (request,) = finish(engine).values()
-    tokens = request.prompt_tokens + request.generated_tokens
-    assert request.routing_indices is not None
-    assert request.routing_indices.shape[0] == len(tokens) - 1
-    recorded = np.sort(request.routing_indices, -1)
-    cut = int((np.array(request.policy_versions) == 0).sum()) - 1
-    np.testing.assert_array_equal(recorded[:cut], routes_of(old, tokens)[:cut])
-    assert (recorded != routes_of(old, tokens)).any(), "the update has to change routes for this test to mean anything"
-    if mode == "recompute":
-        np.testing.assert_array_equal(recorded[cut:], routes_of(model, tokens)[cut:])
 
 
 def test_a_restart_continues_the_routes_of_its_records() -> None:
@@ -220,8 +230,10 @@ def test_a_restart_continues_the_routes_of_its_records() -> None:
         assert_routes(shared_model("qwen3_moe"), request)
 
 
-def test_a_stream_of_deltas_carries_all_routes() -> None:
-    engine = moe_engine(kv_cache_blocks=12)
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_stream_of_deltas_carries_all_routes_and_those_computed_again(changed: bool) -> None:
+    model = copy.deepcopy(shared_model("qwen3_moe"))
+    engine = make_engine(model, record_routes=True, kv_cache_blocks=12)
     for seed in range(3):
         engine.add_request(token_ids(7, seed), greedily(14))
     known = {(number, 0): (0, 0, 0) for number in range(3)}
@@ -232,7 +244,9 @@ def test_a_stream_of_deltas_carries_all_routes() -> None:
             known[delta.request_id, 0] = (delta.start + delta.count, delta.prompt_version, 0)
             parts[delta.request_id].append(delta)
         ended += engine.step()
-    assert engine.stats()["preemptions"] > 0
+        if changed and engine.counters["steps"] == 6:
+            pass_updated(engine, model, "recompute")
+    assert changed or engine.stats()["preemptions"] > 0
     for record in ended:
         whole = record.merge()
         number = record.request_id
@@ -241,6 +255,8 @@ def test_a_stream_of_deltas_carries_all_routes() -> None:
         np.testing.assert_array_equal(joined.route_rows(whole.total_length - 1), whole.routing_indices)
         cut = joined.slice(0, 3).join([joined.slice(0, 3), joined.slice(3)])
         np.testing.assert_array_equal(cut.route_rows(whole.total_length - 1), whole.routing_indices)
+        if changed:
+            assert_routes(model, whole)
 
 
 # --- the trainer's forward --------------------------------------------------------------------------------------------
