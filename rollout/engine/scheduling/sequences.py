@@ -30,7 +30,7 @@ from rollout.requests.growth import (
     version_of_prompt,
     versions,
 )
-from rollout.requests.kept_tokens import unpack_kept
+from rollout.requests.kept_tokens import joined_sets
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.routes import first_unread, pack_routes, route_rows, set_routes
@@ -171,7 +171,7 @@ class SequenceTable:
         chained: [S] int32, how many leading blocks `chain` covers.
         position_shift: [S] int32, added to a position after the prompt for its rotary position (images).
         current: [S] bool, its KV equals what a new request would compute now (same weights, variant and forward).
-        plain: [S] bool, no Python is needed per token (no stop strings, top-k log-probs or kept tokens).
+        plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
     """
 
     def __init__(self, block_size: int) -> None:
@@ -221,7 +221,7 @@ class SequenceTable:
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
         params = sequence.params
-        self.plain[row] = sequence.text is None and not (params.logprobs or params.return_kept_tokens)
+        self.plain[row] = sequence.text is None and not params.logprobs
         # Last: after an exception on the way, the row's content is still another sequence's.
         sequence.row = row
 
@@ -322,7 +322,7 @@ class SequenceTable:
         if sequence.params.logprobs:
             request.generated_top_n_logprobs = list(sequence.top_logprobs)
         if sequence.params.return_kept_tokens:
-            request.generated_kept_tokens = unpack_kept(b"".join(sequence.kept))
+            request.generated_kept_tokens = joined_sets(sequence.kept)
         request.policy_spans.extend_to(int(self.length[row]), request.policy_version)
         request.kv_spans.extend_to(computed, request.policy_version)
         request.finished_chunk_token_count = min(computed, prompt)
