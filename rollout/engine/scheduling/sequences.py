@@ -22,6 +22,7 @@ from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta, pack_top_n
 from rollout.requests.growth import (
+    computed_length,
     first_unknown,
     joined,
     kept_since,
@@ -29,10 +30,10 @@ from rollout.requests.growth import (
     version_of_prompt,
     versions,
 )
-from rollout.requests.kept_tokens import unpack_kept
+from rollout.requests.kept_tokens import joined_sets
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import pack_routes, route_rows
+from rollout.requests.routes import first_unread, pack_routes, route_rows, set_routes
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 
@@ -170,7 +171,7 @@ class SequenceTable:
         chained: [S] int32, how many leading blocks `chain` covers.
         position_shift: [S] int32, added to a position after the prompt for its rotary position (images).
         current: [S] bool, its KV equals what a new request would compute now (same weights, variant and forward).
-        plain: [S] bool, no Python is needed per token (no stop strings, top-k log-probs or kept tokens).
+        plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
     """
 
     def __init__(self, block_size: int) -> None:
@@ -220,7 +221,7 @@ class SequenceTable:
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
         params = sequence.params
-        self.plain[row] = sequence.text is None and not (params.logprobs or params.return_kept_tokens)
+        self.plain[row] = sequence.text is None and not params.logprobs
         # Last: after an exception on the way, the row's content is still another sequence's.
         sequence.row = row
 
@@ -292,7 +293,8 @@ class SequenceTable:
                 top_n = [*joined(record, "generated_top_n_logprobs", start), *top_n]
             delta.top_n = pack_top_n(top_n)
         if self.read_routes is not None and tokens:
-            delta.routes = pack_routes(self.routes(sequence, start + origin - 1 if start else 0, end - 1))
+            first = first_unread(segment if end > segment else computed_length(record), low)
+            delta.routes = pack_routes(first, self.routes(sequence, first, end - 1))
         if params.return_kept_tokens:
             delta.kept = kept_since(record, start, earlier) + b"".join(sequence.kept[max(0, start - earlier) :])
         return delta
@@ -300,10 +302,12 @@ class SequenceTable:
     def routes(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.integer[Any]]:
         """Expert routes [stop - start, layers, k] of positions of an active sequence, without updating its record."""
         assert self.read_routes is not None
+        row = sequence.row
+        if self.length[row] > self.prompt_length[row]:
+            return self.read_routes(self.held(row), start, stop)
+        # It has sampled nothing on its present KV: its tokens go with the routes that are in the record.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
-        known = sum(map(len, earlier))
-        read = self.read_routes(self.held(sequence.row), max(start, known), max(stop, known))
-        return np.concatenate([*earlier, read])[start:stop] if start < known else read
+        return np.concatenate(earlier)[start:stop]
 
     def write_back(self, sequence: Sequence) -> None:
         """Bring the record of an active sequence up to date with its row."""
@@ -318,15 +322,17 @@ class SequenceTable:
         if sequence.params.logprobs:
             request.generated_top_n_logprobs = list(sequence.top_logprobs)
         if sequence.params.return_kept_tokens:
-            request.generated_kept_tokens = unpack_kept(b"".join(sequence.kept))
+            request.generated_kept_tokens = joined_sets(sequence.kept)
         request.policy_spans.extend_to(int(self.length[row]), request.policy_version)
         request.kv_spans.extend_to(computed, request.policy_version)
         request.finished_chunk_token_count = min(computed, prompt)
         if self.read_routes is not None:
-            # Those of earlier segments stay as they were when the tokens after them were sampled.
             stop = min(computed, int(self.length[row]) - 1)
-            known = min(stop, route_rows(sequence.record.segments[:-1]))
-            request.routing_indices = self.read_routes(self.held(row), known, stop)
+            if len(tokens):
+                set_routes(sequence.record.segments, self.read_routes(self.held(row), 0, stop))
+            else:
+                known = min(stop, route_rows(sequence.record.segments[:-1]))
+                request.routing_indices = self.read_routes(self.held(row), known, stop)
 
     def _fit(self, sequence: Sequence) -> None:
         if not self._free:
