@@ -170,7 +170,8 @@ class Queues:
         Raises:
             AssertionError: names what disagrees.
         """
-        self.allocator.check([self.table.held(row).tolist() for row in self.by_row])
+        held, seen = ([rows(row).tolist() for row in self.by_row] for rows in (self.table.held, self.table.seen))
+        self.allocator.check(held, seen)
         if self.allocator.states is not None:
             slots = [self.table.state.item(row) for row in self.by_row]
             self.allocator.states.check(slot for slot in slots if slot != NO_SLOT)

@@ -164,6 +164,8 @@ class SequenceTable:
         num_blocks: [S] int32.
         released: [S] int32, leading blocks that were given back, out of the window of every layer. Their places in `blocks`
             name the first block still held, since some kernels load masked positions, and another's may hold NaN.
+        seen_from: [S] int32, of a model that has layers with a window beside others: leading blocks whose KV in the former
+            was given back.
         state: [S] int32, slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
         trail: [S] int32, the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
         chain: [S] int64, hash of the last complete block registered or matched.
@@ -193,6 +195,7 @@ class SequenceTable:
         self.min_length: IntArray = np.zeros(0, np.int32)
         self.num_blocks: IntArray = np.zeros(0, np.int32)
         self.released: IntArray = np.zeros(0, np.int32)
+        self.seen_from: IntArray = np.zeros(0, np.int32)
         self.chained: IntArray = np.zeros(0, np.int32)
         self.state: IntArray = np.zeros(0, np.int32)
         self.trail: IntArray = np.zeros(0, np.int32)
@@ -210,6 +213,7 @@ class SequenceTable:
         self.logprobs[row, : len(prompt)] = 0
         self.length[row] = self.prompt_length[row] = len(prompt)
         self.computed[row] = self.num_blocks[row] = self.released[row] = self.chain[row] = self.chained[row] = 0
+        self.seen_from[row] = 0
         self.state[row], self.trail[row] = NO_SLOT, NO_BLOCK
         self.origin[row] = sequence.request.original_prompt_length
         self.max_length[row] = sequence.max_length
@@ -227,7 +231,9 @@ class SequenceTable:
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Copy the state of `source`'s computed prompt into `target`'s row, block table included."""
         a, b = source.row, target.row
-        for column in (self.computed, self.num_blocks, self.released, self.chain, self.chained, self.current):
+        for column in (
+            self.computed, self.num_blocks, self.released, self.seen_from, self.chain, self.chained, self.current,
+        ):  # fmt: skip
             column[b] = column[a]
         self.blocks[b] = self.blocks[a]
 
@@ -243,6 +249,10 @@ class SequenceTable:
     def held(self, row: int) -> IntArray:
         """Blocks of a row, in chain order (a view), without those given back."""
         return self.blocks[row, self.released[row] : self.num_blocks[row]]
+
+    def seen(self, row: int) -> IntArray:
+        """Those of its blocks that its next query may see in layers with a window."""
+        return self.blocks[row, self.seen_from[row] : self.num_blocks[row]]
 
     def give_back(self, row: int, count: int) -> IntArray:
         """Take the first `count` blocks out of a row's table; returns those that it still held, in chain order."""
