@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.engine.memory.kv_cache import LayerShape
-
 PER_GROUP = 0.02
 """What a further group costs, as a share of the pool: every step makes a block table for each."""
 
@@ -42,27 +40,30 @@ class LayerGroups:
         return self.whole + self.limited
 
 
-def layer_groups(shapes: Sequence[LayerShape], reaches: Sequence[int | None], length: int) -> LayerGroups | None:
+def layer_groups(
+    widths: Sequence[tuple[int, int]], reaches: Sequence[int | None], length: int
+) -> LayerGroups | None:
     """Split a model's layers; None: all see whole sequences, none does, or their KV differs in size.
 
     Args:
-        shapes, reaches: of each layer; how many positions, its own included, a query sees in it, None: all.
+        widths: elements of K and of V of one token, of each layer.
+        reaches: how many positions, its own included, a query sees in each layer; None: all.
         length: of the longest sequence.
     """
-    if len({(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in shapes}) != 1:
+    if len(set(widths)) != 1:
         return None
     limited = [index for index, reach in enumerate(reaches) if reach is not None and reach < length]
-    whole = [index for index in range(len(shapes)) if index not in limited]
+    whole = [index for index in range(len(widths)) if index not in limited]
     if not limited or not whole:
         return None
 
     def cost(places: int) -> float:
         kept, passing = -(-len(whole) // places), -(-len(limited) // places)
-        unused = (kept + passing) * places / len(shapes) + kept * places / len(whole)
-        return unused + PER_GROUP * (kept + passing)
+        memory = (kept + passing) * places / len(widths) + kept * places / len(whole)
+        return memory + PER_GROUP * (kept + passing)
 
     places = min(range(1, max(len(whole), len(limited)) + 1), key=cost)
-    group_of, place_of = [0] * len(shapes), [0] * len(shapes)
+    group_of, place_of = [0] * len(widths), [0] * len(widths)
     kept = -(-len(whole) // places)
     for first, layers in ((0, whole), (kept, limited)):
         for order, layer in enumerate(layers):

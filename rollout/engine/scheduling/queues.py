@@ -39,7 +39,7 @@ class Queues:
         self.shares = FairShares()
         self.counters = {name: 0 for name, metric in ENGINE_STATS.items() if metric.read.startswith("queues.")}
         self.allocator = allocator
-        self.table = SequenceTable(allocator.block_size)
+        self.table = SequenceTable(allocator.block_size, allocator.pages)
         self.blocks = BlockTables(allocator, self.table)
         self.variant: Variant = NO_ADAPTER
         self.waiting = WaitingQueue()

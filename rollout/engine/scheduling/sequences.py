@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
+from rollout.engine.scheduling.layer_pages import LayerPages
 from rollout.engine.scheduling.prefix_index import NO_BLOCK
 from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.engine.scheduling.state_slots import NO_SLOT
@@ -175,8 +176,9 @@ class SequenceTable:
         plain: [S] bool, no Python is needed per token (no stop strings, top-k log-probs or kept tokens).
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, pages: LayerPages | None = None) -> None:
         self.block_size = block_size
+        self._pages = pages
         self.read_routes: ReadRoutes | None = None
         """Reads recorded expert routes; None: none are recorded."""
         self.capacity = 0
@@ -254,6 +256,20 @@ class SequenceTable:
         """Those of its blocks that its next query may see in layers with a window."""
         return self.blocks[row, self.seen_from[row] : self.num_blocks[row]]
 
+    def block_tables(self, rows: IntArray, width: int) -> list[NDArray[np.int64]]:
+        """[R, width] block table of these rows for each group of layers: of blocks, or of pages.
+
+        In layers with a window, the places of what was given back name the first page still held.
+        """
+        blocks, pages = self.blocks[rows, :width].astype(np.int64), self._pages
+        if pages is None:
+            return [blocks]
+        seen = np.take_along_axis(blocks, np.maximum(np.arange(width), self.seen_from[rows, None]), 1)
+        return [
+            pages.page_of[blocks if group < pages.whole else seen, group].astype(np.int64)
+            for group in range(pages.groups)
+        ]
+
     def give_back(self, row: int, count: int) -> IntArray:
         """Take the first `count` blocks out of a row's table; returns those that it still held, in chain order."""
         given = self.blocks[row, self.released[row] : count].copy()
@@ -312,7 +328,7 @@ class SequenceTable:
         assert self.read_routes is not None
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         known = sum(map(len, earlier))
-        read = self.read_routes(self.held(sequence.row), max(start, known), max(stop, known))
+        read = self.read_routes(self._first_pages(sequence.row), max(start, known), max(stop, known))
         return np.concatenate([*earlier, read])[start:stop] if start < known else read
 
     def write_back(self, sequence: Sequence) -> None:
@@ -336,7 +352,12 @@ class SequenceTable:
             # Those of earlier segments stay as they were when the tokens after them were sampled.
             stop = min(computed, int(self.length[row]) - 1)
             known = min(stop, route_rows(sequence.record.segments[:-1]))
-            request.routing_indices = self.read_routes(self.held(row), known, stop)
+            request.routing_indices = self.read_routes(self._first_pages(row), known, stop)
+
+    def _first_pages(self, row: int) -> IntArray:
+        """Where the first group of layers has the blocks of a row, expert routes among them."""
+        held = self.held(row)
+        return held if self._pages is None else self._pages.page_of[held, 0]
 
     def _fit(self, sequence: Sequence) -> None:
         if not self._free:
