@@ -53,9 +53,12 @@ def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterat
             members=member[chosen],
             positions=positions,
             rows=PagedRows(
-                offsets, rows.positions[positions].ravel(), rows.tables[member[chosen]], rows.block_size,
+                offsets,
+                rows.positions[positions].ravel(),
+                rows.tables[member[chosen]],
+                rows.block_size,
                 others=tuple(tables[member[chosen]] for tables in rows.others),
-            ),  # fmt: skip
+            ),
             columns=columns if len(columns) else np.array([size - 1]),
             places=places,
             row=np.searchsorted(chosen, piece_of[places]),

@@ -40,9 +40,7 @@ class LayerGroups:
         return self.whole + self.limited
 
 
-def layer_groups(
-    widths: Sequence[tuple[int, int]], reaches: Sequence[int | None], length: int
-) -> LayerGroups | None:
+def layer_groups(widths: Sequence[tuple[int, int]], reaches: Sequence[int | None], length: int) -> LayerGroups | None:
     """Split a model's layers; None: all see whole sequences, none does, or their KV differs in size.
 
     Args:

@@ -85,9 +85,10 @@ class BlockAllocator:
     @property
     def num_in_window(self) -> int:
         """Number of used or cached blocks whose KV is there in layers with a window too."""
-        if self.pages is None:
-            return self.num_used + self.num_cached
-        return int(self.pages.complete(np.arange(self.num_blocks, dtype=np.int32)).sum())
+        pages, count = self.pages, self.num_used + self.num_cached
+        if pages is None:
+            return count
+        return (pages.num_pages - pages.num_free - pages.whole * count) // pages.limited
 
     @property
     def unit(self) -> str:
@@ -189,7 +190,8 @@ class BlockAllocator:
         if self.pages is not None and not self._lru_outdated:
             unseen = next(iter(self.pages.unseen.items()), None)
             if unseen is not None and (oldest is None or unseen[1] < oldest[1]):
-                return self.pages.strip(unseen[0])
+                self.pages.strip(unseen[0])
+                return
         assert oldest is not None
         self._free_cached(oldest[0])
         self.evictions += 1

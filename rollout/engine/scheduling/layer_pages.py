@@ -93,8 +93,9 @@ class LayerPages:
 
     def of_blocks(self, blocks: IntArray) -> IntArray:
         """Ids of the pages of some blocks."""
-        pages = self.page_of[blocks].ravel()
-        return pages[pages != NO_PAGE]
+        pages: IntArray = self.page_of[blocks].ravel()
+        found: IntArray = pages[pages != NO_PAGE]
+        return found
 
     def pairs(self, source: int, target: int) -> list[tuple[int, int]]:
         """Pages of a block, and of the other that it is copied to."""

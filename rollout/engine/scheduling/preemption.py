@@ -53,7 +53,7 @@ class Preemption:
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
     def checkpoint_until_fits(self, num_blocks: int) -> int:
-        """Requeue the youngest active sequences until at most `num_blocks` blocks, or pages, are live; returns the KV positions lost."""
+        """Requeue the youngest active sequences until at most so many blocks, or pages, are live; returns the KV lost."""
         allocator, lost = self._queues.allocator, 0
         if len(allocator.live_memory()) > num_blocks:
             allocator.drop_cached()

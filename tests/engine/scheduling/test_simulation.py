@@ -103,8 +103,10 @@ class World:
         block_size = pick([1, 2, 3, 4, 8])
         blocks = self.random.randint(6, 24)
         # Of a model with layers without and with a window, in a fifth of the lives.
-        draw = random.Random(-seed)
-        self.groups = LayerGroups((), (), 1, draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 12)) if seed % 5 == 4 else None
+        self.groups = None
+        if seed % 5 == 4:
+            draw = random.Random(-seed)
+            self.groups = LayerGroups((), (), 1, draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 12))
         requests = self.random.randint(2, 8)
         self.config = InferenceConfig(
             block_size_tokens=block_size,
