@@ -23,7 +23,7 @@ from rollout.engine.memory.kv_cache import LayerShape, RouteShape
 from rollout.engine.memory.layer_groups import LayerGroups
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.layer_pages import LayerPages
+from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.state_memory import StateMemory
 from rollout.errors import ConfigError, EngineStateError
@@ -82,7 +82,7 @@ class DynamicInferenceContext:
         self.num_blocks = cache.num_blocks
         pages = None
         if groups is not None:
-            pages = LayerPages(cache.num_blocks, groups.whole, groups.limited, groups.reach)
+            pages = LayerPages(cache.num_blocks, PageShape(groups.whole, groups.limited, groups.reach))
         self.allocator = BlockAllocator(
             cache.num_blocks if pages is None else pages.num_blocks,
             config.block_size_tokens,
@@ -339,24 +339,27 @@ def pool_size(
     Raises:
         ConfigError: the memory budget does not hold a single block.
     """
-    pages = 1 if groups is None else groups.count
+    size, longest = config.block_size_tokens, -(-max_sequence_length // config.block_size_tokens)
+    pages, useful, layers = 1, config.max_requests * longest, layout.layers
+    if groups is not None:
+        shape, layers = PageShape(groups.whole, groups.limited, groups.reach), layers[: groups.places]
+        # All sequences decode, or some compute a step's positions of their prompts instead.
+        step = groups.limited * -(-config.max_tokens_per_step // size)
+        pages, useful = groups.count, config.max_requests * shape.needed(longest, 1, size) + step
     if config.kv_cache_blocks is not None:
         return config.kv_cache_blocks * pages
-    layers = layout.layers if groups is None else layout.layers[: groups.places]
-    block_bytes = _block_bytes(layers, config.block_size_tokens, layout.kv_dtype)
+    block_bytes = _block_bytes(layers, size, layout.kv_dtype)
     if routes is not None:
-        block_bytes += routes.block_bytes(config.block_size_tokens, layout.kv_dtype)
-    block_bytes *= pages
+        block_bytes += routes.block_bytes(size, layout.kv_dtype)
     budget = _budget(config, layout.device) - state_bytes
-    useful = config.max_requests * -(-max_sequence_length // config.block_size_tokens)
     # A model without attention layers has blocks without content: they hold the place of its tokens.
     blocks = min(int(budget // block_bytes), useful) if block_bytes else useful
-    if blocks < 1:
+    if blocks < pages:
         raise ConfigError(
-            f"a KV pool of {budget / 2**20:.1f} MiB does not hold one block of {block_bytes / 2**20:.1f} MiB; raise "
+            f"a KV pool of {budget / 2**20:.1f} MiB does not hold one block of {pages * block_bytes / 2**20:.1f} MiB; raise "
             "kv_cache_memory_gb or lower block_size_tokens"
         )
-    return blocks * pages
+    return blocks
 
 
 def _budget(config: InferenceConfig, device: torch.device) -> float:

@@ -280,7 +280,7 @@ def _kv_part(
     slots, pages = 0 if states is None else states.num_blocks, scheduler.allocator.pages
     blocks, needed = cache.num_blocks // cache.num_groups, -(-length // cache.block_size)
     if pages is not None:
-        needed = pages.needed(needed, 1, cache.block_size)
+        needed = pages.shape.needed(needed, 1, cache.block_size)
     return KVPart(
         bytes_per_token=cache.num_groups * cache.block_bytes // cache.block_size,
         block_size=cache.block_size,
@@ -289,7 +289,7 @@ def _kv_part(
         bytes=cache.num_blocks * cache.block_bytes,
         max_sequence_length=length,
         full_sequences=cache.num_blocks // needed if scheduler.longest >= length else 0,
-        window=None if pages is None else pages.reach,
+        window=None if pages is None else pages.shape.reach,
         bytes_per_token_behind=0 if pages is None else pages.whole * cache.block_bytes // cache.block_size,
         max_requests=min(config.max_requests, slots) if slots else config.max_requests,
         state_bytes=0 if states is None else states.block_bytes,

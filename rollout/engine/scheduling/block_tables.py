@@ -99,7 +99,7 @@ class BlockTables:
         table, pages = self.table, self.pages
         if pages is None or not len(rows):
             return 0
-        first, before = pages.first_seen(table.computed[rows], table.block_size), table.seen_from[rows]
+        first, before = pages.shape.first_seen(table.computed[rows], table.block_size), table.seen_from[rows]
         behind = np.flatnonzero(first > before)
         for at in behind.tolist():
             row, begin, end = rows.item(at), before.item(at), first.item(at)
@@ -187,7 +187,7 @@ class BlockTables:
         table.computed[row] = min(len(found) * size, len(sequence.tokens) - 1)
         start = int(table.computed[row])
         if self.pages is not None:
-            table.seen_from[row] = self.pages.first_seen(table.computed[row], size)
+            table.seen_from[row] = self.pages.shape.first_seen(table.computed[row], size)
             self.pages.view(table.seen(row))
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
@@ -209,7 +209,7 @@ class BlockTables:
                 count = self.states.deepest(found[:count], (length - 1) // size)
             if self.pages is None or not count:
                 break
-            first = int(self.pages.first_seen(np.minimum(count * size, length - 1), size))
+            first = int(self.pages.shape.first_seen(np.minimum(count * size, length - 1), size))
             missing = np.flatnonzero(~self.pages.complete(np.asarray(found[first:count], np.int32)))
             if not len(missing):
                 break

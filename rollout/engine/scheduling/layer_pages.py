@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,42 @@ from rollout.engine.scheduling.prefix_index import IntArray
 NO_PAGE = -1
 
 
+@dataclass(frozen=True)
+class PageShape:
+    """How many pages a block has, and which of them a sequence keeps."""
+
+    whole: int
+    """Groups of layers that see everything."""
+    limited: int
+    """Groups of layers with a window."""
+    reach: int
+    """Positions, its own included, that a query sees in the latter."""
+
+    @property
+    def groups(self) -> int:
+        """Pages of a block that is seen in every layer."""
+        return self.whole + self.limited
+
+    def first_seen(self, position: IntArray, block_size: int) -> IntArray:
+        """Index of the first block that a query at `position` sees in the layers with a window."""
+        return np.maximum(position - self.reach + 1, 0) // block_size
+
+    def most_seen(self, step: int, block_size: int) -> int:
+        """Most blocks that queries at `step` successive positions see in the layers with a window."""
+        return -(-(self.reach - 1 + step) // block_size) + 1
+
+    def needed(self, blocks: int, step: int, block_size: int) -> int:
+        """Most pages that a sequence of so many blocks needs at once, if a step computes `step` of its positions."""
+        return self.whole * blocks + self.limited * min(blocks, self.most_seen(step, block_size))
+
+    def most_blocks(self, pages: int, step: int, block_size: int) -> int:
+        """Blocks of the longest sequence that so many pages suffice for."""
+        seen = self.most_seen(step, block_size)
+        return max((pages - self.limited * seen) // self.whole, min(seen, pages // self.groups))
+
+
 class LayerPages:
     """Pages of the blocks of one allocator.
-
-    Args:
-        whole, limited: groups of layers without and with a window.
-        reach: positions, its own included, that a query sees in the layers with a window.
 
     Attributes:
         num_pages: of the pool.
@@ -42,11 +73,12 @@ class LayerPages:
         unverified: free pages whose content may be NaN, to be zeroed before the next forward.
     """
 
-    def __init__(self, num_pages: int, whole: int, limited: int, reach: int) -> None:
-        self.whole, self.limited, self.reach = whole, limited, reach
+    def __init__(self, num_pages: int, shape: PageShape) -> None:
+        self.shape = shape
+        self.whole, self.limited, self.groups = shape.whole, shape.limited, shape.groups
         self.num_pages = num_pages
         # A block in use has at least the pages of its layers without a window.
-        self.num_blocks = num_pages // whole
+        self.num_blocks = num_pages // shape.whole
         self.unverified: list[int] = []
         self.start_over()
 
@@ -61,11 +93,6 @@ class LayerPages:
     # --- queries ------------------------------------------------------------------------------------------------
 
     @property
-    def groups(self) -> int:
-        """Pages of a block that is seen in every layer."""
-        return self.whole + self.limited
-
-    @property
     def num_free(self) -> int:
         """Number of free pages."""
         return len(self._free)
@@ -74,22 +101,6 @@ class LayerPages:
         """[n] bool: the block still has its pages of the layers with a window."""
         found: NDArray[np.bool_] = self.page_of[blocks, self.whole] != NO_PAGE
         return found
-
-    def first_seen(self, position: IntArray, block_size: int) -> IntArray:
-        """Index of the first block that a query at `position` sees in the layers with a window."""
-        return np.maximum(position - self.reach + 1, 0) // block_size
-
-    def needed(self, blocks: int, step: int, block_size: int) -> int:
-        """Most pages that a sequence of so many blocks needs at once, if a step computes `step` of its positions."""
-        return self.whole * blocks + self.limited * min(blocks, self._most_seen(step, block_size))
-
-    def most_blocks(self, step: int, block_size: int) -> int:
-        """Blocks of the longest sequence that the pages suffice for."""
-        seen = self._most_seen(step, block_size)
-        return max((self.num_pages - self.limited * seen) // self.whole, min(seen, self.num_pages // self.groups))
-
-    def _most_seen(self, step: int, block_size: int) -> int:
-        return -(-(self.reach - 1 + step) // block_size) + 1
 
     def of_blocks(self, blocks: IntArray) -> IntArray:
         """Ids of the pages of some blocks."""

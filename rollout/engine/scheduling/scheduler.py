@@ -122,14 +122,15 @@ class Scheduler(Queues):
         """Blocks, or pages, for the KV of `length` tokens, `prompt` of them to be prefilled."""
         size, pages = self.config.block_size_tokens, self.allocator.pages
         blocks = blocks_for(prompt, length, size)
-        return blocks if pages is None else pages.needed(blocks, self.config.max_tokens_per_step, size)
+        return blocks if pages is None else pages.shape.needed(blocks, self.config.max_tokens_per_step, size)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the pool holds."""
         size, pages = self.config.block_size_tokens, self.allocator.pages
-        blocks = self.allocator.num_blocks
-        return size * (blocks if pages is None else pages.most_blocks(self.config.max_tokens_per_step, size))
+        if pages is None:
+            return size * self.allocator.num_blocks
+        return size * pages.shape.most_blocks(pages.num_pages, self.config.max_tokens_per_step, size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
         """Remove and return every sequence whose (request_id, sample_index) matches; their blocks are released.
