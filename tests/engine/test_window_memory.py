@@ -221,7 +221,8 @@ def test_a_prefix_whose_window_was_evicted_is_used_as_far_as_its_kv_goes(name):
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_a_mixed_model_is_suspended_at_every_step_and_goes_on(name, mode):
     model = mixed_model(name)
-    engine = make_engine(model, kv_cache_blocks=24, max_tokens_per_step=8)
+    # What is computed again at every step has to be prefilled in one.
+    engine = make_engine(model, kv_cache_blocks=24, max_tokens_per_step=64 if mode == "recompute" else 8)
     engine.add_request(token_ids(13, 1), greedily(14, n=2))
     engine.add_request(token_ids(21, 2), at_random(9))
     ended = []
