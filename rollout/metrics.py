@@ -199,7 +199,9 @@ METRICS: dict[str, Metric] = {
         "allocator.num_in_window",
         logged=False,
     ),
-    "rollout/kv_blocks_total": _gauge("blocks", "blocks of the KV pool", "allocator.num_blocks", logged=False),
+    "rollout/kv_blocks_total": _gauge(
+        "blocks", "most blocks that the KV pool can hold", "allocator.num_blocks", logged=False
+    ),
     "rollout/oldest_request_timestamp_s": _gauge(
         "s",
         "arrival of the oldest unfinished request, since the epoch; 0: there is none",

@@ -48,6 +48,8 @@ class MemoryMove:
     """Requests whose KV was dropped because it no longer fits."""
     shrunk_by_blocks: int = 0
     """Configured pool size minus current pool size, in blocks."""
+    blocks_restored: int = 0
+    """Blocks whose KV was copied back."""
 
 
 class DynamicInferenceContext:
@@ -170,12 +172,13 @@ class DynamicInferenceContext:
         mapping = self._follow_pool()
         if self.states is not None:
             self.states.follow(self.scheduler)
-        copied = 0
+        copied = blocks = 0
         if self._mode is KVCacheManagementMode.OFFLOAD:
             try:
                 copied = self.cache.restore(self._live_blocks() if mapping is None else None, mapping)
                 if self.states is not None:
                     copied += self.states.restore()
+                blocks = len(self._live_blocks() if self.allocator.pages is None else self.allocator.live_blocks())
             except torch.OutOfMemoryError as exc:
                 # A partly restored cache cannot be used.
                 given_up += self.scheduler.preemption.checkpoint_all(exc)
@@ -185,7 +188,8 @@ class DynamicInferenceContext:
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None
-        return MemoryMove(copied, given_up, lost, self.num_blocks - self.cache.num_blocks)
+        missing = (self.num_blocks - self.cache.num_blocks) // self.allocator.pages_per_block
+        return MemoryMove(copied, given_up, lost, missing, blocks)
 
     def drop(self) -> None:
         """Free the device memory of both pools, losing their content."""

@@ -96,6 +96,11 @@ class BlockAllocator:
         return "blocks" if self.pages is None else "pages"
 
     @property
+    def pages_per_block(self) -> int:
+        """Of the pool's `unit`, how many make a block that is there in every layer."""
+        return 1 if self.pages is None else self.pages.groups
+
+    @property
     def pool_size(self) -> int:
         """Size of the pool, in the `unit` of its memory."""
         return self.num_blocks if self.pages is None else self.pages.num_pages
@@ -255,8 +260,10 @@ class BlockAllocator:
         self.index.remove(block)
         if self.states is not None:
             self.states.forget(block)
-        if self.pages is not None and block in self.pages.unseen:
-            self.pages.strip(block, verified=verified)
+        if self.pages is not None:
+            self.pages.verified[block] &= verified
+            if block in self.pages.unseen:
+                self.pages.strip(block)
 
     # --- what layers with a window see --------------------------------------------------------------------------
 
@@ -264,16 +271,19 @@ class BlockAllocator:
         """Let a sequence see `blocks` no more in the layers with a window. What a lookup may find keeps its KV there.
 
         Args:
-            verified: the sequence has made finite logits of them; if not, their content is not kept.
+            verified: the sequence has made finite logits of them. What none has is not kept: it may be NaN.
         """
-        if self.pages is None:
+        pages = self.pages
+        if pages is None:
             return
         self._clock += 1
-        for block in self.pages.unview(blocks):
-            if verified and self.index.registered[block] and self.index.findable(block):
-                self.pages.unseen[block] = self._clock
+        if verified:
+            pages.verified[blocks] = True
+        for block in pages.unview(blocks):
+            if pages.verified[block] and self.index.registered[block] and self.index.findable(block):
+                pages.unseen[block] = self._clock
             else:
-                self.pages.strip(block, verified=verified)
+                pages.strip(block)
 
     # --- the prefix cache ---------------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ class BlockTables:
             source, target = int(table.blocks[row, index]), blocks.pop()
             self.copies[row] = [(source, target)] if self.pages is None else self.pages.pairs(source, target)
             table.blocks[row, index] = target
+            # Or it would be zeroed before it is copied.
             self.allocator.unview(np.asarray([source], np.int32), verified=True)
             self.allocator.release(np.asarray([source], np.int32))
         table.blocks[row, have : have + fresh] = blocks
@@ -146,10 +147,6 @@ class BlockTables:
     def copied(self) -> tuple[tuple[int, int], ...]:
         """(source, destination) of all `copies`, in their order."""
         return tuple(pair for pairs in self.copies.values() for pair in pairs)
-
-    def num_copied(self, copies: tuple[tuple[int, int], ...]) -> int:
-        """Blocks among the pairs of `copied`."""
-        return len(copies) if self.pages is None else len(copies) // self.pages.groups
 
     def remap(self, rows: Iterable[int], mapping: IntArray) -> None:
         """Rewrite the block tables for new block ids."""

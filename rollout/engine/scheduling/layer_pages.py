@@ -69,6 +69,7 @@ class LayerPages:
         num_blocks: most blocks that can be in use, in the pool as configured.
         page_of: [num_blocks, groups] int32, those without a window first.
         viewers: [num_blocks] int32, sequences whose next query may see the block in the layers with a window.
+        verified: [num_blocks] bool, finite logits were made of its content.
         unseen: blocks without viewers that still have all pages, and when they lost the last viewer, oldest first.
         unverified: free pages whose content may be NaN, to be zeroed before the next forward.
     """
@@ -86,6 +87,7 @@ class LayerPages:
         """Free every page."""
         self.page_of: IntArray = np.full((self.num_blocks, self.groups), NO_PAGE, np.int32)
         self.viewers: IntArray = np.zeros(self.num_blocks, np.int32)
+        self.verified: NDArray[np.bool_] = np.zeros(self.num_blocks, np.bool_)
         self.unseen: OrderedDict[int, int] = OrderedDict()
         self._free: list[int] = list(range(self.num_pages - 1, -1, -1))
         self._used: NDArray[np.bool_] = np.zeros(self.num_pages, np.bool_)
@@ -131,6 +133,7 @@ class LayerPages:
         self._used[pages] = True
         self.page_of[blocks] = np.reshape(pages[::-1], (len(blocks), self.groups))
         self.viewers[blocks] = 1
+        self.verified[blocks] = False
 
     def take(self, block: int) -> None:
         """Take all its pages from a block that is no longer in use."""
@@ -138,17 +141,13 @@ class LayerPages:
         self._give_back(self.of_blocks(np.asarray([block], np.int32)).tolist())
         self.page_of[block] = NO_PAGE
 
-    def strip(self, block: int, *, verified: bool = True) -> None:
-        """Take from a block without viewers the pages of the layers with a window.
-
-        Args:
-            verified: False: what was computed with their content has not been looked at; it may be NaN.
-        """
+    def strip(self, block: int) -> None:
+        """Take from a block without viewers the pages of the layers with a window."""
         self.unseen.pop(block, None)
         pages: list[int] = self.page_of[block, self.whole :].tolist()
         if pages[0] == NO_PAGE:
             return
-        if not verified:
+        if not self.verified[block]:
             self.unverified += pages
         self._give_back(pages)
         self.page_of[block, self.whole :] = NO_PAGE
@@ -162,6 +161,7 @@ class LayerPages:
         if self.page_of[target, self.whole] == NO_PAGE:
             self.page_of[target, self.whole :] = self.page_of[source, self.whole :]
             self.page_of[source, self.whole :] = NO_PAGE
+            self.verified[target] = False
 
     # --- viewers ------------------------------------------------------------------------------------------------
 
