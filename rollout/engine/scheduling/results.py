@@ -29,7 +29,7 @@ class StepResults:
     def apply(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         """Apply the results of a step; returns the sequences that ended, records complete."""
         queues, table, counters = self._queues, self._queues.table, self._queues.counters
-        counters["kv_blocks_copied"] += len(step.copies)
+        counters["kv_blocks_copied"] += len(step.copies) // queues.allocator.pages_per_block
         if step.depths is not None:
             return self._apply_drafted(step, step.depths, sampled)
         table.computed[step.rows] += step.counts
@@ -123,12 +123,12 @@ class StepResults:
             queues.table.write_back(sequence)
             if self._drafter is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._drafter.keep(sequence)
-            held = queues.table.held(sequence.row).copy()
+            held, memory = queues.table.held(sequence.row).copy(), queues.blocks.memory(sequence.row)
             if reason is FinishReason.ERROR:
                 queues.allocator.unregister(held)
             queues.deactivate(sequence)
             if reason is FinishReason.ERROR:
-                queues.blocks.poison(held)
+                queues.blocks.poison(memory)
         failed = reason in (FinishReason.ERROR, FinishReason.ABORT)
         request.error = error or request.error
         request.status = Status.FAILED if failed else Status.COMPLETED

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
+from rollout.engine.scheduling.layer_pages import LayerPages
 from rollout.engine.scheduling.prefix_index import NO_BLOCK
 from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.engine.scheduling.state_slots import NO_SLOT
@@ -165,6 +166,8 @@ class SequenceTable:
         num_blocks: [S] int32.
         released: [S] int32, leading blocks that were given back, out of the window of every layer. Their places in `blocks`
             name the first block still held, since some kernels load masked positions, and another's may hold NaN.
+        seen_from: [S] int32, of a model that has layers with a window beside others: leading blocks whose KV in the former
+            was given back.
         state: [S] int32, slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
         trail: [S] int32, the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
         chain: [S] int64, hash of the last complete block registered or matched.
@@ -174,8 +177,9 @@ class SequenceTable:
         plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, pages: LayerPages | None = None) -> None:
         self.block_size = block_size
+        self._pages = pages
         self.read_routes: ReadRoutes | None = None
         """Reads recorded expert routes; None: none are recorded."""
         self.capacity = 0
@@ -194,6 +198,7 @@ class SequenceTable:
         self.min_length: IntArray = np.zeros(0, np.int32)
         self.num_blocks: IntArray = np.zeros(0, np.int32)
         self.released: IntArray = np.zeros(0, np.int32)
+        self.seen_from: IntArray = np.zeros(0, np.int32)
         self.chained: IntArray = np.zeros(0, np.int32)
         self.state: IntArray = np.zeros(0, np.int32)
         self.trail: IntArray = np.zeros(0, np.int32)
@@ -211,6 +216,7 @@ class SequenceTable:
         self.logprobs[row, : len(prompt)] = 0
         self.length[row] = self.prompt_length[row] = len(prompt)
         self.computed[row] = self.num_blocks[row] = self.released[row] = self.chain[row] = self.chained[row] = 0
+        self.seen_from[row] = 0
         self.state[row], self.trail[row] = NO_SLOT, NO_BLOCK
         self.origin[row] = sequence.request.original_prompt_length
         self.max_length[row] = sequence.max_length
@@ -228,7 +234,9 @@ class SequenceTable:
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Copy the state of `source`'s computed prompt into `target`'s row, block table included."""
         a, b = source.row, target.row
-        for column in (self.computed, self.num_blocks, self.released, self.chain, self.chained, self.current):
+        for column in (
+            self.computed, self.num_blocks, self.released, self.seen_from, self.chain, self.chained, self.current,
+        ):  # fmt: skip
             column[b] = column[a]
         self.blocks[b] = self.blocks[a]
 
@@ -244,6 +252,24 @@ class SequenceTable:
     def held(self, row: int) -> IntArray:
         """Blocks of a row, in chain order (a view), without those given back."""
         return self.blocks[row, self.released[row] : self.num_blocks[row]]
+
+    def seen(self, row: int) -> IntArray:
+        """Those of its blocks that its next query may see in layers with a window."""
+        return self.blocks[row, self.seen_from[row] : self.num_blocks[row]]
+
+    def block_tables(self, rows: IntArray, width: int) -> list[NDArray[np.int64]]:
+        """[R, width] block table of these rows for each group of layers: of blocks, or of pages.
+
+        In layers with a window, the places of what was given back name the first page still held.
+        """
+        blocks, pages = self.blocks[rows, :width].astype(np.int64), self._pages
+        if pages is None:
+            return [blocks]
+        seen = np.take_along_axis(blocks, np.maximum(np.arange(width), self.seen_from[rows, None]), 1)
+        return [
+            pages.page_of[blocks if group < pages.whole else seen, group].astype(np.int64)
+            for group in range(pages.groups)
+        ]
 
     def give_back(self, row: int, count: int) -> IntArray:
         """Take the first `count` blocks out of a row's table; returns those that it still held, in chain order."""
@@ -304,7 +330,7 @@ class SequenceTable:
         assert self.read_routes is not None
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
-            return self.read_routes(self.held(row), start, stop)
+            return self.read_routes(self._first_pages(row), start, stop)
         # It has sampled nothing on its present KV: its tokens go with the routes that are in the record.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         return np.concatenate(earlier)[start:stop]
@@ -329,10 +355,15 @@ class SequenceTable:
         if self.read_routes is not None:
             stop = min(computed, int(self.length[row]) - 1)
             if len(tokens):
-                set_routes(sequence.record.segments, self.read_routes(self.held(row), 0, stop))
+                set_routes(sequence.record.segments, self.read_routes(self._first_pages(row), 0, stop))
             else:
                 known = min(stop, route_rows(sequence.record.segments[:-1]))
-                request.routing_indices = self.read_routes(self.held(row), known, stop)
+                request.routing_indices = self.read_routes(self._first_pages(row), known, stop)
+
+    def _first_pages(self, row: int) -> IntArray:
+        """Where the first group of layers has the blocks of a row, expert routes among them."""
+        held = self.held(row)
+        return held if self._pages is None else self._pages.page_of[held, 0]
 
     def _fit(self, sequence: Sequence) -> None:
         if not self._free:
