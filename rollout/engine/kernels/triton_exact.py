@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,12 +79,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor | None
     out = x.new_empty(count, columns) if places is None else x.new_zeros(total, columns)
     if not out.numel() or not count:
         return out
-    rows, width, step, warps, stages = (64, 64, 32, 4, 1) if x.dtype == torch.float32 else (128, 64, 64, 4, 3)
+    tile = _tile(x.dtype)
     with _on(x):
-        _kernels().product[(-(-count // rows) * -(-columns // width),)](
+        _kernels().product[(-(-count // tile.rows) * -(-columns // tile.columns),)](
             x, weight, weight if bias is None else bias.detach(), x if places is None else places, out,
             count, depth, columns, biased=bias is not None, placed=places is not None, widen=_widens(x),
-            block_rows=rows, block_columns=width, block_depth=step, band=_BAND, num_warps=warps, num_stages=stages,
+            band=_BAND, block_rows=tile.rows, block_columns=tile.columns, block_depth=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
 
@@ -174,8 +175,8 @@ def paged_attention(
     if not count:
         return out
     group, padded = heads // kv_heads, _power_of_two(dim)
-    tile, span, warps, stages = _plan(group, padded, query.dtype)
-    tokens = tile // group
+    plan = _plan(group, padded, query.dtype)
+    tokens = plan.rows // group
     parts = max(1, -(-rows.longest // SPLIT))
     # One program folds all parts, or each computes one and `fold` folds them: the same operations in the same order.
     run = 1 if parts * query.numel() * 4 <= SPREAD_BYTES else parts
@@ -187,8 +188,8 @@ def paged_attention(
         kernels.attend[(count // tokens + batch, kv_heads, runs)](
             query, cells, rows.table, rows.begins, rows.positions, peaks, totals, sums,
             batch, count, run, scaling * _LOG2_E, rows.table.stride(0), rows.block_size, rows.block_tokens,
-            group=group, kv_heads=kv_heads, tokens=tokens, rows=tile, span=span, split=SPLIT, window=window or 0,
-            dim=dim, padded_dim=padded, widen=_widens(query), num_warps=warps, num_stages=stages,
+            group=group, kv_heads=kv_heads, tokens=tokens, rows=plan.rows, span=plan.span, split=SPLIT, window=window or 0,
+            dim=dim, padded_dim=padded, widen=_widens(query), num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
         kernels.fold[(-(-count * heads // _LINES),)](
             rows.positions, peaks, totals, sums, out, count, run,
@@ -197,12 +198,39 @@ def paged_attention(
     return out
 
 
-def _plan(group: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows of a tile, keys of a turn, warps and pipeline stages: of the model's shape alone."""
-    heads = _power_of_two(group)
+class _Tile(NamedTuple):
+    """Sizes of a product's tile."""
+
+    rows: int
+    columns: int
+    depth: int
+    """Steps of the depth; their order is that of the sum."""
+    warps: int
+    stages: int
+
+
+class _Plan(NamedTuple):
+    """Sizes of attention's tile."""
+
+    rows: int
+    """Queries times query heads per KV head."""
+    span: int
+    """Keys per turn; divides SPLIT."""
+    warps: int
+    stages: int
+
+
+def _tile(dtype: torch.dtype) -> _Tile:
+    """One for all numbers of rows. Float32 runs without tensor cores (TF32 is not float32), from registers."""
+    return _Tile(64, 64, 32, 4, 1) if dtype == torch.float32 else _Tile(128, 64, 64, 4, 3)
+
+
+def _plan(group: int, padded_dim: int, dtype: torch.dtype) -> _Plan:
+    """One for decoding, chunks and training. 64 rows are the least that a Hopper's tensor cores take at once."""
+    heads, narrow = _power_of_two(group), padded_dim <= 128
     if dtype == torch.float32:
-        return max(16, heads), 32 if padded_dim <= 128 else 16, 4, 1
-    return max(64, heads), 64 if padded_dim <= 128 else 32, 4 if padded_dim <= 128 else 8, 2
+        return _Plan(max(16, heads), 32 if narrow else 16, 4, 1)
+    return _Plan(max(64, heads), 64 if narrow else 32, 4 if narrow else 8, 2)
 
 
 @dataclass(frozen=True, eq=False)
