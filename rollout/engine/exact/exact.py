@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rollout.engine.exact.decoder import logits_of, output_of
 from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.packing import packing_of
-from rollout.engine.forward.fused_forward import Bound, Unfusable, bypassed
+from rollout.engine.exact.served import bound_exactly
+from rollout.engine.forward.fused_forward import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout, inspect_model
 from rollout.engine.forward.originals import Replaced
 from rollout.engine.memory.kv_cache import KVCache
@@ -137,8 +138,6 @@ class _ExactForward:
             layout = inspect_model(model)
             known = _layouts[model] = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
         layout, cache = known
-        bound = Bound(model, layout, cache)
-        if any(type(module).__module__.startswith("peft.") for module in model.modules()):
-            raise Unfusable("it holds PEFT adapters")
+        bound = bound_exactly(model, layout, cache)
         self._layers = list(bound.causal_lm.model.layers)
         self._windows = [layout.calls[layout.layer_of[layer.self_attn]].window for layer in self._layers]

@@ -309,6 +309,7 @@ def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
+@pytest.mark.timeout(1600)
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton or bits"],
