@@ -2,8 +2,8 @@
 
     python -m tests.gpu_first_run STAGE [STAGE ...] [--out FOLDER] [--device cuda:0] [--sizes 0.6b,8b]
 
-Stages, in a good order: env kernels poison truth exact, then speed tune top_p ways, then memory. One JSON object per finding,
-printed and appended to FOLDER/findings.jsonl. A stage that fails or exceeds its time does not harm the next ones.
+Stages, in a good order: env kernels poison truth exact, then speed tune top_p ways, then memory. One JSON object per
+finding, printed and appended to FOLDER/findings.jsonl. A stage that fails or exceeds its time does not harm the next ones.
 """
 
 from __future__ import annotations
