@@ -17,6 +17,8 @@ from rollout.config import InferenceConfig
 from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
 from rollout.engine.controller import TextGenerationController
+from rollout.engine.exact.kernels import kernels_on
+from rollout.engine.exact.paged_forward import run_exactly
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.attention import Installation
 from rollout.engine.forward.forward_key import ForwardKey
@@ -29,6 +31,7 @@ from rollout.engine.forward.model_support import (
 )
 from rollout.engine.forward.routers import routers_of
 from rollout.engine.forward.trial_forwards import peak_bytes
+from rollout.engine.kernels import triton_exact
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.arena import PoolMemory, pool_memory
@@ -152,6 +155,7 @@ class EngineParts:
             exact=self.config.exact,
             # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
             graphed_rows=self.config.max_requests
+            * (not self.config.exact)
             * (self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None)
             * (self.states is None),
             routers=routers,
@@ -164,6 +168,12 @@ class EngineParts:
                 raise UnsupportedModelError(
                     f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
                     "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
+                )
+            if kernels_on(layout.device) is triton_exact:
+                run_exactly(
+                    runner,
+                    self.max_sequence_length,
+                    self.config.max_requests * (self.config.cuda_graphs and self.weights.fixed_addresses),
                 )
             runner.refuse_inexact()
         self.controller = TextGenerationController(model, tokenizer, layout, runner, self.config.image_folder)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.exact.served import why_not_exact
 from rollout.engine.explain.machine import Machine
 from rollout.engine.explain.rates import Bound, Rates, Weights
 from rollout.engine.explain.trial import Trial
@@ -28,6 +29,12 @@ BATCHES = (1, 16, 64)
 """Sequences that the bounds of decoding are given for."""
 LENGTH = 512
 """Tokens that each of them attends to."""
+
+_EXACT = {
+    "cpu": "C++ operations whose sums have an order that follows from the place in their own row",
+    "cuda": "Triton operations with one tile for any number of rows, and log-probs by torch's log-softmax",
+}
+"""Type of device → what exact mode runs there."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class ModelPart:
     """Where the weights are read."""
     layers: tuple[LayerKind, ...]
     fused: bool | None
-    """Whether the fused C++ forward runs; None: not known before sharded weights are gathered."""
+    """Whether the fused C++ forward runs, or exact mode's on a GPU; None: not known before sharded weights are gathered."""
     why_not_fused: str
     attention: str
     """Kernel of the paged attention."""
@@ -63,6 +70,8 @@ class ModelPart:
     """Kernel of the draw."""
     graphs: str
     """CUDA graphs: `decode steps`, or why there are none."""
+    exact: str
+    """Exact mode: what it runs here if it is on; else whether it could be turned on, and why not."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,7 @@ def _model_part(runner: ModelRunner, config: InferenceConfig, source: WeightSour
         attention=_attention(runner),
         sampling=_sampling(layout),
         graphs=_graphs(runner, config, source),
+        exact=_exact(runner, config, source),
     )
 
 
@@ -274,6 +284,16 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
     )
 
 
+def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
+    kind = runner.layout.device.type
+    if config.exact:
+        return f"on: {_EXACT[kind]}, in the trainer's forward inside rollout.exact(model) and in every step here"
+    if source.collective or source.tensor_parallel_mesh is not None:
+        return "off, and refused: the weights are spread over the ranks"
+    why = why_not_exact(runner.model, runner.layout, runner.cache)
+    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT[kind]}"
+
+
 def _kv_part(
     cache: KVCache, scheduler: Scheduler, states: StatePool | None, config: InferenceConfig, length: int
 ) -> KVPart:
@@ -350,7 +370,8 @@ Row = tuple[str, str]
 
 def _model_rows(model: ModelPart) -> Sequence[Row]:
     size = f"{short_count(model.parameters)} parameters in {model.dtype} ({binary_bytes(model.parameter_bytes)})"
-    forward = "fused C++" if model.fused else f"the module's own: {model.why_not_fused}"
+    fused = "fused C++" if model.device == "cpu" else "exact mode's, in Triton"
+    forward = fused if model.fused else f"the module's own: {model.why_not_fused}"
     return [
         ("model", f"{model.name}, {size} on {model.device}"),
         ("weights", model.weights),
@@ -359,6 +380,7 @@ def _model_rows(model: ModelPart) -> Sequence[Row]:
         ("attention", model.attention),
         ("sampling", model.sampling),
         ("graphs", model.graphs),
+        ("exact mode", model.exact),
     ]  # fmt: skip
 
 
