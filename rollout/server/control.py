@@ -44,6 +44,14 @@ class UpdateWeightsRequest(Body):
     """true: abort open requests first. Otherwise they go on under the new weights."""
     flush_cache: bool | None = None
     """Accepted, without effect: cached KV of earlier weights is never reused."""
+    torch_empty_cache: bool | None = None
+    """Accepted, without effect: nothing is allocated for an update."""
+    recapture_cuda_graph: bool | None = None
+    """Accepted, without effect: graphs are captured again where the weights have moved."""
+    is_async: Literal[False] | None = None
+    """The reply comes when the weights are loaded."""
+    keep_pause: Literal[False] | None = None
+    """Engines that were running go on; pause them first, and they stay paused."""
 
 
 class LoadAdapterRequest(Body):
