@@ -65,11 +65,14 @@ def bookkeeping(found: Mapping[str, Any]) -> str:
     return table(
         ["a decode step, ms", *names, "Python and bookkeeping"],
         [
-            [f"{step['sequences']} sequence{'s' * (step['sequences'] > 1)}", *(f"{step['ms'].get(name, 0):.2f}" for name in names),
-             f"{step['bookkeeping_share']:.1%}"]
+            [
+                f"{step['sequences']} sequence{'s' * (step['sequences'] > 1)}",
+                *(f"{step['ms'].get(name, 0):.2f}" for name in names),
+                f"{step['bookkeeping_share']:.1%}",
+            ]
             for step in steps
         ],
-    )  # fmt: skip
+    )
 
 
 def _label(row: Mapping[str, Any]) -> str:
