@@ -21,6 +21,7 @@ from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.units import binary_bytes, short_count
 
@@ -92,6 +93,11 @@ class KVPart:
     """Of the recurrent states of one sequence."""
     state_slots: int = 0
     """Sequences and prefixes whose states are kept."""
+    window: int | None = None
+    """Tokens behind which layers with a window give back the KV of a running sequence; None: all is kept, or the whole block
+    is given back."""
+    bytes_per_token_behind: int = 0
+    """What is kept of a token behind it."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,14 @@ class Explanation:
 
 
 def explain(
-    runner: ModelRunner, cache: KVCache, config: InferenceConfig, source: WeightSource, length: int, *, measure: bool
+    runner: ModelRunner,
+    cache: KVCache,
+    scheduler: Scheduler,
+    config: InferenceConfig,
+    source: WeightSource,
+    length: int,
+    *,
+    measure: bool,
 ) -> Explanation:
     """Look at an engine's parts, which no step uses meanwhile.
 
@@ -153,7 +166,7 @@ def explain(
         measure: measure the machine's rates.
     """
     model, machine = _model_part(runner, config, source), Machine.look()
-    kv = _kv_part(cache, runner.states, config, length)
+    kv = _kv_part(cache, scheduler, runner.states, config, length)
     # The bounds are those of one device, and each holds a part of the weights.
     speed = _speed_part(runner, kv) if measure and source.tensor_parallel_mesh is None else None
     compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
@@ -281,16 +294,23 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
     return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT[kind]}"
 
 
-def _kv_part(cache: KVCache, states: StatePool | None, config: InferenceConfig, length: int) -> KVPart:
-    slots = 0 if states is None else states.num_blocks
+def _kv_part(
+    cache: KVCache, scheduler: Scheduler, states: StatePool | None, config: InferenceConfig, length: int
+) -> KVPart:
+    slots, pages = 0 if states is None else states.num_blocks, scheduler.allocator.pages
+    blocks, needed = cache.num_blocks // cache.num_groups, -(-length // cache.block_size)
+    if pages is not None:
+        needed = pages.shape.needed(needed, 1, cache.block_size)
     return KVPart(
-        bytes_per_token=cache.block_bytes // cache.block_size,
+        bytes_per_token=cache.num_groups * cache.block_bytes // cache.block_size,
         block_size=cache.block_size,
-        blocks=cache.num_blocks,
-        tokens=cache.num_blocks * cache.block_size,
+        blocks=blocks,
+        tokens=blocks * cache.block_size,
         bytes=cache.num_blocks * cache.block_bytes,
         max_sequence_length=length,
-        full_sequences=cache.num_blocks // -(-length // cache.block_size),
+        full_sequences=cache.num_blocks // needed if scheduler.longest >= length else 0,
+        window=None if pages is None else pages.shape.reach,
+        bytes_per_token_behind=0 if pages is None else pages.whole * cache.block_bytes // cache.block_size,
         max_requests=min(config.max_requests, slots) if slots else config.max_requests,
         state_bytes=0 if states is None else states.block_bytes,
         state_slots=slots,
@@ -366,14 +386,18 @@ def _model_rows(model: ModelPart) -> Sequence[Row]:
 
 def _kv_rows(kv: KVPart) -> Sequence[Row]:
     return [
-        ("KV cache", f"{kv.bytes_per_token:,} bytes per token; {kv.tokens:,} tokens fit, in {kv.blocks:,} blocks of "
-                     f"{kv.block_size} ({binary_bytes(kv.bytes)})"),
+        ("KV cache", f"{kv.bytes_per_token:,} bytes per token{_behind(kv)}; {kv.tokens:,} tokens fit, in {kv.blocks:,} "
+                     f"blocks of {kv.block_size} ({binary_bytes(kv.bytes)})"),
         ("KV cache", f"{kv.full_sequences:,} sequences of {kv.max_sequence_length:,} tokens at once; at most "
                      f"{kv.max_requests} run at once"),
         *[("states", f"{binary_bytes(kv.state_bytes)} per sequence; {kv.state_slots:,} fit "
                      f"({binary_bytes(kv.state_slots * kv.state_bytes)}): one per running sequence, others for prefix hits")
           for _ in range(bool(kv.state_slots))],
     ]  # fmt: skip
+
+
+def _behind(kv: KVPart) -> str:
+    return "" if kv.window is None else f", {kv.bytes_per_token_behind:,} behind a window of {kv.window:,} tokens"
 
 
 def _speed_rows(speed: SpeedPart | None) -> Sequence[Row]:

@@ -113,7 +113,7 @@ class GraphedDecode:
         self._model = model
         self._logits_of = forward or self._module_logits
         self._layout = layout
-        self._block_size = cache.block_size
+        self._block_size, self._groups = cache.block_size, cache.num_groups
         self._max_rows = max_rows
         self._device = device
         self._kernels = kernels
@@ -205,7 +205,7 @@ class GraphedDecode:
     ) -> _Graph | None:
         if size in self._failed or size in self._short:
             return None
-        inputs = DecodeInputs(size.rows, size.columns, self._layout.device)
+        inputs = DecodeInputs(size.rows, size.columns, self._layout.device, self._groups)
         inputs.fill(ids, rows, rotary)
         written: list[torch.dtype] = []
         try:

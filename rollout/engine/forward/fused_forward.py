@@ -42,7 +42,7 @@ class _Layer(ctypes.Structure):
             "input_norm", "post_norm", "query", "key", "value", "output", "gate", "up", "down",
             "query_bias", "key_bias", "value_bias", "output_bias", "query_norm", "key_norm", "keys", "values",
         )),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "group")),
     )  # fmt: skip
 
 
@@ -158,10 +158,13 @@ class FusedForward(BoundForward):
             self._workspace = torch.empty(need, dtype=torch.uint8, device="cpu")
         if self._logits.numel() < kept * bound.model.vocabulary or self._logits.dtype != bound.dtype:
             self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype, device="cpu")
-        slots = rows.slots
+        slots, tables = rows.slots, rows.tables
+        if rows.others:
+            groups = rows.groups()
+            slots, tables = np.stack([each.slots for each in groups]), np.stack([each.tables for each in groups])
         step = _Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
-            rows.tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
+            tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
             len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
         )  # fmt: skip
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
@@ -288,7 +291,7 @@ class Bound:
         self._require_numbers(attention, family, layout, index)
         keys, values = cache.layer(index)
         out.keys, out.values = keys.data_ptr(), values.data_ptr()
-        out.window = layout.calls[index].window or 0
+        out.window, out.group = layout.calls[index].window or 0, cache.group_of(index)
         return int(mlp.gate_proj.weight.shape[0])
 
     def _require_numbers(self, attention: Any, family: str, layout: ModelLayout, index: int) -> None:

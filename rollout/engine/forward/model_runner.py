@@ -152,7 +152,7 @@ class ModelRunner:
         sampled = self._sample(step, sampled_logits)
         if step.depths is not None and (broken := np.isnan(sampled.logprobs) & (step.depths > 0)).any():
             # A kernel may multiply what lies behind a sequence's end by zero, which leaves a NaN of a rejected draft.
-            self.zero_slots(packed.slots[keep[broken]])
+            self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
         return sampled
 
     def compute(
@@ -313,14 +313,18 @@ class ModelRunner:
         """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L], at positions `keep` of every row."""
         layout = self.layout
         rotary = rows.positions if images is None else images.positions
-        tokens, positions, slots, kept = upload_together((np.maximum(ids, 0), rotary, rows.slots, keep), layout.device)
+        groups = rows.groups()
+        tokens, positions, kept, *slots = upload_together(
+            (np.maximum(ids, 0), rotary, keep, *(each.slots for each in groups)), layout.device
+        )
         write = write_slots if self.paged is None else self.paged.write
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows, layout.chunks, write
-        )
+            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
+            layout.chunks, write,
+        )  # fmt: skip
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
-            around.enter_context(self._recording(slots))
+            around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
             if images is not None:
                 inputs = around.enter_context(self.vision.inputs(tokens[0], images))
@@ -419,9 +423,9 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
     entries = np.repeat(np.arange(len(step.rows)), step.counts)
     positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
     width = -(-int((step.starts + step.counts).max()) // table.block_size)
-    tables = table.blocks[step.rows, :width].astype(np.int64)
+    tables, *others = table.block_tables(step.rows, width)
     ids = table.tokens[step.rows[entries], positions].astype(np.int64)
-    return ids, PagedRows(offsets, positions, tables, table.block_size)
+    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))
 
 
 def _current_stream(device: torch.device) -> Stream:
