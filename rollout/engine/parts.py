@@ -147,6 +147,9 @@ class EngineParts:
             alone=self.group is None,
             recurrent=self.states is not None,
         )
+        # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
+        captured = self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None
+        graphed_rows = self.config.max_requests * captured * (self.states is None)
         runner = ModelRunner(
             model,
             layout,
@@ -156,11 +159,7 @@ class EngineParts:
             fused=self.config.fused_forward,
             split=self.weights.tensor_parallel_mesh is not None,
             exact=self.config.exact,
-            # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
-            graphed_rows=self.config.max_requests
-            * (not self.config.exact)
-            * (self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None)
-            * (self.states is None),
+            graphed_rows=0 if self.config.exact else graphed_rows,
             routers=routers,
             adapters=self.adapters,
             leader=self.leader,
@@ -174,11 +173,7 @@ class EngineParts:
                     "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
                 )
             if kernels_on(layout.device) is triton_exact:
-                run_exactly(
-                    runner,
-                    self.max_sequence_length,
-                    self.config.max_requests * (self.config.cuda_graphs and self.weights.fixed_addresses),
-                )
+                run_exactly(runner, self.max_sequence_length, graphed_rows)
             runner.refuse_inexact()
         self.controller = TextGenerationController(model, tokenizer, layout, runner, self.config.image_folder)
         self._order = 0
