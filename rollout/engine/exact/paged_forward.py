@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,16 @@ class PagedForward(BoundForward):
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
         """Logits [len(keep), V]; see `BoundForward`."""
         device = self._layout.device
-        tokens, positions, slots, kept = upload_together((ids, rows.positions, rows.slots, keep), device)
-        table, begins, seen = upload_together(
-            [array.astype(np.int32) for array in (rows.tables, rows.offsets, rows.positions)], device
+        groups = rows.groups()
+        tokens, positions, kept, *slots = upload_together(
+            (ids, rows.positions, keep, *(each.slots for each in groups)), device
         )
-        attended = AttendedRows(
-            table, begins, seen, int(rows.positions.max()) + 1, self._cache.block_size, self._cache.block_size
+        begins, seen, *tables = upload_together(
+            [array.astype(np.int32) for array in (rows.offsets, rows.positions, *(each.tables for each in groups))],
+            device,
         )
+        size, longest = self._cache.block_size, int(rows.positions.max()) + 1
+        attended = [AttendedRows(table, begins, seen, longest, size, size) for table in tables]
         return self._logits(tokens, positions, slots, attended, kept)
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
@@ -95,8 +99,9 @@ class PagedForward(BoundForward):
         count, columns = inputs.tables.shape
         size = self._cache.block_size
         begins = torch.arange(count + 1, dtype=torch.int32, device=self._layout.device)
-        attended = AttendedRows(inputs.tables, begins, inputs.seen, columns * size, size, size)
-        return self._logits(inputs.ids, inputs.positions, inputs.slots, attended, None)
+        slots, tables = zip(*inputs.groups, strict=True)
+        attended = [AttendedRows(table, begins, inputs.seen, columns * size, size, size) for table in tables]
+        return self._logits(inputs.ids, inputs.positions, slots, attended, None)
 
     def release(self) -> None:
         """There is nothing to release: the caching allocator keeps what a step needs."""
@@ -123,18 +128,27 @@ class PagedForward(BoundForward):
                 self._filled = found
 
     def _logits(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, attended: AttendedRows, keep: Tensor | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Sequence[Tensor],
+        attended: Sequence[AttendedRows],
+        keep: Tensor | None,
     ) -> Tensor:
+        """Logits; slots and rows are those of each group of layers."""
         assert self._bound is not None
         assert self._tables is not None
         layout, cache, model = self._layout, self._cache, self._bound.causal_lm
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             layer = layout.layer_of[module]
+            group = cache.group_of(layer)
             # Read by address, as a graph does that outlives the pool: the same kernel for both.
             cells = cache.addresses[2 * layer : 2 * layer + 2]
-            self._paged.write(key, value, *cache.layer(layer), slots, cells=cells)
-            return paged_attention(query, cells, attended, key.shape[1], module.scaling, layout.calls[layer].window)
+            self._paged.write(key, value, *cache.layer(layer), slots[group], cells=cells)
+            return paged_attention(
+                query, cells, attended[group], key.shape[1], module.scaling, layout.calls[layer].window
+            )
 
         hidden = hidden_of(model.model, ids, positions, self._tables, attend)
         if keep is not None:
