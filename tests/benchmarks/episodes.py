@@ -89,7 +89,7 @@ class Busy:
             self._open_since = time.perf_counter()
         return self._open(*args)
 
-    def _taken(self, result: Any) -> bool:
+    def _taken(self, result: Any) -> Any:
         taken = self._take(result)
         if not len(self._rollout._loop.samples) and self._open_since is not None:
             self.open_s += time.perf_counter() - self._open_since

@@ -387,12 +387,12 @@ def test_tokens_depend_on_the_episode_and_not_on_how_fast_its_tools_are(frozen):
     assert tokens_with(itertools.repeat(0.0)) == tokens_with(itertools.cycle([0.005, 0.0, 0.001]))
 
 
-def test_no_block_of_an_earlier_turn_is_computed_twice_within_a_version(rollout):
+def test_no_token_of_an_earlier_turn_is_computed_twice_within_a_version(rollout):
     batch = rollout.run(range(3, 9), Echo, tokens(7))
     for episode in batch.episodes:
         for earlier, turn in itertools.pairwise(episode.turns):
-            # The last token's KV is computed by nobody; only whole blocks (of four tokens here) are shared.
-            assert turn.num_cached_tokens == (earlier.total_length - 1) // 4 * 4
+            # The KV of the last token was never computed.
+            assert turn.num_cached_tokens == earlier.total_length - 1
 
 
 # --- the batch, whatever happens ------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, mo
     rollout.close()
 
 
-def test_a_manager_with_episodes_in_play_saves_its_other_groups(small):
+def test_a_manager_with_episodes_in_play_saves_its_other_groups_beside_them(small):
     async def play(episode):
         await episode.sample([4, 5], tokens(300))
         return 0.0
@@ -481,5 +481,6 @@ def test_a_manager_with_episodes_in_play_saves_its_other_groups(small):
     state = small.state_dict()
     with make_rollout(small.model) as other:
         other.load_state_dict(state)
-        assert other.groups_in_flight == 1
+        assert (other.groups_in_flight, other.episode_groups_in_play) == (1, 1)
         assert len(other.generate([], min_groups=1)) == 1
+        assert other.run([], play).response_mask.sum() == 300
