@@ -12,6 +12,7 @@ from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
+from rollout.tracing.recorder import EngineTap
 
 Check = Callable[[Prompt, SamplingParams], list[int]]
 """Token ids of a prompt, or raises."""
@@ -57,6 +58,7 @@ class Episode:
         seed: int,
         ask: Ask,
         check: Check,
+        tap: EngineTap | None = None,
     ) -> None:
         self.task = task
         self.group_id = group_id
@@ -70,6 +72,9 @@ class Episode:
         self._seed = stream_key(stream_key(seed, group_id), index)
         self._ask = ask
         self._check = check
+        self._tap = tap
+        self._ask_tools: list[int] = []
+        """Turns that have ended since the episode last asked for one."""
         self._asked = 0
         self._turns: dict[int, DynamicInferenceRequest] = {}
         self._recorded: dict[int, DynamicInferenceRequest] = {}
@@ -138,7 +143,19 @@ class Episode:
             if not self.ended:
                 self._turns[number] = turn
 
-        return await self._ask(prompt, params, keep)
+        self.tools_answered()
+        turn = await self._ask(prompt, params, keep)
+        if self._tap is not None and (log := self._tap.log) is not None:
+            self._ask_tools.append(turn.request_id)
+            log.tool_begins(turn.request_id)
+        return turn
+
+    def tools_answered(self) -> None:
+        """The episode waits for no tool any more, as a trace shows it."""
+        turns, self._ask_tools = self._ask_tools, []
+        if turns and self._tap is not None and (log := self._tap.log) is not None:
+            for request_id in turns:
+                log.tool_ends(request_id)
 
     # --- after a restart ----------------------------------------------------------------------------------------
 

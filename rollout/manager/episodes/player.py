@@ -26,6 +26,7 @@ from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
+from rollout.tracing.recorder import EngineTap
 
 
 class EpisodePlayer:
@@ -36,19 +37,23 @@ class EpisodePlayer:
         check: token ids of a prompt, or raises.
         seed: from which those of the turns are derived.
         clock: seconds that never run backwards.
+        tap: where the engine reports to traces.
 
     Attributes:
         unfinished: ids of groups of which episodes have not ended.
         restored: groups of before a restart by id, until `resume` starts their episodes that have not ended.
     """
 
-    def __init__(self, samples: OpenSamples, check: Check, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, samples: OpenSamples, check: Check, seed: int, clock: Callable[[], float], tap: EngineTap
+    ) -> None:
         self.unfinished: set[int] = set()
         self.restored: dict[int, SavedGroup] = {}
         self._samples = samples
         self._check = check
         self._seed = seed
         self._clock = clock
+        self._tap = tap
         self._next_number = 0
         self._order = count()
         self._groups: dict[int, EpisodeGroup] = {}
@@ -87,7 +92,7 @@ class EpisodePlayer:
         ) -> DynamicInferenceRequest:
             return await self._samples.completion(self._check(prompt, asked), asked, keep, owner=number)
 
-        episodes = [Episode(task, number, index, params, seed, ask, self._check) for index in range(n)]
+        episodes = [Episode(task, number, index, params, seed, ask, self._check, self._tap) for index in range(n)]
         due = None if timeout_s is None else self._played_s + timeout_s
         group = self._groups[number] = EpisodeGroup(number, episodes, environment, params, due, set(range(n)))
         self.unfinished.add(number)
@@ -221,6 +226,7 @@ class EpisodePlayer:
                 group.missing.discard(episode.index)
                 if not group.missing:
                     self.unfinished.discard(episode.group_id)
+        episode.tools_answered()
         self._samples.wake()
         return True
 
