@@ -12,6 +12,7 @@ from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
+from rollout.state import FinishReason
 from rollout.tracing.recorder import EngineTap
 
 Check = Callable[[Prompt, SamplingParams], list[int]]
@@ -185,7 +186,7 @@ class Episode:
             seeded = params if given and params.seed is not None else params.replace(seed=turn.sampling_params.seed)
             known = turn.images if isinstance(turn, VLMInferenceRequest) else None
             same_images = known is None if images is None else known is not None and known.digest == images.digest
-            if turn.prompt_tokens == tokens and same_images and turn.sampling_params == seeded:
+            if turn.prompt_tokens == tokens and same_images and _same_but_for_room(seeded, turn):
                 return self._take_over(number)
         return None
 
@@ -198,6 +199,14 @@ class Episode:
     def __repr__(self) -> str:
         state = self.error or ("open" if self.reward is None else f"reward {self.reward:g}")
         return f"Episode(group {self.group_id}, index {self.index}, {len(self._turns)} turns, {state})"
+
+
+def _same_but_for_room(asked: SamplingParams, turn: DynamicInferenceRequest) -> bool:
+    """Whether a turn was sampled with these parameters, its length perhaps limited to the room there was, in vain."""
+    was = turn.sampling_params
+    if asked.max_tokens > was.max_tokens and turn.finish_reason is FinishReason.STOP:
+        asked = asked.replace(max_tokens=was.max_tokens, min_tokens=was.min_tokens)
+    return asked == was
 
 
 @dataclass(eq=False)
