@@ -10,7 +10,7 @@ from rollout.sampling_params import SamplingParams
 from tests.engines import BLOCK, assert_greedy, greedily, make_engine, token_ids
 from tests.models import make_model
 
-NAMES = ["qwen3", "qwen3_next", "qwen3_moe"]
+NAMES = ["qwen3", "qwen3_next", "qwen3_moe", "gemma3"]
 
 
 def conversations(engine: DynamicInferenceEngine, n: int = 3, length: int = 8) -> list[list[int]]:
