@@ -91,6 +91,18 @@ def test_a_tail_that_was_continued_is_the_first_to_make_room() -> None:
     engine.generate([[*said[1], 5]], greedily(1))
     # Eleven blocks are free, and two tails among the cached ones.
     engine.generate([token_ids(12 * BLOCK, 9)], greedily(1))
-    assert engine.context.allocator.index.num_tails == 1
     (request,) = engine.generate([[*said[0], 6]], greedily(1))
     assert request.num_cached_tokens == 6
+
+
+def test_the_conversation_that_waits_longest_gives_up_its_blocks_first() -> None:
+    engine = make_engine("qwen3", kv_cache_blocks=16)
+    older, newer = (
+        [*each.prompt_tokens, *each.generated_tokens]
+        for seed in range(2)
+        for each in engine.generate([token_ids(5, seed)], greedily(2))
+    )
+    # Twelve blocks are free; a block and a tail of each conversation are cached.
+    engine.generate([token_ids(14 * BLOCK, 9)], greedily(1))
+    cached = [engine.generate([[*said, 6]], greedily(1))[0].num_cached_tokens for said in (newer, older)]
+    assert cached == [6, 0]

@@ -212,7 +212,7 @@ class StepPlanner:
         # A fully cached prompt needs one more block, a copy of the last one for the recomputed last token, and a prefix that
         # ends in a tail one for the copy of the tail. If there is no room for it, recompute the last block instead.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
-        tails = not sequence.wants_prompt_logprobs and queues.allocator.enable_prefix_caching
+        tails = queues.allocator.index.has_tails and not sequence.wants_prompt_logprobs
         attempts = [*[(hashes, True)] * tails, (hashes, False), *[(hashes[:-1], False)] * whole]
         for usable, tail in attempts:
             if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail):

@@ -195,9 +195,9 @@ class PrefixIndex:
         return True
 
     @property
-    def num_tails(self) -> int:
-        """Number of tails that lookups under some variant find."""
-        return sum(map(len, self._tails.values()))
+    def has_tails(self) -> bool:
+        """Whether lookups under some variant find a tail."""
+        return bool(self._tails)
 
     def _remove_tail(self, block: int) -> None:
         key = self._number.item(block), self._hash.item(block)
