@@ -14,11 +14,13 @@ from transformers import (
     Gemma3Config,
     Gemma3ImageProcessorPil,
     Gemma3Processor,
+    Gemma4Config,
     Idefics3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -36,6 +38,16 @@ NO_MARKS = {IMAGE: -100.0, 91: -100.0}
 PATCHES = {"depth": 2, "hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
           "patch_size": 4}  # fmt: skip
+GEMMA4 = SMALL | {
+    "head_dim": 16, "global_head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4, "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
+    "pad_token_id": 5,
+}  # fmt: skip
+POOLED = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+          "position_embedding_size": 16}  # fmt: skip
+GEMMA4_MARKS = {"image_token_id": IMAGE, "video_token_id": 91, "boi_token_id": 92, "eoi_token_id": 93,
+                "audio_token_id": 94, "boa_token_id": 95, "eoa_token_index": 96}  # fmt: skip
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
@@ -52,10 +64,24 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         vision_config=PATCHES | {"num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48,
                                  "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     ),
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config=SMALL | MROPE | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                                     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        vision_config=PATCHES | {"num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48,
+                                 "num_position_embeddings": 16}, **MARKS,
+    ),
     "gemma3": lambda: Gemma3Config(
         text_config=SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16,
                              "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
         vision_config=SIGLIP, image_token_index=IMAGE, boi_token_index=92, eoi_token_index=93, mm_tokens_per_image=4,
+    ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=GEMMA4 | {"use_bidirectional_attention": "vision"}, vision_config=POOLED, **GEMMA4_MARKS,
+    ),
+    "gemma4_small": lambda: Gemma4Config(
+        text_config=GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}, vision_config=POOLED,
+        **GEMMA4_MARKS,
     ),
     "idefics3": lambda: Idefics3Config(
         text_config=SMALL | {"model_type": "llama"}, vision_config=SIGLIP, image_token_id=IMAGE, scale_factor=2,
@@ -142,6 +168,14 @@ def picture(name: str, label: str) -> tuple[dict[str, torch.Tensor], int]:
         rows = int(grid.prod())
         pixels = torch.randn(rows, 3 * 2 * 4 * 4, generator=random)
         return {"pixel_values": pixels, "image_grid_thw": grid}, rows // 4
+    if "gemma4" in name:
+        # As its processor does: filled up to the most patches that an image may have.
+        wide, most = 4 + 2 * (ord(label[0]) % 2), 32
+        at = torch.full((1, most, 2), -1)
+        at[0, : 4 * wide] = torch.cartesian_prod(torch.arange(4), torch.arange(wide)).flip(-1)
+        pixels = torch.rand(1, most, 3 * 4 * 4, generator=random)
+        pixels[0, 4 * wide :] = 0
+        return {"pixel_values": pixels, "image_position_ids": at}, wide
     pixels = torch.randn(1, 3, 16, 16, generator=random)
     if name == "gemma3":
         return {"pixel_values": pixels}, 4
@@ -155,7 +189,8 @@ def trainer_inputs(
     """Arguments of the trainer's forward for a prompt of `picture_prompt` and its completion."""
     ids = torch.cat([inputs["input_ids"], torch.tensor([list(completion)], dtype=torch.long)], dim=1)
     whole = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    kind = {"gemma3": "token_type_ids"}.get(name, "mm_token_type_ids" if "qwen" in name else None)
+    marked = "qwen" in name or "gemma4" in name
+    kind = {"gemma3": "token_type_ids"}.get(name, "mm_token_type_ids" if marked else None)
     if kind is not None:
         types = torch.zeros_like(ids)
         prompt = inputs["input_ids"]
@@ -196,4 +231,4 @@ def logprobs_with_images(
     return predicted.gather(1, torch.tensor(list(completion))[:, None])[:, 0]
 
 
-assert VOCAB > 93
+assert VOCAB > 96

@@ -135,7 +135,6 @@ class EngineParts:
             int(self.config.image_cache_memory_gb * 1024**3),
             min(self.config.max_tokens_per_step, self.max_sequence_length),
             alone=self.group is None,
-            recurrent=self.states is not None,
         )
         runner = ModelRunner(
             model,

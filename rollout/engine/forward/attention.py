@@ -98,6 +98,7 @@ class PagedBatch:
         windows: sliding windows of layers that do not pass one themselves.
         chunks: of the layers whose attention is in chunks.
         write: writes K and V into their slots.
+        unwindowed: the kernel of layers without a window, where what they see differs beside; None: `attention`.
     """
 
     cache: KVCache
@@ -107,6 +108,7 @@ class PagedBatch:
     windows: Mapping[nn.Module, int | None]
     chunks: Mapping[nn.Module, int]
     write: CacheWrite = write_slots
+    unwindowed: PagedAttention | None = None
 
     def attend(
         self,
@@ -121,14 +123,16 @@ class PagedBatch:
         key_cache, value_cache = self.cache.layer(self.layer_of[module])
         keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
         self.write(keys, values, key_cache, value_cache, self.slots)
-        out = self.attention(
+        window = self.windows.get(module, arguments.get("sliding_window"))
+        attention = self.attention if window is not None or self.unwindowed is None else self.unwindowed
+        out = attention(
             query.transpose(1, 2).flatten(0, 1).contiguous(),
             keys,
             values,
             key_cache,
             value_cache,
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=self.windows.get(module, arguments.get("sliding_window")),
+            window=window,
             softcap=arguments.get("softcap"),
             chunk=self.chunks.get(module),
             sinks=arguments.get(SINKS),

@@ -264,7 +264,7 @@ class ModelRunner:
         with self.installation:
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
-                return self._forward_by_length(self.states, ids, rows, keep, slots)
+                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
             if images is None and self.fused is not None and self.fused.ready(self.installation.module_epoch):
                 return self.fused.run(ids, rows, keep)
             if self.exact:
@@ -283,11 +283,13 @@ class ModelRunner:
         rows: PagedRows,
         keep: NDArray[np.int64],
         states: NDArray[np.int32],
+        images: StepImages | None,
     ) -> Tensor:
         parts, places = [], []
         for group in length_groups(rows, keep, continues=self.layout.continues):
             cache = StateRows(pool, states[group.members])
-            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache)
+            pictured = None if images is None else images.part(group.positions.ravel())
+            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
             row, column = upload_together((group.row, group.column), self.layout.device)
             parts.append(logits[row, column])
@@ -306,18 +308,21 @@ class ModelRunner:
         """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L], at positions `keep` of every row."""
         layout = self.layout
         rotary = rows.positions if images is None else images.positions
-        tokens, positions, slots, kept = upload_together((np.maximum(ids, 0), rotary, rows.slots, keep), layout.device)
+        tokens, positions, slots, kept = upload_together((ids, rotary, rows.slots, keep), layout.device)
         write = write_slots if self.paged is None else self.paged.write
+        causal = None
+        if rows.seen is not None and self.vision.causal_without_window:
+            causal = self._attention(replace(rows, seen=None))
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows, layout.chunks, write
+            self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows, layout.chunks, write, causal
         )
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._recording(slots))
             inputs = {"input_ids": tokens}
             if images is not None:
-                inputs = around.enter_context(self.vision.inputs(tokens[0], images))
-            at = positions.view_as(tokens) if images is None else positions.unsqueeze(-2)
+                inputs = around.enter_context(self.vision.inputs(tokens, images))
+            at = positions.view(*positions.shape[:-1], *tokens.shape)
             output = forward_with(batch, self.model, **inputs, position_ids=at, logits_to_keep=kept, **cache)
         logits: Tensor = output.logits
         return logits

@@ -7,6 +7,7 @@ depend on nothing else in the batch and can be shared. Everything is computed by
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ class ImageItem:
     digest: bytes
 
 
-class Family:
+class Family(ABC):
     """How models of some types take images."""
 
     types: ClassVar[tuple[str, ...]] = ()
@@ -42,8 +43,10 @@ class Family:
     """Names of the images' tensors."""
     token_types: ClassVar[str | None] = None
     """Argument of the trainer's forward that marks the placeholders; None: it needs none."""
-    bidirectional: ClassVar[bool] = False
+    bidirectional: bool = False
     """Whether the positions of an image see each other in both directions."""
+    bidirectional_in_windows: ClassVar[bool] = False
+    """Whether they do so only in layers with a sliding window."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -79,6 +82,12 @@ class Family:
         """
         return None
 
+    def embed(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Arguments of the model's forward in place of `input_ids` [B, L], which are below 0 where an image is:
+        `inputs_embeds` [B, L, hidden], any there, and what else follows from the token ids.
+        """
+        return {"inputs_embeds": self.model.get_input_embeddings()(tokens.clamp(min=0))}  # type: ignore[operator]
+
     def _check_names(self, images: ImageInputs) -> None:
         kind = type(self.model).__name__
         for name in images.tensors:
@@ -93,8 +102,9 @@ class Family:
 
     _optional: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
-        raise NotImplementedError
+        """Inputs and count of each item, of tensors whose names are right."""
 
     def _tower_inputs(self, item: ImageItem) -> dict[str, Tensor]:
         return item.inputs
@@ -103,7 +113,7 @@ class Family:
 class GridFamily(Family):
     """Qwen-VL: patches of all images in one row, a grid per image, three-dimensional rotary positions."""
 
-    types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     tensors = (PIXELS, "image_grid_thw")
     token_types = "mm_token_type_ids"
 
@@ -192,7 +202,56 @@ class TileFamily(Family):
         return {name: value[None, None] for name, value in item.inputs.items()}
 
 
-FAMILIES: tuple[type[Family], ...] = (GridFamily, CropFamily, TileFamily)
+class PooledFamily(Family):
+    """Gemma 4: patches of an image at their places, pooled by squares; embeddings of tokens that enter every layer."""
+
+    types = ("gemma4",)
+    tensors = (PIXELS, "image_position_ids")
+    token_types = "mm_token_type_ids"
+    bidirectional_in_windows = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.text: Any = self.config.get_text_config()
+        self.bidirectional = self.text.use_bidirectional_attention == "vision"
+        self.core: Any = next(module for module in model.modules() if hasattr(module, "get_placeholder_mask"))
+
+    def embed(self, tokens: Tensor) -> dict[str, Tensor]:
+        """`inputs_embeds`, and `per_layer_inputs` [B, L, layers, …] where layers have inputs of their own: as the model
+        computes them, of padding where a placeholder is.
+        """
+        marks = (tokens < 0) | torch.stack(self.core.get_placeholder_mask(tokens)).any(0)
+        plain = tokens.masked_fill(marks, self.text.pad_token_id)
+        inputs = super().embed(plain)
+        if self.text.hidden_size_per_layer_input:
+            inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain)
+        return inputs
+
+    def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
+        pixels, places = images.tensors[PIXELS], images.tensors["image_position_ids"]
+        vision = self.config.vision_config
+        width, square = 3 * vision.patch_size**2, vision.pooling_kernel_size**2
+        if (
+            pixels.ndim != 3 or pixels.shape[2] != width or places.is_floating_point()
+            or places.shape != (*pixels.shape[:2], 2)
+        ):  # fmt: skip
+            raise InvalidRequestError(
+                f"{PIXELS} of shape {list(pixels.shape)}, image_position_ids of shape {list(places.shape)}: must be "
+                f"[images, patches, {width}] and integers [images, patches, 2]"
+            )
+        for patches, at in zip(pixels, places, strict=True):
+            # Processors fill an image up to the most patches that one may have.
+            real = (at >= 0).all(-1)
+            count, rest = divmod(int(real.sum()), square)
+            if rest or not count:
+                raise InvalidRequestError(
+                    f"image_position_ids with {int(real.sum())} patches of an image: must be a multiple of {square}, which "
+                    "are pooled into one embedding"
+                )
+            yield {PIXELS: patches[real][None], "image_position_ids": at[real][None]}, count
+
+
+FAMILIES: tuple[type[Family], ...] = (GridFamily, CropFamily, TileFamily, PooledFamily)
 
 
 def family_of(model: nn.Module) -> Family | None:

@@ -42,6 +42,23 @@ class StepImages:
         """Whether the step differs from one of text by its positions alone, one per row."""
         return not len(self.index) and self.positions.ndim == 1 and self.seen is None
 
+    def part(self, chosen: NDArray[np.int64]) -> StepImages:
+        """The same for a forward of some of the step's positions.
+
+        Args:
+            chosen: packed positions, in the order of that forward.
+        """
+        place = np.full(self.positions.shape[-1], -1, np.int64)
+        place[chosen] = np.arange(len(chosen))
+        index = place[self.index]
+        kept = torch.from_numpy(np.flatnonzero(index >= 0))
+        return StepImages(
+            index[index >= 0],
+            [layer.index_select(0, kept.to(layer.device)) for layer in self.embeddings],
+            self.positions[..., chosen],
+            None if self.seen is None else self.seen[chosen],
+        )
+
 
 class Vision:
     """Images of one model.
@@ -50,7 +67,6 @@ class Vision:
         cache_bytes: of embeddings that are kept.
         longest_run: most positions that a step can compute at once.
         alone: whether this rank computes steps alone, and not with a tensor-parallel group.
-        recurrent: whether the model has recurrent states, so that a step's rows are not packed into one.
     """
 
     def __init__(
@@ -61,17 +77,17 @@ class Vision:
         longest_run: int,
         *,
         alone: bool = True,
-        recurrent: bool = False,
     ) -> None:
         self._model = model
         self._device = device
         self._longest_run = longest_run
         self._alone = alone
-        self._recurrent = recurrent
         self.family = family_of(model)
         config: Any = model.config
         self.image_token: int | None = getattr(config, "image_token_id", None)
         self._video_token: int | None = getattr(config, "video_token_id", None)
+        self.causal_without_window = self.family is not None and self.family.bidirectional_in_windows
+        """Whether images see themselves in both directions in layers with a sliding window only."""
         self.features = FeatureCache(cache_bytes, self._encode)
 
     # --- admission ----------------------------------------------------------------------------------------------
@@ -97,11 +113,6 @@ class Vision:
             )
         if not self._alone:
             raise InvalidRequestError("the prompt has images, which a tensor-parallel group does not compute")
-        if self._recurrent:
-            raise InvalidRequestError(
-                f"the prompt has images, and {type(self._model).__name__} has recurrent layers, with which only text is "
-                "served; send the text alone"
-            )
         items = self.family.items(images)
         array = np.asarray(tokens, np.int64)
         placeholder = array == self.image_token
@@ -208,26 +219,28 @@ class Vision:
         """The model's inputs instead of `input_ids`, for one forward.
 
         Args:
-            tokens: int64 [P]; any id where an image's embedding goes.
+            tokens: int64 [B, L]; below 0 where an image's embedding goes.
         """
-        embeddings: Tensor = self._model.get_input_embeddings()(tokens)  # type: ignore[operator]
+        assert self.family is not None
+        inputs = self.family.embed(tokens)
         if not images.embeddings:
-            yield {"inputs_embeds": embeddings[None]}
+            yield inputs
             return
+        text = inputs["inputs_embeds"]
         index = torch.from_numpy(images.index).to(self._device)
-        first, *deeper = (each.to(embeddings.dtype) for each in images.embeddings)
-        inputs = {"inputs_embeds": embeddings.index_copy(0, index, first)[None]}
+        first, *deeper = (each.to(text.dtype) for each in images.embeddings)
+        inputs["inputs_embeds"] = text.flatten(0, 1).index_copy(0, index, first).view_as(text)
         if not deeper:
             yield inputs
             return
-        mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=self._device)
-        mask[0, index] = True
+        mask = torch.zeros(tokens.numel(), dtype=torch.bool, device=self._device)
+        mask[index] = True
 
         def deepen(module: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return args, arguments | {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
+            return args, arguments | {"visual_pos_masks": mask.view_as(tokens), "deepstack_visual_embeds": deeper}
 
         # The model's forward has no argument for these; its decoder has.
-        handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)  # type: ignore[union-attr]
+        handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)  # type: ignore[attr-defined]
         try:
             yield inputs
         finally:

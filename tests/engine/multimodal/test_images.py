@@ -66,7 +66,7 @@ def test_images_text_and_both_in_one_batch_are_sampled_as_generate_samples_them(
     assert isinstance(done[0, 0], VLMInferenceRequest)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4"])
 def test_a_cached_prefix_is_found_by_the_content_of_its_images(name: str) -> None:
     """Prompts that differ only in an image share the blocks before it; one with the same images shares all of them."""
     engine = make_engine(shared_vision_model(name))
@@ -84,8 +84,21 @@ def test_a_cached_prefix_is_found_by_the_content_of_its_images(name: str) -> Non
     assert engine.stats()["images_encoded"] == 4
 
 
+def test_a_recurrent_state_kept_at_the_end_of_a_prompt_is_found_by_the_content_of_its_images() -> None:
+    name = "qwen3_5"
+    engine = make_engine(shared_vision_model(name))
+    cached = []
+    for parts in (PARTS, (3, "a", 5, "d", 4), (*PARTS, 5, "c")):
+        number = engine.add_request(picture_prompt(name, parts), likeliest())
+        done = finish(engine)[number, 0]
+        assert_as_generate(name, parts, done)
+        cached.append(done.num_cached_tokens)
+    prompt = len(picture_prompt(name, PARTS)["input_ids"][0])
+    assert cached == [0, 0, prompt // 4 * 4]
+
+
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_small"])
 def test_images_survive_a_suspend_between_any_two_steps(name: str, mode: str) -> None:
     # What is dropped between any two steps must be computed in one.
     engine = make_engine(shared_vision_model(name), max_tokens_per_step=64 if mode == "recompute" else 8)
@@ -98,7 +111,7 @@ def test_images_survive_a_suspend_between_any_two_steps(name: str, mode: str) ->
         assert_as_generate(name, PARTS, request)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "gemma4"])
 def test_preempted_requests_with_images_go_on_as_if_nothing_had_happened(name: str) -> None:
     engine = make_engine(
         shared_vision_model(name), kv_cache_blocks=13, max_tokens_per_step=16, enable_prefix_caching=False
@@ -111,7 +124,7 @@ def test_preempted_requests_with_images_go_on_as_if_nothing_had_happened(name: s
         assert_as_generate(name, PARTS, done[seed, 0], seed=seed)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "idefics3"])
 def test_after_an_update_the_tower_runs_again_and_no_earlier_prefix_is_served(name: str) -> None:
     model = make_vision_model(name)
     engine = make_engine(model)
@@ -220,6 +233,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a video": ("qwen2_5_vl", QWEN | {"pixel_values_videos": torch.zeros(4, 96)}, "pixel_values_videos: video is not"),
     "a video's placeholder": ("qwen2_5_vl", {"input_ids": torch.tensor([[5, 91]])}, "placeholders of a video"),
+    "patches without their places": (
+        "gemma4",
+        picture_prompt("gemma4", ["a"]) | {"image_position_ids": torch.zeros(1, 9, 2, dtype=torch.long)},
+        r"image_position_ids of shape \[1, 9, 2\]: must be \[images, patches, 48\]",
+    ),
+    "patches that cannot be pooled": (
+        "gemma4",
+        picture_prompt("gemma4", ["a"]) | {"image_position_ids": torch.zeros(1, 32, 2, dtype=torch.long).index_fill(
+            1, torch.arange(7), -1)},
+        "25 patches of an image: must be a multiple of 4",
+    ),
     "not tensors": ("qwen2_5_vl", QWEN | {"pixel_values": ["a.png"]}, "pixel_values of type list: must be a tensor"),
     "two prompts": ("qwen2_5_vl", QWEN | {"input_ids": torch.ones(2, 4)}, "give one prompt at a time"),
     "crops of another size": (
