@@ -19,7 +19,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2_5_VLProcessor,
     Qwen2VLConfig,
+    Qwen2VLImageProcessorPil,
     Qwen3_5Config,
     Qwen3VLConfig,
     SmolVLMConfig,
@@ -121,20 +123,42 @@ TEMPLATE = (
 )
 
 
-def make_processor() -> Gemma3Processor:
-    """Gemma 3's processor for its tiny model: one token per character, four placeholders per image."""
+def make_vision_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, and those that stand for and around images."""
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {chr(code): code - 29 for code in range(32, 119)}
-    vocab |= {"<img>": IMAGE, "<unk>": 91, "<boi>": 92, "<eoi>": 93}
+    vocab |= {"<img>": IMAGE, "<video>": 91, "<boi>": 92, "<eoi>": 93, "<unk>": 94}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\w+>|."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        extra_special_tokens={"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+        extra_special_tokens={"image_token": "<img>", "video_token": "<video>", "boi_token": "<boi>",
+                              "eoi_token": "<eoi>"},
         chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+def make_processor() -> Gemma3Processor:
+    """Gemma 3's processor for its tiny model: four placeholders per image."""
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    return Gemma3Processor(image_processor=images, tokenizer=fast, image_seq_length=4)
+    return Gemma3Processor(image_processor=images, tokenizer=make_vision_tokenizer(), image_seq_length=4)
+
+
+class _WithoutVideo(Qwen2_5_VLProcessor):  # type: ignore[misc]
+    """Without a video processor, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
+        """Take what is given."""
+        return type(argument)
+
+
+def make_qwen_processor() -> Qwen2_5_VLProcessor:
+    """Qwen2.5-VL's processor for its tiny model: one to four placeholders per image, by its size."""
+    size = {"shortest_edge": 64, "longest_edge": 256}
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    tokenizer = make_vision_tokenizer()
+    template = TEMPLATE.replace("<boi>", "<boi><img><eoi>")
+    return _WithoutVideo(image_processor=images, tokenizer=tokenizer, video_processor=None, chat_template=template)
 
 
 def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict[str, torch.Tensor]:
