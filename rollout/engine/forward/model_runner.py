@@ -128,9 +128,7 @@ class ModelRunner:
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = self._prompt_spans(step, packed, wanted)
-        images = self._images(step, packed)
-        if images is not None:
-            packed = replace(packed, seen=images.seen)
+        packed, images = self.pictured(step, packed, self.table)
         work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
         if self._leader is None:
             logits = self.compute(work, self.table.state[step.rows], images)
@@ -239,9 +237,13 @@ class ModelRunner:
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def _images(self, step: ScheduledStep, packed: PagedRows) -> StepImages | None:
+    def pictured(
+        self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
+    ) -> tuple[PagedRows, StepImages | None]:
+        """The rows of a step with what its images let them see, and what images change in its forward; None: nothing."""
         with self.installation:
-            return self.vision.of_step(step, self.table, packed.offsets, packed.positions)
+            images = self.vision.of_step(step, table, rows.offsets, rows.positions)
+        return rows if images is None else replace(rows, seen=images.seen), images
 
     def forward(
         self,
