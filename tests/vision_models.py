@@ -31,11 +31,13 @@ from tests.models import SMALL, VOCAB
 
 IMAGE = 90
 """Id of the placeholder."""
+VIDEO = 91
+"""Id of the placeholder of videos."""
 TEXT_END = 89
 """Ids of text in prompts lie in [3, TEXT_END)."""
-MARKS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 92, "vision_end_token_id": 93}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
-NO_MARKS = {IMAGE: -100.0, 91: -100.0}
+NO_MARKS = {IMAGE: -100.0, VIDEO: -100.0}
 """`logit_bias` under which no placeholder is sampled: the trainer's forward would take one for an image."""
 PATCHES = {"depth": 2, "hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
@@ -48,7 +50,7 @@ GEMMA4 = SMALL | {
 POOLED = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
           "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
           "position_embedding_size": 16}  # fmt: skip
-GEMMA4_MARKS = {"image_token_id": IMAGE, "video_token_id": 91, "boi_token_id": 92, "eoi_token_id": 93,
+GEMMA4_MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": 92, "eoi_token_id": 93,
                 "audio_token_id": 94, "boa_token_id": 95, "eoa_token_index": 96}  # fmt: skip
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -126,7 +128,7 @@ TEMPLATE = (
 def make_vision_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, and those that stand for and around images."""
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {chr(code): code - 29 for code in range(32, 119)}
-    vocab |= {"<img>": IMAGE, "<video>": 91, "<boi>": 92, "<eoi>": 93, "<unk>": 94}
+    vocab |= {"<img>": IMAGE, "<video>": VIDEO, "<boi>": 92, "<eoi>": 93, "<unk>": 94}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\w+>|."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -165,7 +167,8 @@ def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict
     """What a processor returns for one prompt: input_ids [1, P], attention_mask, and the images' tensors.
 
     Args:
-        parts: a number is so many random tokens of text; a text names an image, and equal names are equal images.
+        parts: a number is so many random tokens of text; a text names an image, and equal names are equal images. A name
+            that begins with "clip" is that of a video, of three frames; behind "@" may stand its seconds per frame.
     """
     text = np.random.default_rng(seed)
     ids: list[int] = []
@@ -173,6 +176,13 @@ def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict
     for part in parts:
         if isinstance(part, int):
             ids += text.integers(3, TEXT_END, part).tolist()
+        elif part.startswith("clip"):
+            clip, frames, count = video(name, part)
+            images.append(clip)
+            # One run, or one per frame with its time, in text, before it.
+            runs = [[VIDEO] * frames * count] if name.startswith("qwen2") else [[VIDEO] * count] * frames
+            for at, run in enumerate(runs):
+                ids += [*[40 + at] * (len(runs) > 1), 92, *run, 93]
         else:
             image, count = picture(name, part)
             images.append(image)
@@ -180,8 +190,23 @@ def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
     if images:
         dim = 1 if name in ("idefics3", "smolvlm") else 0
-        inputs |= {key: torch.cat([image[key] for image in images], dim=dim) for key in images[0]}
+        names = dict.fromkeys(key for image in images for key in image)
+        inputs |= {key: torch.cat([image[key] for image in images if key in image], dim=dim) for key in names}
     return inputs
+
+
+def video(name: str, label: str) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Tensors of one random video, how many frames it has, and how many placeholders each takes."""
+    content, _, speed = label.partition("@")
+    random = torch.Generator().manual_seed(sum(content.encode()))
+    grid = torch.tensor([[3, 4, 4]])
+    tensors = {
+        "pixel_values_videos": torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=random),
+        "video_grid_thw": grid,
+    }
+    if name == "qwen2_5_vl":
+        tensors["second_per_grid_ts"] = torch.tensor([float(speed or 1.0)])
+    return tensors, 3, 4
 
 
 def picture(name: str, label: str) -> tuple[dict[str, torch.Tensor], int]:
@@ -218,7 +243,7 @@ def trainer_inputs(
     if kind is not None:
         types = torch.zeros_like(ids)
         prompt = inputs["input_ids"]
-        types[:, : prompt.shape[1]] = (prompt == IMAGE).long()
+        types[:, : prompt.shape[1]] = (prompt == IMAGE).long() + 2 * (prompt == VIDEO).long()
         whole[kind] = types
     return whole
 
@@ -240,15 +265,22 @@ def greedy_with_images(
 
 
 def logprobs_with_images(
-    model: PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], completion: Sequence[int]
+    model: PreTrainedModel,
+    name: str,
+    inputs: dict[str, torch.Tensor],
+    completion: Sequence[int],
+    *,
+    prompt: bool = False,
 ) -> torch.Tensor:
-    """[len(completion)] log-probs by the trainer's own forward, fp32, with `NO_MARKS`."""
+    """[len(completion)] log-probs by the trainer's own forward, fp32, with `NO_MARKS`; `prompt`: of the prompt, without."""
     model.eval()
     with torch.no_grad():
         logits = model(**trainer_inputs(name, inputs, completion), use_cache=False).logits[0].float()
     model.train()
     if "qwen" in name:
         model.model.rope_deltas = None
+    if prompt:
+        return logits[:-1].log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
     start = inputs["input_ids"].shape[1]
     logits[:, list(NO_MARKS)] += torch.tensor(list(NO_MARKS.values()))
     predicted = logits[start - 1 : -1].log_softmax(-1)

@@ -57,8 +57,8 @@ class ImageInputs:
     def begins_with(self, earlier: ImageInputs) -> bool:
         """Whether the first images are those of `earlier`."""
         # Tiles of images lie along the second dimension, behind that of the batch.
-        dim = 1 if self.tensors[PIXELS].ndim == TILED_DIMENSIONS else 0
-        return self.tensors.keys() == earlier.tensors.keys() and all(
+        dim = 1 if PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS else 0
+        return self.tensors.keys() >= earlier.tensors.keys() and all(
             len(part.shape) == len(self.tensors[name].shape)
             and digest_of(
                 {name: self.tensors[name].narrow(dim, 0, min(part.shape[dim], self.tensors[name].shape[dim]))}

@@ -27,10 +27,11 @@ def manager_of(name: str, **options: Any) -> RolloutManager:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_trainers_forward_of_a_batch_gives_the_log_probs_it_was_sampled_with(name: str) -> None:
-    """Rows with one, several and no images; all rows, and any part of them."""
+    """Rows with one, several and no images, and a video; all rows, and any part of them."""
     model = shared_vision_model(name)
     with manager_of(name) as manager:
-        prompts = [picture_prompt(name, [2, "a", 3, "b"]), token_ids(5), picture_prompt(name, ["c", 4])]
+        last = ["c", 4, "clip", 2] if "qwen" in name else ["c", 4]
+        prompts = [picture_prompt(name, [2, "a", 3, "b"]), token_ids(5), picture_prompt(name, last)]
         batch = manager.generate(prompts, SAMPLED)
     model.eval()
     for rows in (None, slice(2, 4), slice(1, 5), torch.tensor([5, 0])):
@@ -81,7 +82,7 @@ def test_rows_with_a_sampled_placeholder_are_named() -> None:
         bad = SAMPLED.replace(logit_bias={IMAGE: 100.0})
         batch = manager.generate([prompt, prompt], [SAMPLED, bad])
     assert "pixel_values" in batch.model_inputs(slice(0, 2))
-    with pytest.raises(ValueError, match=r"rows \[2, 3\]: a placeholder of an image \(token 90\) was sampled"):
+    with pytest.raises(ValueError, match=r"rows \[2, 3\]: a placeholder .* \(token 90, or 91 of a video\) was sampled"):
         batch.model_inputs()
 
 

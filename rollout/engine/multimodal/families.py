@@ -7,31 +7,37 @@ depend on nothing else in the batch and can be shared. Everything is computed by
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
+VIDEO_PIXELS = "pixel_values_videos"
+
 
 @dataclass(frozen=True, eq=False)
 class ImageItem:
-    """An image, or a tile of one.
+    """An image, a tile of one, or a video.
 
     Attributes:
         inputs: the tower's arguments.
         count: embeddings, one per placeholder token.
-        digest: of the inputs.
+        digest: of the inputs, and of what else its positions depend on.
+        video: whether its placeholders are those of videos.
     """
 
     inputs: dict[str, Tensor]
     count: int
     digest: bytes
+    video: bool = False
 
 
 class Family(ABC):
@@ -39,28 +45,34 @@ class Family(ABC):
 
     types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations."""
-    tensors: ClassVar[tuple[str, ...]] = (PIXELS,)
+    tensors: tuple[str, ...] = (PIXELS,)
     """Names of the images' tensors."""
+    required: ClassVar[tuple[str, ...]] = (PIXELS,)
+    """Those without which there is no image."""
     token_types: ClassVar[str | None] = None
     """Argument of the trainer's forward that marks the placeholders; None: it needs none."""
     bidirectional: bool = False
     """Whether the positions of an image see each other in both directions."""
     bidirectional_in_windows: ClassVar[bool] = False
     """Whether they do so only in layers with a sliding window."""
+    serves_video: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.config: Any = model.config
+        self.core: Any = model
+        """The module whose functions are used."""
 
     def items(self, images: ImageInputs) -> list[ImageItem]:
-        """The items of a prompt's images, in the order of their placeholders.
+        """The items of a prompt's images, in the order of their placeholders; then those of its videos, in theirs.
 
         Raises:
             InvalidRequestError: a tensor is missing, unknown, or of the wrong shape.
         """
         self._check_names(images)
-        if not images.tensors[PIXELS].is_floating_point():
-            raise InvalidRequestError(f"{PIXELS} of {images.tensors[PIXELS].dtype}: must be floating-point numbers")
+        for name in (PIXELS, VIDEO_PIXELS):
+            if name in images.tensors and not images.tensors[name].is_floating_point():
+                raise InvalidRequestError(f"{name} of {images.tensors[name].dtype}: must be floating-point numbers")
         return [ImageItem(inputs, count, digest_of(inputs)) for inputs, count in self._cut(images)]
 
     def encode(self, item: ImageItem, device: torch.device) -> list[Tensor]:
@@ -69,16 +81,17 @@ class Family(ABC):
         The caller has gradients and training behaviour off.
         """
         inputs = {name: value.to(device) for name, value in self._tower_inputs(item).items()}
-        output = self.model.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
+        tower: Any = self.model.get_video_features if item.video else self.model.get_image_features
+        output = tower(**inputs, return_dict=True)
         pooled = _joined(getattr(output, "pooler_output", output))
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
-    def positions(self, tokens: Tensor, placeholders: Tensor, images: ImageInputs) -> Tensor | None:
-        """[3, P] rotary positions of a prompt; None: those of text.
+    def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
+        """[3, P + 1] rotary positions of a prompt and of the token after it; None: those of text.
 
         Args:
             tokens: int64 [P].
-            placeholders: bool [P].
+            kinds: int64 [P], 1 at placeholders of images, 2 at those of videos, 0 elsewhere.
         """
         return None
 
@@ -96,11 +109,9 @@ class Family(ABC):
                     "video is not served" if "video" in name else f"{kind} takes {', '.join(self.tensors)} for images"
                 )
                 raise InvalidRequestError(f"the prompt brings {name}: {what}")
-        for name in self.tensors:
-            if name not in images.tensors and name not in self._optional:
+        for name in self.required:
+            if name not in images.tensors:
                 raise InvalidRequestError(f"the prompt's images bring no {name}, which {kind} needs beside {PIXELS}")
-
-    _optional: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
@@ -111,45 +122,81 @@ class Family(ABC):
 
 
 class GridFamily(Family):
-    """Qwen-VL: patches of all images in one row, a grid per image, three-dimensional rotary positions."""
+    """Qwen-VL: patches of all images in one row, a grid per image, three-dimensional rotary positions; videos likewise."""
 
     types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-    tensors = (PIXELS, "image_grid_thw")
+    tensors: tuple[str, ...] = (PIXELS, "image_grid_thw", VIDEO_PIXELS, "video_grid_thw", "second_per_grid_ts")
+    required = ()
     token_types = "mm_token_type_ids"
+    serves_video = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.core: Any = next(module for module in model.modules() if hasattr(module, "get_rope_index"))
+        self.core = next(module for module in model.modules() if hasattr(module, "get_rope_index"))
+        self._timed = "second_per_grid_ts" in inspect.signature(self.core.get_rope_index).parameters
+        if not self._timed:
+            self.tensors = tuple(name for name in self.tensors if name != "second_per_grid_ts")
 
-    def positions(self, tokens: Tensor, placeholders: Tensor, images: ImageInputs) -> Tensor:
-        """[3, P] rotary positions, by the model's `get_rope_index`."""
-        found: Tensor = self.core.get_rope_index(
-            tokens[None],
-            mm_token_type_ids=placeholders[None].int(),
-            image_grid_thw=images.tensors["image_grid_thw"].cpu(),
-        )[0]
+    def items(self, images: ImageInputs) -> list[ImageItem]:
+        """As of any family. Equal videos at another speed are different items: their positions in time differ."""
+        seconds = images.tensors.get("second_per_grid_ts")
+        items = super().items(images)
+        videos = [item for item in items if VIDEO_PIXELS in item.inputs]
+        if seconds is not None and len(seconds) != len(videos):
+            raise InvalidRequestError(
+                f"second_per_grid_ts of {len(seconds)} for {len(videos)} videos: must be one each"
+            )
+        for index, item in enumerate(videos):
+            known = item.inputs if seconds is None else item.inputs | {"seconds": seconds[index]}
+            items[len(items) - len(videos) + index] = replace(item, digest=digest_of(known), video=True)
+        return items
+
+    def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor:
+        """[3, P + 1] rotary positions, by the model's `get_rope_index`.
+
+        A video may reach further in time than the text behind it, so that text does not go on from the largest position.
+        """
+        named = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
+        tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
+        found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
         return found[:, 0]
 
+    def _check_names(self, images: ImageInputs) -> None:
+        super()._check_names(images)
+        pairs = [(PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw")]
+        # Without them a model takes every frame for a second, in silence.
+        pairs += [(VIDEO_PIXELS, "second_per_grid_ts")] * self._timed
+        for one, other in (*pairs, *(pair[::-1] for pair in pairs)):
+            if one in images.tensors and other not in images.tensors:
+                raise InvalidRequestError(
+                    f"the prompt brings {one} and no {other}, which {type(self.model).__name__} needs with it"
+                )
+
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
-        pixels, grids = images.tensors[PIXELS], images.tensors["image_grid_thw"]
+        for pixels, grids in ((PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw")):
+            if pixels in images.tensors:
+                yield from self._cut_patches(pixels, images.tensors[pixels], grids, images.tensors[grids])
+
+    def _cut_patches(
+        self, name: str, pixels: Tensor, grids_name: str, grids: Tensor
+    ) -> Iterator[tuple[dict[str, Tensor], int]]:
         vision = self.config.vision_config
         merge = vision.spatial_merge_size
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         width = channels * vision.temporal_patch_size * vision.patch_size**2
         if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point() or not (grids > 0).all():
-            raise InvalidRequestError(
-                f"image_grid_thw of shape {list(grids.shape)}: must be [images, 3] integers above 0"
-            )
+            raise InvalidRequestError(f"{grids_name} of shape {list(grids.shape)}: must be [n, 3] integers above 0")
         sizes: list[int] = grids.prod(-1).tolist()
         if list(pixels.shape) != [sum(sizes), width]:
             raise InvalidRequestError(
-                f"{PIXELS} of shape {list(pixels.shape)}: image_grid_thw={grids.tolist()} and the model's patches make it "
+                f"{name} of shape {list(pixels.shape)}: {grids_name}={grids.tolist()} and the model's patches make it "
                 f"[{sum(sizes)}, {width}]"
             )
         if (grids[:, 1:] % merge).any():
-            raise InvalidRequestError(f"image_grid_thw={grids.tolist()}: height and width must be multiples of {merge}")
+            raise InvalidRequestError(f"{grids_name}={grids.tolist()}: height and width must be multiples of {merge}")
         for grid, size, part in zip(grids, sizes, torch.split(pixels, sizes), strict=True):
-            yield {PIXELS: part, "image_grid_thw": grid[None]}, size // merge**2
+            yield {name: part, grids_name: grid[None]}, size // merge**2
 
 
 class CropFamily(Family):
@@ -175,7 +222,6 @@ class TileFamily(Family):
 
     types = ("idefics3", "smolvlm")
     tensors = (PIXELS, "pixel_attention_mask")
-    _optional = ("pixel_attention_mask",)
 
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
         pixels = images.tensors[PIXELS]
@@ -206,7 +252,7 @@ class PooledFamily(Family):
     """Gemma 4: patches of an image at their places, pooled by squares; embeddings of tokens that enter every layer."""
 
     types = ("gemma4",)
-    tensors = (PIXELS, "image_position_ids")
+    tensors = required = (PIXELS, "image_position_ids")
     token_types = "mm_token_type_ids"
     bidirectional_in_windows = True
 
@@ -214,7 +260,7 @@ class PooledFamily(Family):
         super().__init__(model)
         self.text: Any = self.config.get_text_config()
         self.bidirectional = self.text.use_bidirectional_attention == "vision"
-        self.core: Any = next(module for module in model.modules() if hasattr(module, "get_placeholder_mask"))
+        self.core = next(module for module in model.modules() if hasattr(module, "get_placeholder_mask"))
 
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:
         """`inputs_embeds`, and `per_layer_inputs` [B, L, layers, …] where layers have inputs of their own: as the model

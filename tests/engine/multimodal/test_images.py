@@ -17,6 +17,7 @@ from tests.vision_models import (
     CONFIGS,
     IMAGE,
     NO_MARKS,
+    VIDEO,
     greedy_with_images,
     logprobs_with_images,
     make_vision_model,
@@ -64,6 +65,42 @@ def test_images_text_and_both_in_one_batch_are_sampled_as_generate_samples_them(
     assert_as_generate(name, ["b"], done[2, 0])
     assert engine.stats()["images_encoded"] == 2
     assert isinstance(done[0, 0], VLMInferenceRequest)
+
+
+WITH_VIDEO = (3, "clip", 4, "a", 2, "clipped", 3)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("budget", [64, 9])
+def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name: str, budget: int) -> None:
+    engine = make_engine(shared_vision_model(name), max_tokens_per_step=budget)
+    engine.add_request(picture_prompt(name, WITH_VIDEO), likeliest(n=2))
+    engine.add_request(picture_prompt(name, ["clip"]), likeliest(prompt_logprobs=0))
+    engine.add_request(token_ids(6), greedily(TOKENS))
+    done = finish(engine)
+    assert_as_generate(name, WITH_VIDEO, done[0, 0])
+    assert_as_generate(name, ["clip"], done[1, 0])
+    assert engine.stats()["images_encoded"] == 3, "a video is encoded once"
+    prompt, scored = done[1, 0].prompt_tokens, done[1, 0].prompt_log_probs
+    inputs = picture_prompt(name, ["clip"])
+    assert scored is not None
+    at = prompt.index(VIDEO)
+    expected = logprobs_with_images(shared_vision_model(name), name, inputs, [], prompt=True)
+    torch.testing.assert_close(torch.tensor(scored)[at - 1 :], expected[at - 1 :], rtol=0, atol=1e-5)
+
+
+def test_a_video_at_another_speed_is_another_prompt() -> None:
+    name = "qwen2_5_vl"
+    engine = make_engine(shared_vision_model(name))
+    cached = []
+    for parts in ((3, "clip", 4), (3, "clip@2", 4), (3, "clip", 4)):
+        number = engine.add_request(picture_prompt(name, parts), likeliest())
+        done = finish(engine)[number, 0]
+        assert_as_generate(name, parts, done)
+        cached.append(done.num_cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] == 4
+    assert cached[2] > 16
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4"])
@@ -218,7 +255,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         _without("attention_mask", QWEN) | {"input_ids": QWEN["input_ids"][:, :12]},
         r"has \d placeholders \(token 90\), and its images become \d+ embeddings",
     ),
-    "no grid": ("qwen2_5_vl", _without("image_grid_thw", QWEN), "bring no image_grid_thw, which Qwen2_5_VLForCond"),
+    "no grid": (
+        "qwen2_5_vl", _without("image_grid_thw", QWEN), "brings pixel_values and no image_grid_thw, which Qwen2_5_VLForCond",
+    ),
     "another model's processor": (
         "gemma3", QWEN, "brings image_grid_thw: Gemma3ForConditionalGeneration takes pixel_values for images",
     ),
@@ -231,8 +270,40 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a grid that cannot be merged": (
         "qwen2_5_vl", QWEN | {"image_grid_thw": torch.tensor([[1, 4, 7], [1, 4, 3]])}, "multiples of 2",
     ),
-    "a video": ("qwen2_5_vl", QWEN | {"pixel_values_videos": torch.zeros(4, 96)}, "pixel_values_videos: video is not"),
-    "a video's placeholder": ("qwen2_5_vl", {"input_ids": torch.tensor([[5, 91]])}, "placeholders of a video"),
+    "a video": (
+        "gemma4",
+        picture_prompt("gemma4", ["a"]) | {"pixel_values_videos": torch.zeros(4, 96)},
+        "pixel_values_videos: video is not served",
+    ),
+    "a video's placeholder": ("gemma4", {"input_ids": torch.tensor([[5, VIDEO]])}, "placeholders of a video .* not served"),
+    "a placeholder and no video": (
+        "qwen3_vl", {"input_ids": torch.tensor([[5, VIDEO]])}, r"1 placeholders of videos \(token 91\) and no video",
+    ),
+    "a video too many": (
+        "qwen2_5_vl",
+        picture_prompt("qwen2_5_vl", ["a", "clip"]) | {"input_ids": picture_prompt("qwen2_5_vl", ["a"])["input_ids"],
+                                                       "attention_mask": None},
+        r"0 placeholders \(token 91\), and its videos become 12 embeddings",
+    ),
+    "a video without its speed": (
+        "qwen2_5_vl",
+        _without("second_per_grid_ts", picture_prompt("qwen2_5_vl", ["clip"])),
+        "brings pixel_values_videos and no second_per_grid_ts",
+    ),
+    "speeds of other videos": (
+        "qwen2_5_vl", picture_prompt("qwen2_5_vl", ["clip"]) | {"second_per_grid_ts": torch.ones(2)},
+        "second_per_grid_ts of 2 for 1 videos",
+    ),
+    "a speed that the model does not take": (
+        "qwen3_vl", picture_prompt("qwen3_vl", ["clip"]) | {"second_per_grid_ts": torch.ones(1)},
+        "brings second_per_grid_ts: Qwen3VLForConditionalGeneration takes",
+    ),
+    "an image inside a video": (
+        "qwen3_vl",
+        picture_prompt("qwen3_vl", ["clip", "b"]) | {"input_ids": torch.tensor(
+            [[*[VIDEO] * 4, *[IMAGE] * 4, *[VIDEO] * 8]]), "attention_mask": None},
+        "placeholders of an image between those of a video",
+    ),
     "patches without their places": (
         "gemma4",
         picture_prompt("gemma4", ["a"]) | {"image_position_ids": torch.zeros(1, 9, 2, dtype=torch.long)},
