@@ -16,6 +16,9 @@ from transformers import (
     Gemma3Processor,
     Gemma4Config,
     Idefics3Config,
+    Lfm2VlConfig,
+    LlavaNextConfig,
+    MuseGlimmerConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -87,6 +90,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         text_config=GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}, vision_config=POOLED,
         **GEMMA4_MARKS,
     ),
+    "lfm2_vl": lambda: Lfm2VlConfig(
+        text_config=SMALL | {"model_type": "lfm2", "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        vision_config={"model_type": "siglip2_vision_model", "num_patches": 16} | SIGLIP, image_token_id=IMAGE,
+        projector_hidden_size=32,
+    ),
+    "llava_next": lambda: LlavaNextConfig(
+        text_config=SMALL | {"model_type": "mistral"}, image_token_index=IMAGE,
+        vision_config=SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16, "patch_size": 8},
+        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
+    ),
+    "muse_glimmer": lambda: MuseGlimmerConfig(
+        text_config=SMALL | {"head_dim": 12, "sliding_window": 8, "num_hidden_layers": 4}, image_token_id=IMAGE,
+        video_token_id=VIDEO, out_hidden_size=128, projector_hidden_size=48,
+        vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                       "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8},
+    ),
     "idefics3": lambda: Idefics3Config(
         text_config=SMALL | {"model_type": "llama"}, vision_config=SIGLIP, image_token_id=IMAGE, scale_factor=2,
         pad_token_id=0,
@@ -106,9 +125,12 @@ def make_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
-    if hasattr(model.model, "multi_modal_projector"):
+    if name == "gemma3":
         # transformers starts it at zero, which would make all images alike.
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    if name == "llava_next":
+        # Its tower gets hooks from transformers at its first use, after which embeddings are made anew once.
+        model.get_image_features(**picture(name, "a")[0])
     return model.train()
 
 
@@ -212,7 +234,7 @@ def video(name: str, label: str) -> tuple[dict[str, torch.Tensor], int, int]:
 def picture(name: str, label: str) -> tuple[dict[str, torch.Tensor], int]:
     """Tensors of one random image, and how many placeholders it takes."""
     random = torch.Generator().manual_seed(sum(label.encode()))
-    if "qwen" in name:
+    if "qwen" in name or name == "muse_glimmer":
         grid = torch.tensor([[1, 4, 2 * (2 + ord(label[0]) % 2)]])
         rows = int(grid.prod())
         pixels = torch.randn(rows, 3 * 2 * 4 * 4, generator=random)
@@ -225,6 +247,19 @@ def picture(name: str, label: str) -> tuple[dict[str, torch.Tensor], int]:
         pixels = torch.rand(1, most, 3 * 4 * 4, generator=random)
         pixels[0, 4 * wide :] = 0
         return {"pixel_values": pixels, "image_position_ids": at}, wide
+    if name == "lfm2_vl":
+        height, width = 4, 2 * (2 + ord(label[0]) % 2)
+        mask = (torch.arange(32) < height * width).long()[None]
+        pixels = torch.randn(1, 32, 3 * 4 * 4, generator=random) * mask[..., None]
+        return {
+            "pixel_values": pixels, "spatial_shapes": torch.tensor([[height, width]]), "pixel_attention_mask": mask,
+        }, height * width // 4  # fmt: skip
+    if name == "llava_next":
+        # The whole image, and one or two rows of squares; a line ends with an embedding of its own.
+        rows = 1 + ord(label[0]) % 2
+        squares = torch.randn(1, 5, 3, 16, 16, generator=random)
+        squares[0, 1 + 2 * rows :] = 0
+        return {"pixel_values": squares, "image_sizes": torch.tensor([[16 * rows, 32]])}, 4 + 2 * rows * 5
     pixels = torch.randn(1, 3, 16, 16, generator=random)
     if name == "gemma3":
         return {"pixel_values": pixels}, 4

@@ -24,12 +24,14 @@ class ImageLayout:
 
     Attributes:
         placeholder: token id.
+        tiled: whether tensors of a row are [1, tiles, …].
         video: token id of the placeholder of videos; None: there is none.
         token_types: argument of the forward that marks the placeholders; None: it needs none.
     """
 
     placeholder: int
     token_types: str | None
+    tiled: bool = False
     video: int | None = None
 
 
@@ -104,12 +106,20 @@ class BatchImages:
         joined = {}
         for name in {name: None for each in named for name in each}:
             parts = [each[name] for each in named if name in each]
-            tiled = PIXELS in named[0] and named[0][PIXELS].ndim == TILED_DIMENSIONS
-            joined[name] = _tiled(parts, [each is not None for each in chosen]) if tiled else torch.cat(parts)
+            tiled = self.layout.tiled and named[0][PIXELS].ndim == TILED_DIMENSIONS
+            joined[name] = _tiled(parts, [each is not None for each in chosen]) if tiled else _filled(name, parts)
         found = {name: value.to(device) for name, value in joined.items()}
         if self.layout.token_types is not None:
             found[self.layout.token_types] = self.placeholders[index].long()
         return found
+
+
+def _filled(name: str, parts: list[Tensor]) -> Tensor:
+    """Parts behind each other. Images of unequal numbers of squares are filled up with zeros, which models leave out."""
+    if name != PIXELS or parts[0].ndim != TILED_DIMENSIONS:
+        return torch.cat(parts)
+    most = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, [0] * 7 + [most - part.shape[1]]) for part in parts])
 
 
 def _tiled(parts: Iterable[Tensor], present: Sequence[bool]) -> Tensor:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 PIXELS = "pixel_values"
+SIZES = "image_sizes"
+"""Beside `pixel_values` [images, squares, channels, height, width]."""
 TILED_DIMENSIONS = 5
 """Of `pixel_values` [1, tiles, channels, height, width]."""
 _RECOMPUTED = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
@@ -57,7 +59,8 @@ class ImageInputs:
     def begins_with(self, earlier: ImageInputs) -> bool:
         """Whether the first images are those of `earlier`."""
         # Tiles of images lie along the second dimension, behind that of the batch.
-        dim = 1 if PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS else 0
+        tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS and SIZES not in self.tensors
+        dim = 1 if tiled else 0
         return self.tensors.keys() >= earlier.tensors.keys() and all(
             len(part.shape) == len(self.tensors[name].shape)
             and digest_of(

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.multimodal.families import FAMILIES, ImageItem, family_of
+from rollout.engine.multimodal.families import FAMILIES, family_of
+from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.features import FeatureCache
 from rollout.engine.scheduling.prompt_images import PromptImages, image_keys, is_video
 from rollout.engine.scheduling.sequences import SequenceTable

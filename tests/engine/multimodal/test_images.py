@@ -70,7 +70,7 @@ def test_images_text_and_both_in_one_batch_are_sampled_as_generate_samples_them(
 WITH_VIDEO = (3, "clip", 4, "a", 2, "clipped", 3)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "muse_glimmer"])
 @pytest.mark.parametrize("budget", [64, 9])
 def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name: str, budget: int) -> None:
     engine = make_engine(shared_vision_model(name), max_tokens_per_step=budget)
@@ -314,6 +314,22 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         picture_prompt("gemma4", ["a"]) | {"image_position_ids": torch.zeros(1, 32, 2, dtype=torch.long).index_fill(
             1, torch.arange(7), -1)},
         "25 patches of an image: must be a multiple of 4",
+    ),
+    "a tile that is no rectangle": (
+        "lfm2_vl", picture_prompt("lfm2_vl", ["a"]) | {"spatial_shapes": torch.tensor([[4, 5]])},
+        r"spatial_shapes of 4 x 5 for a tile of \d+ patches: must be their number",
+    ),
+    "tiles without their shapes": (
+        "lfm2_vl", picture_prompt("lfm2_vl", ["a"]) | {"spatial_shapes": torch.ones(2, 2).long()},
+        r"spatial_shapes of shape \[2, 2\], pixel_attention_mask",
+    ),
+    "an image with too few squares": (
+        "llava_next", picture_prompt("llava_next", ["a"]) | {"pixel_values": torch.zeros(1, 2, 3, 16, 16)},
+        r"pixel_values of 2 squares for an image of \[32, 32\]: must be at least 5",
+    ),
+    "squares of another size": (
+        "llava_next", picture_prompt("llava_next", ["a"]) | {"pixel_values": torch.zeros(1, 5, 3, 8, 8)},
+        r"image_sizes of shape \[1, 2\]: must be \[images, squares, 3, 16, 16\]",
     ),
     "not tensors": ("qwen2_5_vl", QWEN | {"pixel_values": ["a.png"]}, "pixel_values of type list: must be a tensor"),
     "two prompts": ("qwen2_5_vl", QWEN | {"input_ids": torch.ones(2, 4)}, "give one prompt at a time"),
