@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class _Layer(ctypes.Structure):
             "input_norm", "post_norm", "query", "key", "value", "output", "gate", "up", "down",
             "query_bias", "key_bias", "value_bias", "output_bias", "query_norm", "key_norm", "keys", "values",
         )),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "group")),
     )  # fmt: skip
 
 
@@ -72,25 +73,20 @@ class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forwa
     """The reason why a model runs its own forward."""
 
 
-class FusedForward:
-    """The C++ forward of one model.
+class BoundForward(ABC):
+    """A forward over the module's own parameters that stands in for the module's while nothing differs from transformers'.
 
     Args:
-        library: see `cpu_library.load`.
         cache: holds K and V.
     """
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL) -> None:
+    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache) -> None:
         self._model = model
         self._layout = layout
         self._cache = cache
-        self._library = library
-        library.rollout_workspace_bytes.restype = ctypes.c_int64
         self._bound: Bound | None = None
         self._module_epoch = -1
         self._why = ""
-        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._logits = torch.empty(0, device="cpu")
 
     def ready(self, module_epoch: int) -> bool:
         """Whether the model, in its current state, can go through `run`.
@@ -101,13 +97,14 @@ class FusedForward:
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()
-        return self._bound is not None and bypassed() is None
+        return self._bound is not None and bypassed(self._layout.device) is None
 
     @property
     def why_not(self) -> str:
         """Why the last `ready` was False."""
-        return self._why or bypassed() or ""
+        return self._why or bypassed(self._layout.device) or ""
 
+    @abstractmethod
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
 
@@ -115,6 +112,38 @@ class FusedForward:
             ids: [P] token ids.
             rows: the P positions.
         """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release buffers that the next step allocates again."""
+
+    def _bind(self) -> None:
+        try:
+            self._bound, why = Bound(self._model, self._layout, self._cache), ""
+        except (Unfusable, Replaced, AttributeError) as exc:
+            self._bound, why = None, str(exc)
+        if why and why != self._why:
+            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
+        self._why = why
+
+
+class FusedForward(BoundForward):
+    """The C++ forward of one model.
+
+    Args:
+        library: see `cpu_library.load`.
+        cache: holds K and V.
+    """
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL) -> None:
+        super().__init__(model, layout, cache)
+        self._library = library
+        library.rollout_workspace_bytes.restype = ctypes.c_int64
+        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._logits = torch.empty(0, device="cpu")
+
+    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+        """Logits [len(keep), V]; see `BoundForward`."""
         bound = self._bound
         assert bound is not None
         bound.reach(int(rows.positions.max()) + 1)
@@ -129,10 +158,13 @@ class FusedForward:
             self._workspace = torch.empty(need, dtype=torch.uint8, device="cpu")
         if self._logits.numel() < kept * bound.model.vocabulary or self._logits.dtype != bound.dtype:
             self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype, device="cpu")
-        slots = rows.slots
+        slots, tables = rows.slots, rows.tables
+        if rows.others:
+            groups = rows.groups()
+            slots, tables = np.stack([each.slots for each in groups]), np.stack([each.tables for each in groups])
         step = _Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
-            rows.tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
+            tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
             len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
         )  # fmt: skip
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
@@ -142,15 +174,6 @@ class FusedForward:
         """Release buffers that the next step allocates again."""
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._logits = torch.empty(0, device="cpu")
-
-    def _bind(self) -> None:
-        try:
-            self._bound, why = Bound(self._model, self._layout, self._cache), ""
-        except (Unfusable, Replaced, AttributeError) as exc:
-            self._bound, why = None, str(exc)
-        if why and why != self._why:
-            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
-        self._why = why
 
 
 class Bound:
@@ -268,7 +291,7 @@ class Bound:
         self._require_numbers(attention, family, layout, index)
         keys, values = cache.layer(index)
         out.keys, out.values = keys.data_ptr(), values.data_ptr()
-        out.window = layout.calls[index].window or 0
+        out.window, out.group = layout.calls[index].window or 0, cache.group_of(index)
         return int(mlp.gate_proj.weight.shape[0])
 
     def _require_numbers(self, attention: Any, family: str, layout: ModelLayout, index: int) -> None:
@@ -383,9 +406,9 @@ def _require(ok: bool, why: str) -> None:
         raise Unfusable(why)
 
 
-def bypassed() -> str | None:
-    """What acts on every module now and the C++ forward would bypass; None: nothing."""
-    if torch.is_autocast_enabled("cpu"):
+def bypassed(device: torch.device) -> str | None:
+    """What acts on every module on `device` now and the C++ forward would bypass; None: nothing."""
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if has_global_hooks():
         return "torch has hooks on every module"

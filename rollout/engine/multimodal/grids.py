@@ -105,7 +105,13 @@ class RotaryGridFamily(GridFamily):
         named = ("image_grid_thw", "video_grid_thw", SECONDS)
         given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
         tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
-        found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
+        try:
+            found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
+        except (RuntimeError, IndexError, TypeError, ValueError, StopIteration) as exc:
+            raise InvalidRequestError(
+                f"{type(self.model).__name__} finds no positions for these placeholders and grids ({type(exc).__name__}: "
+                f"{exc}): text stands between images, and for Qwen3-VL and later between the frames of a video"
+            ) from exc
         return found[:, 0]
 
     @property
