@@ -145,7 +145,6 @@ class EngineParts:
             int(self.config.image_cache_memory_gb * 1024**3),
             min(self.config.max_tokens_per_step, self.max_sequence_length),
             alone=self.group is None,
-            recurrent=self.states is not None,
         )
         # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
         captured = self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None

@@ -9,9 +9,7 @@ import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory.block_pool import zeros
-from rollout.engine.multimodal.vision import Vision
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.requests.images import ImageInputs
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import KVCacheManagementMode
 from tests.engines import (
@@ -29,7 +27,6 @@ from tests.engines import (
 )
 from tests.lives import RECURRENT, Life
 from tests.models import make_model
-from tests.vision_models import picture_prompt, shared_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*is clamped to:UserWarning")
 
@@ -253,11 +250,3 @@ def test_speculation_and_exact_mode_are_refused_by_name() -> None:
         make_engine("qwen3_next", speculation=True)
     with pytest.raises(UnsupportedModelError, match="exact mode"):
         make_engine("qwen3_next", exact=True)
-
-
-def test_images_are_refused_by_name_before_anything_is_queued() -> None:
-    prompt = picture_prompt("qwen3_vl", [5, "a", 6])
-    tokens = prompt.pop("input_ids")[0].tolist()
-    vision = Vision(shared_vision_model("qwen3_vl"), torch.device("cpu"), 2**20, 64, recurrent=True)
-    with pytest.raises(InvalidRequestError, match="has recurrent layers, with which only text is served"):
-        vision.read(tokens, ImageInputs(prompt))

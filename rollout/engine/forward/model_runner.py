@@ -136,9 +136,7 @@ class ModelRunner:
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = self._prompt_spans(step, packed, wanted)
-        images = self._images(step, packed)
-        if images is not None:
-            packed = replace(packed, seen=images.seen)
+        packed, images = self.pictured(step, packed, self.table)
         work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
         if self._leader is None:
             logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
@@ -252,9 +250,13 @@ class ModelRunner:
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def _images(self, step: ScheduledStep, packed: PagedRows) -> StepImages | None:
+    def pictured(
+        self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
+    ) -> tuple[PagedRows, StepImages | None]:
+        """The rows of a step with what its images let them see, and what images change in its forward; None: nothing."""
         with self.installation:
-            return self.vision.of_step(step, self.table, packed.offsets, packed.positions)
+            images = self.vision.of_step(step, table, rows.offsets, rows.positions)
+        return rows if images is None else replace(rows, seen=images.seen), images
 
     def forward(
         self,
@@ -281,7 +283,7 @@ class ModelRunner:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
-                return self._forward_by_length(self.states, ids, rows, keep, slots)
+                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
             fused = self.fused if images is None else None
             if fused is not None and not fused.ready(self.installation.module_epoch):
                 fused = None
@@ -302,11 +304,13 @@ class ModelRunner:
         rows: PagedRows,
         keep: NDArray[np.int64],
         states: NDArray[np.int32],
+        images: StepImages | None,
     ) -> Tensor:
         parts, places = [], []
         for group in length_groups(rows, keep, continues=self.layout.continues):
             cache = StateRows(pool, states[group.members])
-            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache)
+            pictured = None if images is None else images.part(group.positions.ravel())
+            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
             row, column = upload_together((group.row, group.column), self.layout.device)
             parts.append(logits[row, column])
@@ -329,20 +333,23 @@ class ModelRunner:
         rotary = rows.positions if images is None else images.positions
         groups = rows.groups()
         tokens, positions, kept, *slots = upload_together(
-            (np.maximum(ids, 0), rotary, keep, *(each.slots for each in groups)), layout.device
+            (ids, rotary, keep, *(each.slots for each in groups)), layout.device
         )
         write = write_slots if self.paged is None else self.paged.write
+        causal = None
+        if rows.seen is not None and self.vision.causal_without_window:
+            causal = [self._attention(replace(each, seen=None)) for each in groups]
         batch = PagedBatch(
             self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
-            layout.chunks, write,
+            layout.chunks, write, causal,
         )  # fmt: skip
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
             if images is not None:
-                inputs = around.enter_context(self.vision.inputs(tokens[0], images))
-            at = positions.view_as(tokens) if images is None else positions.unsqueeze(-2)
+                inputs = around.enter_context(self.vision.inputs(tokens, images))
+            at = positions.view(*positions.shape[:-1], *tokens.shape)
             output = forward_with(batch, self.model, **inputs, position_ids=at, logits_to_keep=kept, **cache)
         logits: Tensor = output.logits
         return logits
