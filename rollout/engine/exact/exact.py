@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from rollout.engine.exact.decoder import logits_of, output_of
 from rollout.engine.exact.packing import packing_of
-from rollout.engine.forward.fused_forward import Bound, Unfusable, bypassed
+from rollout.engine.forward.fused_binding import Bound
+from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout, inspect_model
 from rollout.engine.forward.originals import Replaced
 from rollout.engine.kernels.cpu_exact import library
@@ -135,7 +136,7 @@ class _ExactForward:
         if layout is None:
             layout = _layouts[model] = inspect_model(model)
         cache = KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
-        bound = Bound(model, layout, cache)
+        bound = Bound(model, layout, cache, exact=True)
         if any(type(module).__module__.startswith("peft.") for module in model.modules()):
             raise Unfusable("it holds PEFT adapters")
         self._layers = list(bound.causal_lm.model.layers)

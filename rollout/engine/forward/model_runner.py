@@ -96,8 +96,9 @@ class ModelRunner:
         if self.paged is not None:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
-        serves = fused and not split
-        self.fused = FusedForward(model, layout, cache, self._library) if serves and self._library else None
+        self.fused: FusedForward | None = None
+        if fused and not split and routers is None and self._library is not None:
+            self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
         self.exact = exact
         self.graphs: GraphedDecode | None = None
         # Graphs need a separate workspace, which `release_workspace` must not free.
@@ -198,6 +199,8 @@ class ModelRunner:
             return cpu_library.status().described
         if self._split:
             return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
+        if self._routers is not None:
+            return "it records the experts that its routers choose (InferenceConfig.record_routes)"
         if self.fused is None:
             return "InferenceConfig.fused_forward=False"
         with self.installation:

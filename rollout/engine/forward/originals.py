@@ -9,7 +9,7 @@ every twenty functions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import repeat
 from operator import is_
@@ -34,10 +34,19 @@ class Originals:
         self._owners: list[object] = []
         self._names: list[str] = []
         self._values: list[object] = []
+        self._items: list[tuple[Mapping[str, Any], str, object]] = []
 
     def intact(self) -> bool:
-        """Whether every recorded attribute is still the same object."""
-        return all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values))
+        """Whether every recorded attribute and item is still the same object."""
+        return all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values)) and all(
+            mapping.get(key) is value for mapping, key, value in self._items
+        )
+
+    def item(self, mapping: Mapping[str, Any], key: str) -> Any:
+        """Record and return an item (None if missing); any other object in its place counts as a change."""
+        value = mapping.get(key)
+        self._items.append((mapping, key, value))
+        return value
 
     def value(self, owner: object, name: str) -> Any:
         """Record and return an attribute (None if missing); any other object in its place counts as a change."""
