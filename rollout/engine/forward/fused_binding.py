@@ -145,7 +145,7 @@ class Bound:
         family = next((each for each in FAMILIES if is_of(model, each.name + each.names.causal_lm)), None)
         if family is None:
             known = ", ".join(each.name for each in FAMILIES)
-            raise Unfusable(f"{type(model).__name__} is of none of the families {known}")
+            raise Unfusable(f"{type(model).__name__} is of none of the families that it serves: {known}")
         if self._exact and not family.exact:
             served = ", ".join(each.name for each in FAMILIES if each.exact)
             raise Unfusable(f"exact mode has training forwards for {served}, not for {family.name}")

@@ -29,7 +29,7 @@ class Originals:
     """Checked functions and values, to be compared by identity later."""
 
     def __init__(self) -> None:
-        self._kinds: set[type] = set()
+        self._methods: set[tuple[type, str]] = set()
         self._places: set[tuple[int, str]] = set()
         self._owners: list[object] = []
         self._names: list[str] = []
@@ -64,10 +64,10 @@ class Originals:
         Raises:
             Replaced: names the first that is not original.
         """
-        if kind in self._kinds:
-            return
-        self._kinds.add(kind)
         for name in names:
+            if (kind, name) in self._methods:
+                continue
+            self._methods.add((kind, name))
             definer = next((each for each in kind.__mro__ if name in vars(each)), kind)
             function = self.value(kind, name)
             module = sys.modules.get(definer.__module__)
