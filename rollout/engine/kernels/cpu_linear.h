@@ -3,6 +3,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu_matmul.h"
@@ -21,40 +22,86 @@ struct Linear {
     Adapter adapter;
 };
 
-// M rows of a against `count` columns of b, J vectors of them; use(m, column, sums, how many of them are real).
-template <int M, int J, typename T, typename Use>
+// use(0) to use(M - 1) with constants as types: constant indices leave an array of sums in registers.
+template <typename Use, int... I>
+static inline void each_of(std::integer_sequence<int, I...>, Use&& use) {
+    (use(std::integral_constant<int, I>{}), ...);
+}
+
+// M rows of a against up to ACROSS columns of b, whose rows are `b_stride` apart; use(m, column, sums, how many are real).
+constexpr int ACROSS = 2 * LANES;
+constexpr int64_t ROWS_AHEAD = 16;  // of b that are prefetched
+template <int M, typename T, typename Use>
 static inline void tile_across(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, int64_t count, Use&& use) {
-    const int64_t tail = count - (J - 1) * LANES;
-    vec sum[M][J];
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < J; j++) sum[m][j] = vec{};
+    const int64_t first = std::min<int64_t>(LANES, count), second = count - first;
+    const auto some = [](const T* p, int64_t real) { return real == LANES ? load(p) : load_first(p, real); };
+    vec low[M], high[M];
+    for (int m = 0; m < M; m++) low[m] = high[m] = vec{};
     for (int64_t k = 0; k < depth; k++, b += b_stride) {
-        vec y[J];
-        for (int j = 0; j < J; j++) y[j] = j == J - 1 && tail < LANES ? load_first(b + j * LANES, tail) : load(b + j * LANES);
+        const vec x = some(b, first), y = second ? some(b + LANES, second) : vec{};
+        __builtin_prefetch(b + ROWS_AHEAD * b_stride);
         for (int m = 0; m < M; m++) {
-            const float x = load_one(a + m * a_stride + k);
-            for (int j = 0; j < J; j++) sum[m][j] += y[j] * x;
+            const float v = load_one(a + m * a_stride + k);
+            low[m] += x * v;
+            high[m] += y * v;
         }
     }
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < J; j++) use(m, j * LANES, sum[m][j], j == J - 1 ? tail : LANES);
+    each_of(std::make_integer_sequence<int, M>(), [&](auto m) {
+        use(m, 0, low[m], first);
+        if (second) use(m, LANES, high[m], second);
+    });
 }
+#if WIDE && defined(__AVX512BF16__)
+// Two rows of b at a time, interleaved.
+template <int M, typename Use>
+static inline void tile_across(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t depth, int64_t count, Use&& use) {
+    const __mmask32 real = static_cast<__mmask32>((1ull << count) - 1);
+    vec low[M], high[M];
+    for (int m = 0; m < M; m++) low[m] = high[m] = vec{};
+    const auto step = [&](int64_t k, __m512i x, __m512i y, bool both) {
+        const __m512bh lower = (__m512bh)_mm512_unpacklo_epi16(x, y), upper = (__m512bh)_mm512_unpackhi_epi16(x, y);
+        for (int m = 0; m < M; m++) {
+            uint32_t pair = a[m * a_stride + k];
+            if (both) std::memcpy(&pair, a + m * a_stride + k, sizeof(pair));
+            const __m512bh v = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(pair));
+            low[m] = (vec)_mm512_dpbf16_ps((__m512)low[m], v, lower);
+            high[m] = (vec)_mm512_dpbf16_ps((__m512)high[m], v, upper);
+        }
+    };
+    const auto row = [&](int64_t k) { return _mm512_maskz_loadu_epi16(real, b + k * b_stride); };
+    int64_t k = 0;
+    for (; k + 2 <= depth; k += 2) {
+        __builtin_prefetch(b + (k + ROWS_AHEAD) * b_stride);
+        __builtin_prefetch(b + (k + ROWS_AHEAD + 1) * b_stride);
+        step(k, row(k), row(k + 1), true);
+    }
+    if (k < depth) step(k, row(k), _mm512_setzero_si512(), false);
+    // Interleaving works on groups of eight columns, and leaves four of each in either half.
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    each_of(std::make_integer_sequence<int, M>(), [&](auto m) {
+        use(m, 0, (vec)_mm512_permutex2var_ps((__m512)low[m], first, (__m512)high[m]), std::min<int64_t>(LANES, count));
+        if (count > LANES) use(m, LANES, (vec)_mm512_permutex2var_ps((__m512)low[m], second, (__m512)high[m]), count - LANES);
+    });
+}
+#endif
 
 // Like `product`, with b [depth, columns] whose rows are `stride` apart; use(row, n, vector of sums from n on, how many are real).
 template <typename T, typename Use>
 static void product_across(const T* a, int64_t first, int64_t count, const T* b, int64_t stride, int64_t begin, int64_t end,
                            int64_t depth, Use&& use) {
-    for (int64_t n = begin; n < end; n += 2 * LANES) {
-        const int64_t columns = std::min<int64_t>(2 * LANES, end - n);
-        const auto some = [&](auto m, int64_t row) {
+    for (int64_t n = begin; n < end; n += ACROSS) {
+        int64_t row = first;
+        const auto each = [&](auto m) {
             constexpr int M = decltype(m)::value;
             const auto keep = [&](int64_t i, int64_t at, vec v, int64_t real) { use(row + i, n + at, v, real); };
-            if (columns > LANES) tile_across<M, 2>(a + row * depth, depth, b + n, stride, depth, columns, keep);
-            else tile_across<M, 1>(a + row * depth, depth, b + n, stride, depth, columns, keep);
+            for (; row + M <= first + count; row += M)
+                tile_across<M>(a + row * depth, depth, b + n, stride, depth, std::min<int64_t>(ACROSS, end - n), keep);
         };
-        int64_t row = first;
-        for (; row + 4 <= first + count; row += 4) some(std::integral_constant<int, 4>{}, row);
-        for (; row < first + count; row++) some(std::integral_constant<int, 1>{}, row);
+        if constexpr (TILE_ROWS > 4) each(std::integral_constant<int, 6>{});
+        each(std::integral_constant<int, 4>{});
+        each(std::integral_constant<int, 2>{});
+        each(std::integral_constant<int, 1>{});
     }
 }
 

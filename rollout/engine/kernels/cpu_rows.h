@@ -72,15 +72,22 @@ KEPT_APART static void rms_norm_rounded_once(const T* x, const void* weight, flo
 template <typename T>
 KEPT_APART static void layer_norm(const T* x, const void* weight, const void* bias, T* out, int64_t width, float epsilon) {
     const T *w = static_cast<const T*>(weight), *b = static_cast<const T*>(bias);
-    double total = 0.0, squares = 0.0;
-    for (int64_t i = 0; i < width; i++) total += load_one(x + i);
-    const float mean = static_cast<float>(total / static_cast<double>(width));
-    for (int64_t i = 0; i < width; i++) {
-        const double v = load_one(x + i) - mean;
-        squares += v * v;
+    const auto mean_of = [&](auto&& of) {
+        vec total = vec{};
+        float rest = 0.0f;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) total += of(load(x + i));
+        for (; i < width; i++) rest += of(load_one(x + i));
+        return (sum(total) + rest) / static_cast<float>(width);
+    };
+    const float mean = mean_of([](auto v) { return v; });
+    const float scale = 1.0f / std::sqrt(mean_of([=](auto v) { return (v - mean) * (v - mean); }) + epsilon);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const vec v = (load(x + i) - mean) * scale * load(w + i);
+        store(out + i, b ? v + load(b + i) : v);
     }
-    const float scale = 1.0f / std::sqrt(static_cast<float>(squares / static_cast<double>(width)) + epsilon);
-    for (int64_t i = 0; i < width; i++)
+    for (; i < width; i++)
         store_one(out + i, (load_one(x + i) - mean) * scale * load_one(w + i) + (b ? load_one(b + i) : 0.0f));
 }
 
@@ -123,14 +130,13 @@ KEPT_APART static void rotate_pairs(T* x, const A* cosine, const A* sine, int64_
 // gate = use(gate) * up, rounded after both; without `up`, gate = use(gate).
 template <typename T, typename Use>
 static inline void through(T* gate, const T* up, int64_t width, Use&& use) {
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        const vec v = rounded<T>(use(load(gate + i)));
-        store(gate + i, up ? v * load(up + i) : v);
-    }
-    if (i == width) return;
-    const vec v = rounded<T>(use(load_first(gate + i, width - i)));
-    store_first(gate + i, up ? v * load_first(up + i, width - i) : v, width - i);
+    const auto all = [&](auto&& finish) {
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) store(gate + i, finish(rounded<T>(use(load(gate + i))), i, LANES));
+        if (i < width) store_first(gate + i, finish(rounded<T>(use(load_first(gate + i, width - i))), i, width - i), width - i);
+    };
+    if (!up) return all([](vec v, int64_t, int64_t) { return v; });
+    all([&](vec v, int64_t i, int64_t count) { return v * (count == LANES ? load(up + i) : load_first(up + i, count)); });
 }
 
 // gate = silu(gate) * up
