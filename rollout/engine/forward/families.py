@@ -21,6 +21,8 @@ class Names:
     decoder_class: str = "Model"
     """After the family's name."""
     embedding: str = "embed_tokens"
+    positions: str = "wpe"
+    """Learned positions, where there is no rotary embedding."""
     layers: str = "layers"
     layer: str = "DecoderLayer"
     """Class, after the family's name."""
@@ -59,8 +61,6 @@ class Family:
     """None: learned positions."""
     rotary_by_type: bool = False
     """Whether layers of different types have rotary tables of their own."""
-    rotary_wide: bool = False
-    """Whether the tables are float32, whatever the model's dtype."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
     """Where a layer reads its window from."""
@@ -95,8 +95,8 @@ FAMILIES = (
            window="attention", capped_scores=True, capped_logits=True),
     Family("Gemma3", names=_GEMMA3, norms=_AROUND_BOTH, norm=NormKind.RMS_OF_ONE_PLUS_WEIGHT, query_norm="head",
            scaled_embedding=True, window="attention", rotary_by_type=True, capped_logits=True),
-    Family("Olmo2", norms=_AFTER_BOTH, norm=NormKind.RMS_ROUNDED_ONCE, query_norm="whole", rotary_wide=True),
-    Family("Olmo3", norms=_AFTER_BOTH, norm=NormKind.RMS_ROUNDED_ONCE, query_norm="whole", rotary_wide=True,
+    Family("Olmo2", norms=_AFTER_BOTH, norm=NormKind.RMS_ROUNDED_ONCE, query_norm="whole"),
+    Family("Olmo3", norms=_AFTER_BOTH, norm=NormKind.RMS_ROUNDED_ONCE, query_norm="whole",
            rotary_by_type=True, window="attention"),
     Family("Phi3", names=_PACKED, window="config",
            dropouts=((), ("resid_attn_dropout", "resid_mlp_dropout"), (), ())),
