@@ -96,6 +96,8 @@ class GraphedDecode:
     Args:
         cache: holds K and V.
         max_rows: most rows of a step.
+        kernels: the attention of the module's forward.
+        forward: logits [B, V] of a step, in place of the module's forward; None: the module's is captured.
     """
 
     def __init__(
@@ -106,10 +108,12 @@ class GraphedDecode:
         max_rows: int,
         device: Device,
         kernels: DecodeKernels,
+        forward: Callable[[DecodeInputs], Tensor] | None = None,
     ) -> None:
         self._model = model
+        self._logits_of = forward or self._module_logits
         self._layout = layout
-        self._block_size = cache.block_size
+        self._block_size, self._groups = cache.block_size, cache.num_groups
         self._max_rows = max_rows
         self._device = device
         self._kernels = kernels
@@ -201,7 +205,7 @@ class GraphedDecode:
     ) -> _Graph | None:
         if size in self._failed or size in self._short:
             return None
-        inputs = DecodeInputs(size.rows, size.columns, self._layout.device)
+        inputs = DecodeInputs(size.rows, size.columns, self._layout.device, self._groups)
         inputs.fill(ids, rows, rotary)
         written: list[torch.dtype] = []
         try:
@@ -241,18 +245,11 @@ class GraphedDecode:
             self._say_why_not(self._given_up)
 
     def _forward(self, inputs: DecodeInputs) -> torch.dtype:
-        """Run the model's forward and keep its logits; returns their dtype."""
+        """Run the forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
         count = len(inputs.slots)
-        output = forward_with(
-            _Batch(self._kernels, self._layout, inputs),
-            self._model,
-            input_ids=inputs.ids[None],
-            position_ids=inputs.positions[None],
-            logits_to_keep=torch.arange(count, device=self._layout.device),
-        )
-        logits: Tensor = output.logits[0]
+        logits = self._logits_of(inputs)
         if logits.dtype not in self._logits:
             # Shared by all graphs: logits are the largest tensor of a small batch.
             largest = padded_rows(self._max_rows)
@@ -262,6 +259,17 @@ class GraphedDecode:
                 )
         self._logits[logits.dtype][:count].copy_(logits)
         return logits.dtype
+
+    def _module_logits(self, inputs: DecodeInputs) -> Tensor:
+        output = forward_with(
+            _Batch(self._kernels, self._layout, inputs),
+            self._model,
+            input_ids=inputs.ids[None],
+            position_ids=inputs.positions[None],
+            logits_to_keep=torch.arange(len(inputs.slots), device=self._layout.device),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
 
     def _say_why_not(self, why: str) -> None:
         _log.warning(

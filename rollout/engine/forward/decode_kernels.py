@@ -24,19 +24,23 @@ class DecodeInputs:
         slots: [B] int32, slot mapping of its K and V; -1 in padding.
         seen: [B] int32, the last position it attends to, its own; -1 in padding.
         tables: [B, columns] int32, block ids.
+        groups: slots and tables of each group of layers; those above are the first one's.
     """
 
-    def __init__(self, batch: int, columns: int, device: torch.device) -> None:
-        self._host = [np.zeros(batch, np.int32) for _ in range(4)] + [np.zeros((batch, columns), np.int32)]
+    def __init__(self, batch: int, columns: int, device: torch.device, groups: int = 1) -> None:
+        self._host = [np.zeros(batch, np.int32) for _ in range(3 + groups)]
+        self._host += [np.zeros((batch, columns), np.int32) for _ in range(groups)]
         flat, begins = packed(self._host)
         self._device = device
         # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self._flat = torch.from_numpy(flat).to(device, copy=True)
-        self._ids, self._positions, self.slots, self.seen, self.tables = (
+        self._ids, self._positions, self.seen, *others = (
             self._flat[begin : begin + array.size].view(array.shape)
             for array, begin in zip(self._host, begins, strict=True)
         )
+        self.groups = list(zip(others[:groups], others[groups:], strict=True))
+        self.slots, self.tables = self.groups[0]
 
     @property
     def ids(self) -> Tensor:
@@ -55,13 +59,14 @@ class DecodeInputs:
             rotary: [B] rotary positions, which differ after an image; None: `rows.positions`.
         """
         rotary = rows.positions if rotary is None else rotary
+        groups = rows.groups()
         used, columns = len(ids), min(rows.tables.shape[1], self.tables.shape[1])
-        for array, padding, values in zip(
-            self._host, (0, 0, -1, -1), (ids, rotary, rows.slots, rows.positions), strict=False
-        ):
-            array[:used], array[used:] = values, padding
-        # Old entries of a table may stay: they are behind the row's last block.
-        self._host[4][:used, :columns] = rows.tables[:, :columns]
+        values = (ids, rotary, rows.positions, *(each.slots for each in groups))
+        for array, padding, value in zip(self._host, (0, 0, *[-1] * (1 + len(groups))), values, strict=False):
+            array[:used], array[used:] = value, padding
+        for array, each in zip(self._host[len(values) :], groups, strict=True):
+            # Old entries of a table may stay: they are behind the row's last block.
+            array[:used, :columns] = each.tables[:, :columns]
         self._flat.copy_(staged(packed(self._host)[0], self._device), non_blocking=True)
 
 
@@ -135,9 +140,10 @@ class TritonDecode:
         if any(part[0].numel() * part.element_size() % 16 for part in (keys, values)):
             raise Uncapturable("16 does not divide the bytes of its KV blocks")
         cells = self._cache.addresses[2 * layer : 2 * layer + 2]
-        self._paged.write(key, value, keys, values, inputs.slots, cells=cells)
+        slots, tables = inputs.groups[self._cache.group_of(layer)]
+        self._paged.write(key, value, keys, values, slots, cells=cells)
         out, _ = self._paged.decode_with_lse(
-            query, keys, values, inputs.tables, inputs.seen, window, scaling,
+            query, keys, values, tables, inputs.seen, window, scaling,
             softcap=softcap, chunk=chunk, sinks=sinks, cells=cells,
         )  # fmt: skip
         return out.to(dtype)

@@ -236,7 +236,8 @@ class Bound:
             out.query_norm, out.key_norm = self._parts.norm(attention.q_norm), self._parts.norm(attention.k_norm)
         self._require_numbers(attention, shape.head_dim, call)
         keys, values = cache.layer(index)
-        out.keys, out.values, out.window = keys.data_ptr(), values.data_ptr(), call.window or 0
+        out.keys, out.values = keys.data_ptr(), values.data_ptr()
+        out.window, out.group = call.window or 0, cache.group_of(index)
 
     def _require_numbers(self, attention: Any, head_dim: int, call: AttentionCall) -> None:
         """Check that a layer's numbers equal those of the layout."""

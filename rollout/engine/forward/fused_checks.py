@@ -119,9 +119,9 @@ def _only_marks(hook: Any) -> bool:
     )
 
 
-def bypassed() -> str | None:
-    """What acts on every module now and the C++ forward would bypass; None: nothing."""
-    if torch.is_autocast_enabled("cpu"):
+def bypassed(device: torch.device) -> str | None:
+    """What acts on every module on `device` now and the C++ forward would bypass; None: nothing."""
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if has_global_hooks():
         return "torch has hooks on every module"

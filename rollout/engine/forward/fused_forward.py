@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -28,7 +29,63 @@ from rollout.engine.memory.kv_cache import KVCache
 _log = logging.getLogger(__name__)
 
 
-class FusedForward:
+class BoundForward(ABC):
+    """A forward over the module's own parameters that stands in for the module's while nothing differs from transformers'.
+
+    Args:
+        cache: holds K and V.
+        exact: serve only what exact mode has a training forward for.
+    """
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, *, exact: bool = False) -> None:
+        self._model = model
+        self._layout = layout
+        self._cache = cache
+        self._exact = exact
+        self._bound: Bound | None = None
+        self._module_epoch = -1
+        self._why = ""
+
+    def ready(self, module_epoch: int) -> bool:
+        """Whether the model, in its current state, can go through `run`.
+
+        Args:
+            module_epoch: changes whenever the trainer may have modified the module.
+        """
+        if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
+            self._module_epoch = module_epoch
+            self._bind()
+        return self._bound is not None and bypassed(self._layout.device) is None
+
+    @property
+    def why_not(self) -> str:
+        """Why the last `ready` was False."""
+        return self._why or bypassed(self._layout.device) or ""
+
+    @abstractmethod
+    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+        """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
+
+        Args:
+            ids: [P] token ids.
+            rows: the P positions.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release buffers that the next step allocates again."""
+
+    def _bind(self) -> None:
+        try:
+            self._bound, why = Bound(self._model, self._layout, self._cache, exact=self._exact), ""
+        except (Unfusable, Replaced, AttributeError) as exc:
+            self._bound, why = None, str(exc)
+        if why and why != self._why:
+            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
+        self._why = why
+
+
+class FusedForward(BoundForward):
     """The C++ forward of one model.
 
     Args:
@@ -40,41 +97,14 @@ class FusedForward:
     def __init__(
         self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL, *, exact: bool = False
     ) -> None:
-        self._model = model
-        self._layout = layout
-        self._cache = cache
+        super().__init__(model, layout, cache, exact=exact)
         self._library = library
-        self._exact = exact
         library.rollout_workspace_bytes.restype = ctypes.c_int64
-        self._bound: Bound | None = None
-        self._module_epoch = -1
-        self._why = ""
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._logits = torch.empty(0, device="cpu")
 
-    def ready(self, module_epoch: int) -> bool:
-        """Whether the model, in its current state, can go through `run`.
-
-        Args:
-            module_epoch: changes whenever the trainer may have modified the module.
-        """
-        if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
-            self._module_epoch = module_epoch
-            self._bind()
-        return self._bound is not None and bypassed() is None
-
-    @property
-    def why_not(self) -> str:
-        """Why the last `ready` was False."""
-        return self._why or bypassed() or ""
-
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
-        """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
-
-        Args:
-            ids: [P] token ids.
-            rows: the P positions.
-        """
+        """Logits [len(keep), V]; see `BoundForward`."""
         bound = self._bound
         assert bound is not None
         bound.reach(int(rows.positions.max()) + 1)
@@ -89,10 +119,13 @@ class FusedForward:
             self._workspace = torch.empty(need, dtype=torch.uint8, device="cpu")
         if self._logits.numel() < kept * bound.model.vocabulary or self._logits.dtype != bound.dtype:
             self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype, device="cpu")
-        slots = rows.slots
+        slots, tables = rows.slots, rows.tables
+        if rows.others:
+            groups = rows.groups()
+            slots, tables = np.stack([each.slots for each in groups]), np.stack([each.tables for each in groups])
         step = Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
-            rows.tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
+            tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
             len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
         )  # fmt: skip
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
@@ -102,12 +135,3 @@ class FusedForward:
         """Release buffers that the next step allocates again."""
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._logits = torch.empty(0, device="cpu")
-
-    def _bind(self) -> None:
-        try:
-            self._bound, why = Bound(self._model, self._layout, self._cache, exact=self._exact), ""
-        except (Unfusable, Replaced, AttributeError) as exc:
-            self._bound, why = None, str(exc)
-        if why and why != self._why:
-            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
-        self._why = why

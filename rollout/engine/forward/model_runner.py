@@ -23,7 +23,7 @@ from rollout.engine.forward.attention import Installation, PagedBatch, forward_w
 from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
-from rollout.engine.forward.fused_forward import FusedForward
+from rollout.engine.forward.fused_forward import BoundForward, FusedForward
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.recurrent_states import StateRows
@@ -58,8 +58,9 @@ class ModelRunner:
 
     Args:
         fused: on a CPU, try the fused forward.
-        exact: run nothing but the fused forward, and report log-probs by torch's own log-softmax.
-        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs.
+        exact: run nothing but `fused`, which on a GPU is set after construction (`exact.paged_forward`), and report
+            log-probs by torch's own log-softmax.
+        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs of the module's forward.
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
@@ -93,10 +94,11 @@ class ModelRunner:
         self.vision = vision
         self._library = cpu_library.load() if layout.device.type == "cpu" else None
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
-        if self.paged is not None:
+        if self.paged is not None and not exact:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
-        self.fused: FusedForward | None = None
+        self.fused: BoundForward | None = None
+        """Runs the steps of a model that it serves, in place of the module's forward."""
         if fused and not split and routers is None and self._library is not None:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
         self.exact = exact
@@ -149,7 +151,7 @@ class ModelRunner:
         sampled = self._sample(step, sampled_logits)
         if step.depths is not None and (broken := np.isnan(sampled.logprobs) & (step.depths > 0)).any():
             # A kernel may multiply what lies behind a sequence's end by zero, which leaves a NaN of a rejected draft.
-            self.zero_slots(packed.slots[keep[broken]])
+            self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
         return sampled
 
     def compute(
@@ -193,15 +195,15 @@ class ModelRunner:
 
     def why_not_fused(self) -> str | None:
         """Why a step runs the module's own forward in the model's present state; None: it runs the fused one."""
-        if self.layout.device.type != "cpu":
-            return f"it is on {self.layout.device}"
-        if self._library is None:
-            return cpu_library.status().described
-        if self._split:
-            return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
-        if self._routers is not None:
-            return "it records the experts that its routers choose (InferenceConfig.record_routes)"
         if self.fused is None:
+            if self.layout.device.type != "cpu":
+                return f"it is on {self.layout.device}"
+            if self._library is None:
+                return cpu_library.status().described
+            if self._split:
+                return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
+            if self._routers is not None:
+                return "it records the experts that its routers choose (InferenceConfig.record_routes)"
             return "InferenceConfig.fused_forward=False"
         with self.installation:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
@@ -268,14 +270,17 @@ class ModelRunner:
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
                 return self._forward_by_length(self.states, ids, rows, keep, slots)
-            if images is None and self.fused is not None and self.fused.ready(self.installation.module_epoch):
-                return self.fused.run(ids, rows, keep)
-            if self.exact:
+            fused = self.fused if images is None else None
+            if fused is not None and not fused.ready(self.installation.module_epoch):
+                fused = None
+            if self.exact and fused is None:
                 self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
                 replayed = self.graphs.run(ids, rows, keep, self.installation.module_epoch, rotary)
                 if replayed is not None:
                     return replayed
+            if fused is not None:
+                return fused.run(ids, rows, keep)
             keep = keep if len(keep) else rows.offsets[-1:] - 1
             return self._module_forward(ids[None], rows, keep, images=images)[0]
 
@@ -309,14 +314,18 @@ class ModelRunner:
         """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L], at positions `keep` of every row."""
         layout = self.layout
         rotary = rows.positions if images is None else images.positions
-        tokens, positions, slots, kept = upload_together((np.maximum(ids, 0), rotary, rows.slots, keep), layout.device)
+        groups = rows.groups()
+        tokens, positions, kept, *slots = upload_together(
+            (np.maximum(ids, 0), rotary, keep, *(each.slots for each in groups)), layout.device
+        )
         write = write_slots if self.paged is None else self.paged.write
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows, layout.chunks, write
-        )
+            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
+            layout.chunks, write,
+        )  # fmt: skip
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
-            around.enter_context(self._recording(slots))
+            around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
             if images is not None:
                 inputs = around.enter_context(self.vision.inputs(tokens[0], images))
@@ -415,9 +424,9 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
     entries = np.repeat(np.arange(len(step.rows)), step.counts)
     positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
     width = -(-int((step.starts + step.counts).max()) // table.block_size)
-    tables = table.blocks[step.rows, :width].astype(np.int64)
+    tables, *others = table.block_tables(step.rows, width)
     ids = table.tokens[step.rows[entries], positions].astype(np.int64)
-    return ids, PagedRows(offsets, positions, tables, table.block_size)
+    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))
 
 
 def _current_stream(device: torch.device) -> Stream:

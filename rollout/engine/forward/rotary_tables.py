@@ -37,6 +37,8 @@ def rotary_numbers(rotary: Any, layer_type: str | None = None) -> tuple[Tensor, 
 def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines [at least max(`length`, 1), D] of positions from 0 on, contiguous, on the CPU.
 
+    On whichever device the module is, they are computed on the CPU: the same bits for all.
+
     Args:
         dtype: of the hidden states, and of the tables unless the module keeps them in float32.
         layer_type: of the layers that they are for; None: all layers have the same.

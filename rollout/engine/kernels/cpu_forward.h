@@ -25,6 +25,7 @@ struct Layer {
     void *keys, *values;           // [blocks, block_size, Hkv, D]
     const void *cosines, *sines;   // [positions, rotary_dim]; null: no rotary embedding
     int64_t window;                // 0: none
+    int64_t group;                 // of layers, whose slots and tables it uses
     int64_t inner;                 // width of the MLP
 };
 
@@ -46,9 +47,10 @@ struct Model {
 };
 
 struct Step {
-    const int64_t *ids, *positions, *slots;  // [P]; slots: slot mapping of K and V, block * block_size + offset
+    const int64_t *ids, *positions;          // [P]
+    const int64_t* slots;                    // [groups, P], slot mapping of K and V, block * block_size + offset
     const int64_t* offsets;                  // [R + 1]
-    const int64_t* tables;                   // [R, width]
+    const int64_t* tables;                   // [groups, R, width]
     const int64_t* keep;                     // [kept], positions whose logits are wanted
     void* logits;                            // [kept, vocabulary]
     void* workspace;
@@ -187,7 +189,7 @@ struct Forward {
         }
         if (head < H) return;
         void* cache = head < H + K ? layer.keys : layer.values;
-        std::memcpy(static_cast<T*>(cache) + (s.slots[p] * K + (head - H) % K) * D, one, D * sizeof(T));
+        std::memcpy(static_cast<T*>(cache) + (s.slots[layer.group * P + p] * K + (head - H) % K) * D, one, D * sizeof(T));
     }
 
     void turn(T* one, const void* cosines, const void* sines, int64_t angle) const {
@@ -261,6 +263,7 @@ struct Forward {
             a.keys = layer.keys;
             a.values = layer.values;
             a.window = layer.window;
+            a.tables = s.tables + layer.group * s.sequences * s.width;
             attention<T>(a, layer.window ? windowed : tasks, crew);
             add_to_stream(layer.output, at.attended, H * D, layer.after_attention);
             const T* in = normed(layer.before_mlp);

@@ -77,7 +77,7 @@ class Layer(ctypes.Structure):
         *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
         ("experts", Experts),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "cosines", "sines")),
-        *((name, ctypes.c_int64) for name in ("window", "inner")),
+        *((name, ctypes.c_int64) for name in ("window", "group", "inner")),
     )
 
 
