@@ -136,13 +136,13 @@ class Bound:
         )
 
     def _family_of(self, model: Any) -> Family:
-        family = next((each for each in FAMILIES if is_of(model, each.name + each.names.causal_lm)), None)
+        served = [each for each in FAMILIES if each.exact or not self._exact]
+        family = next((each for each in served if is_of(model, each.name + each.names.causal_lm)), None)
         if family is None:
-            known = ", ".join(each.name for each in FAMILIES)
-            raise Unfusable(f"{type(model).__name__} is of none of the families that it serves: {known}")
-        if self._exact and not family.exact:
-            served = ", ".join(each.name for each in FAMILIES if each.exact)
-            raise Unfusable(f"exact mode has training forwards for {served}, not for {family.name}")
+            known = (
+                f"of {'exact mode' if self._exact else 'the fused forward'}: {', '.join(each.name for each in served)}"
+            )
+            raise Unfusable(f"{type(model).__name__} is none of the families {known}")
         return family
 
     def _buffers_now(self) -> tuple[object, ...]:
