@@ -163,7 +163,7 @@ class OpenGroup:
         outcome = unpack(sample.outcome or b"")
         if outcome.block_size_tokens is not None and not self._hashes:
             self._hashes = compute_block_hashes_batched(
-                self._prompt_list, outcome.block_size_tokens, self.params.cache_salt
+                self._prompt_list, outcome.block_size_tokens, self.params.prefix_share
             )
         request = DynamicInferenceRequest(
             request_id=self.request_id,

@@ -179,7 +179,9 @@ class BlockTables:
         found = found[:count]
         table.blocks[row, : len(found)] = found
         table.num_blocks[row] = table.chained[row] = len(found)
-        table.chain[row] = hashes[len(found) - 1] if found else chain_root(sequence.request.sampling_params.cache_salt)
+        table.chain[row] = (
+            hashes[len(found) - 1] if found else chain_root(sequence.request.sampling_params.prefix_share)
+        )
         # The last token is always computed: its logits are needed.
         table.computed[row] = min(len(found) * size, len(sequence.tokens) - 1)
         start = int(table.computed[row])

@@ -123,7 +123,7 @@ class Sequence:
     def set_prompt(self, tokens: list[int], block_size: int) -> None:
         """Make `tokens`, which begin with the prompt so far, the prompt of the live segment."""
         self.tokens = np.asarray(tokens, np.int32) if self.images is None else self.images.keyed(tokens)
-        self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.cache_salt)
+        self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.prefix_share)
 
     def fitting(self, start: int, count: int) -> int:
         """The most positions, at most `count`, of a prefill chunk from `start`; 0: an image that is not cut is larger."""

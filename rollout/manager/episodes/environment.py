@@ -107,7 +107,7 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
             return await _turns(episode, made, tokenizer, max_turns)
         finally:
             if (close := getattr(made, "close", None)) is not None:
-                await _called(close)
+                await called(close)
 
     return play
 
@@ -119,10 +119,10 @@ def _is_play(environment: Any) -> TypeGuard[Play]:
 
 
 async def _turns(episode: Episode, environment: Environment, tokenizer: Any, max_turns: int) -> float:
-    prompt: Prompt = await _called(environment.reset, episode.task)
+    prompt: Prompt = await called(environment.reset, episode.task)
     reward = 0.0
     for _ in range(max_turns):
-        step = await _called(environment.step, await episode.sample(prompt))
+        step = await called(environment.step, await episode.sample(prompt))
         if not isinstance(step, StepResult):
             raise TypeError(f"step() returned {type(step).__name__}: must be a StepResult(observation, reward, done)")
         reward += step.reward
@@ -141,7 +141,8 @@ def _tokens(observation: str | Sequence[int], tokenizer: Any) -> Sequence[int]:
     return ids
 
 
-async def _called(method: Callable[..., Any], *args: Any) -> Any:
+async def called(method: Callable[..., Any], *args: Any) -> Any:
+    """Result of a coroutine function, or of any other one, which runs on a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)
