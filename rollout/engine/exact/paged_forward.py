@@ -15,7 +15,8 @@ from rollout.engine.exact.operations import linear
 from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
-from rollout.engine.forward.fused_forward import Bound, BoundForward
+from rollout.engine.forward.fused_binding import Bound
+from rollout.engine.forward.fused_forward import BoundForward
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.rotary_tables import rotary_tables
@@ -74,7 +75,7 @@ class PagedForward(BoundForward):
     """
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
-        super().__init__(model, layout, cache)
+        super().__init__(model, layout, cache, exact=True)
         self._paged = paged
         self._length = length
         self._tables: tuple[Tensor, Tensor] | None = None

@@ -100,11 +100,10 @@ class ModelRunner:
         if self.paged is not None and not exact:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
-        serves = fused and not split
         self.fused: BoundForward | None = None
         """Runs the steps of a model that it serves, in place of the module's forward."""
-        if serves and self._library:
-            self.fused = FusedForward(model, layout, cache, self._library)
+        if fused and not split and routers is None and self._library is not None:
+            self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
         self.exact = exact
         self.graphs: GraphedDecode | None = None
         # Graphs need a separate workspace, which `release_workspace` must not free.
@@ -210,6 +209,8 @@ class ModelRunner:
                 return cpu_library.status().described
             if self._split:
                 return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
+            if self._routers is not None:
+                return "it records the experts that its routers choose (InferenceConfig.record_routes)"
             return "InferenceConfig.fused_forward=False"
         with self.installation:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
