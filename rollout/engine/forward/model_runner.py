@@ -317,11 +317,10 @@ class ModelRunner:
         tokens, positions, kept, *slots = upload_together(
             (np.maximum(ids, 0), rotary, keep, *(each.slots for each in groups)), layout.device
         )
-        write = write_slots if self.paged is None else self.paged.write
+        attention, write = map(self._attention, groups), write_slots if self.paged is None else self.paged.write
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
-            layout.chunks, write,
-        )  # fmt: skip
+            self.cache, layout.layer_of, slots, list(attention), layout.mask_windows, layout.chunks, write
+        )
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
@@ -334,9 +333,8 @@ class ModelRunner:
         return logits
 
     def _recording(self, slots: Tensor) -> AbstractContextManager[object]:
-        if self._routers is None:
-            return nullcontext()
-        return self._routers.recorded(partial(self.cache.write_routes, slots))
+        write = partial(self.cache.write_routes, slots)
+        return nullcontext() if self._routers is None else self._routers.recorded(write)
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
         plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
