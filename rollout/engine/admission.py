@@ -192,7 +192,7 @@ class Admission:
         request.block_size_tokens = self._config.block_size_tokens
         request.enable_prefix_caching = self._config.enable_prefix_caching
         request.precomputed_block_hashes = compute_block_hashes_batched(
-            request.prompt_tokens, self._config.block_size_tokens, request.sampling_params.cache_salt
+            request.prompt_tokens, self._config.block_size_tokens, request.sampling_params.prefix_share
         )
         pictured = self.images(number, prompt_of(record[0]))
         self._controller.check_tokens(request.prompt_tokens)
@@ -250,7 +250,7 @@ class Admission:
             tokens = images.keyed(request.prompt_tokens)
             if request.enable_prefix_caching:
                 request.precomputed_block_hashes = compute_block_hashes_batched(
-                    tokens, self._config.block_size_tokens, params.cache_salt
+                    tokens, self._config.block_size_tokens, params.prefix_share
                 )
         return Sequence(
             record=record,

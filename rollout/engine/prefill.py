@@ -120,7 +120,7 @@ class Prefill:
             priority=0, metadata=None,
         )  # fmt: skip
         # What is found in the prefix cache has no logits.
-        sample.hashes = sample.hashes[: first // self._config.block_size_tokens]
+        sample.hashes, sample.reusable = sample.hashes[: first // self._config.block_size_tokens], first
         scheduler.add(sample)
         return sample
 

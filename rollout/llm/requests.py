@@ -138,6 +138,11 @@ class LLMRequests(ABC):
         """Counters and gauges of this rank's engine, by plain names."""
         return self.engine.stats()
 
+    @property
+    def lora_adapters(self) -> dict[str, str]:
+        """Folder of each LoRA adapter that requests may name (`SamplingParams.adapter`), by name."""
+        return self.engine.adapters.folders
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(

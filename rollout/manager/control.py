@@ -69,7 +69,7 @@ class ManagerControl:
         self._suspension = Suspension(engine, self._metrics)
         self._step_began: float | None = None
         """Seconds since the epoch at the last `before_optimizer_step` without a `weights_updated` after it."""
-        self._player = EpisodePlayer(self._loop.samples, engine.check_request, self.config.seed, clock)
+        self._player = EpisodePlayer(self._loop.samples, engine.check_request, self.config.seed, clock, engine.tap)
         self._closed = False
         watch(self)
 

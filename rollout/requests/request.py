@@ -259,8 +259,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         # A prompt shorter than a block has no hashes: skip the computation.
         shorter = size is not None and 0 < len(self.prompt_tokens) < size
         if size is not None and not shorter and not self.precomputed_block_hashes:
-            salt = self.sampling_params.cache_salt
-            self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, size, salt)
+            share = self.sampling_params.prefix_share
+            self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, size, share)
 
     def _check_at_most(self, name: str, value: int, limit: int) -> None:
         if not 0 <= value <= limit:

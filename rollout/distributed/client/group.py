@@ -169,7 +169,7 @@ class OpenGroup:
         outcome = unpack(sample.outcome or b"")
         if outcome.block_size_tokens is not None and not self._hashes:
             hashed = np.frombuffer(self.keyed, "<i4") if self.keyed else self._prompt_list
-            self._hashes = compute_block_hashes_batched(hashed, outcome.block_size_tokens, self.params.cache_salt)
+            self._hashes = compute_block_hashes_batched(hashed, outcome.block_size_tokens, self.params.prefix_share)
         request = DynamicInferenceRequest(
             request_id=self.request_id,
             sample_index=index,

@@ -20,7 +20,13 @@ from typing import cast
 
 import numpy as np
 
-from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, SET_VERSION
+from rollout.distributed.protocol.fields import (
+    FLUSH_PREFIX_CACHE,
+    LOAD_ADAPTER,
+    LOAD_WEIGHTS,
+    SET_VERSION,
+    UNLOAD_ADAPTER,
+)
 from rollout.distributed.protocol.frames import MAX_STRETCHES, LostFramesError
 from rollout.distributed.protocol.messages import (
     Assign,
@@ -204,12 +210,23 @@ class RankSession:
     def _command(self, message: Command) -> Records:
         mark(message.signal, track=COORDINATOR, argument=message.argument)
         error, foreign, amount = None, [], 0
+
+        def unload() -> Records:
+            nonlocal amount
+            amount = self._engine.unload_adapter(str(message.argument))
+            return []
+
         try:
             if message.signal == FLUSH_PREFIX_CACHE:
                 amount = self._engine.flush_prefix_cache()
                 foreign = self.report((), steps=0)
             elif message.signal == LOAD_WEIGHTS:
                 amount = self._engine.load_weights(str(message.argument))
+            elif message.signal == LOAD_ADAPTER:
+                name, _, folder = str(message.argument).partition("=")
+                amount = self._engine.load_adapter(name, folder)
+            elif message.signal == UNLOAD_ADAPTER:
+                foreign = self._control(unload)
             else:
                 foreign = self._control(lambda: self._signal(message.signal, message.argument))
         except Exception as exc:  # noqa: BLE001 - any error is reported to the coordinator

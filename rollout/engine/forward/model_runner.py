@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rollout.engine.forward.adapters import LoraAdapters, Names
 from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
 from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
-from rollout.engine.forward.kernel_shapes import kernel_shapes
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.recurrent_states import StateRows
@@ -65,6 +65,7 @@ class ModelRunner:
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
+        adapters: those that requests may name.
         split: whether the weights are split over a tensor-parallel group, which the fused forward does not serve.
         leader: has the other members of a tensor-parallel group compute every step too; None: there are none, or this rank
             is one of them.
@@ -84,6 +85,7 @@ class ModelRunner:
         graphed_rows: int = 0,
         autocast: torch.dtype | None = None,
         routers: Routers | None = None,
+        adapters: LoraAdapters,
         split: bool = False,
         leader: Leader | None = None,
         states: StatePool | None = None,
@@ -119,6 +121,7 @@ class ModelRunner:
         self.constraints: Constraints | None = None
         self.workspace = Workspace()
         self._routers = routers
+        self.adapters = adapters
         self._leader = leader
         self.states = states
 
@@ -129,14 +132,14 @@ class ModelRunner:
         """
         self.move_states(step.state_moves)
         ids, packed = pack(step, self.table)
-        entries, repeats = _distinct(step)
+        entries, repeats = step.distinct_entries()
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = self._prompt_spans(step, packed, wanted)
         packed, images = self.pictured(step, packed, self.table)
         work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
         if self._leader is None:
-            logits = self.compute(work, self.table.state[step.rows], images)
+            logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
         else:
             logits = self._leader.run(work, self.compute)
         start = len(entries)
@@ -155,13 +158,18 @@ class ModelRunner:
         return sampled
 
     def compute(
-        self, work: ForwardWork, states: NDArray[np.int32] | None = None, images: StepImages | None = None
+        self,
+        work: ForwardWork,
+        states: NDArray[np.int32] | None = None,
+        images: StepImages | None = None,
+        named: Names | None = None,
     ) -> Tensor:
         """Logits [len(work.keep), V], valid until the next call; every member of a tensor-parallel group calls it.
 
         Args:
             states: state slot of each sequence; not read without a state pool.
             images: those of the step; None: it has none, and in a tensor-parallel group no request has any.
+            named: adapter of each sequence; None: none has one.
         """
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
@@ -169,7 +177,7 @@ class ModelRunner:
             self.cache.zero_slots(work.zeroed_slots)
         if work.copies:
             self.cache.copy_blocks(work.copies)
-        return self.forward(work.ids, work.rows, work.keep, states, images)
+        return self.forward(work.ids, work.rows, work.keep, states, images, named)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
         """Fill KV blocks with zeros."""
@@ -257,18 +265,22 @@ class ModelRunner:
         keep: NDArray[np.int64],
         states: NDArray[np.int32] | None = None,
         images: StepImages | None = None,
+        named: Names | None = None,
     ) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call.
 
         Args:
             states: [R] state slot of each sequence, not read without a state pool; None: the first R.
             images: those of the step; None: it has none.
+            named: [R] adapter of each sequence; None: none has one.
         """
         if self._stream is not None and self._written is not None:
             self._stream().after(self._written)
             self._written = None
         rotary = rows.positions if images is None else images.positions
         with self.installation:
+            if named is not None:
+                return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
                 return self._forward_by_length(self.states, ids, rows, keep, slots, images)
@@ -283,7 +295,6 @@ class ModelRunner:
                     return replayed
             if fused is not None:
                 return fused.run(ids, rows, keep)
-            keep = keep if len(keep) else rows.offsets[-1:] - 1
             return self._module_forward(ids[None], rows, keep, images=images)[0]
 
     def _forward_by_length(
@@ -315,8 +326,10 @@ class ModelRunner:
         states: StateRows | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
-        """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L], at positions `keep` of every row."""
+        """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L] at positions `keep` (none: the last) of
+        every row."""
         layout = self.layout
+        keep = keep if len(keep) else rows.offsets[-1:] - 1
         rotary = rows.positions if images is None else images.positions
         groups = rows.groups()
         tokens, positions, kept, *slots = upload_together(
@@ -438,12 +451,3 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
 
 def _current_stream(device: torch.device) -> Stream:
     return CudaStream(torch.cuda.current_stream(device))
-
-
-def _distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The sampled entries without duplicates, and for each sample the index of its entry."""
-    if not step.prefills:
-        entries = step.sampled_entries.astype(np.int64)
-        return entries, entries
-    entries, repeats = np.unique(step.sampled_entries, return_inverse=True)
-    return entries.astype(np.int64), repeats
