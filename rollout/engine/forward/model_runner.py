@@ -27,6 +27,7 @@ from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
+from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
 from rollout.engine.forward.recurrent_states import StateRows
 from rollout.engine.forward.routers import Routers
 from rollout.engine.kernels import cpu_library, triton_paged
@@ -41,17 +42,14 @@ from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.multimodal.vision import StepImages, Vision
 from rollout.engine.sampling.constraints import Constraints
-from rollout.engine.sampling.sampler import sample, token_logprobs
+from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
-from rollout.engine.scheduling.sequences import Sequence, SequenceTable
+from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.engine.tensor_parallel.leader import Leader
 from rollout.engine.tensor_parallel.work import ForwardWork
 from rollout.errors import UnsupportedModelError
 from rollout.requests.kept_tokens import KeptTokens, packed_sets
-
-PROMPT_LOGPROB_ROWS = 256
-"""Prompt positions per full-vocabulary log-softmax; bounds the memory."""
 
 
 class ModelRunner:
@@ -134,7 +132,7 @@ class ModelRunner:
         entries, repeats = step.distinct_entries()
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
-        spans = self._prompt_spans(step, packed, wanted)
+        spans = prompt_spans(step, packed, wanted)
         packed, images = self.pictured(step, packed, self.table)
         work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
         if self._leader is None:
@@ -143,7 +141,8 @@ class ModelRunner:
             logits = self._leader.run(work, self.compute)
         start = len(entries)
         for sequence, span in spans:
-            self._take_prompt_logprobs(sequence, logits[start : start + len(span)], packed.positions[span])
+            rows, at = logits[start : start + len(span)], packed.positions[span]
+            take_prompt_logprobs(sequence, rows, at, self.vision.text_ids, exact=self.exact)
             start += len(span)
         if not len(step.sampled_rows):
             return StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -412,29 +411,6 @@ class ModelRunner:
             complete=complete,
             kept=kept,
         )
-
-    def _prompt_spans(
-        self, step: ScheduledStep, packed: PagedRows, wanted: Rows[Sequence]
-    ) -> list[tuple[Sequence, NDArray[np.int64]]]:
-        """Per sequence that wants prompt log-probs: the packed positions whose successor is a prompt token."""
-        spans = []
-        for entry, sequence in enumerate(step.prefills, step.num_decodes):
-            if sequence in wanted:
-                span = np.arange(packed.offsets[entry], packed.offsets[entry + 1])
-                last = len(sequence.tokens) - 1
-                spans.append((sequence, span[packed.positions[span] < last]))
-        return spans
-
-    def _take_prompt_logprobs(self, sequence: Sequence, logits: Tensor, positions: NDArray[np.int64]) -> None:
-        targets = upload(self.vision.text_ids(sequence.tokens[positions + 1]).astype(np.int64), self.layout.device)
-        top = sequence.params.prompt_logprobs or 0
-        for start in range(0, len(positions), PROMPT_LOGPROB_ROWS):
-            part = slice(start, start + PROMPT_LOGPROB_ROWS)
-            values, top_ids, top_values = token_logprobs(logits[part], targets[part], top, exact=self.exact)
-            sequence.prompt_logprobs += values.tolist()
-            if top_ids is not None and top_values is not None:
-                for ids, scores in zip(top_ids.tolist(), top_values.tolist(), strict=True):
-                    sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
 
 
 def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
