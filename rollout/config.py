@@ -165,8 +165,8 @@ class InferenceConfig(_Options):
     """Record one GENERATED_TOKEN event per token, at a cost in Python time per token."""
 
     fused_forward: bool = True
-    """On a CPU, run Llama-like decoders through a fused C++ forward that reads the module's parameters in place. False:
-    run the module's own forward."""
+    """Run Llama-like decoders through a fused forward that reads the module's parameters in place: C++ on a CPU, Triton on
+    CUDA. False: run the module's own forward."""
 
     exact: bool = False
     """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a

@@ -146,10 +146,10 @@ class EngineParts:
             fused=self.config.fused_forward,
             split=self.weights.tensor_parallel_mesh is not None,
             exact=self.config.exact,
-            # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
+            # Collectives of a tensor-parallel group are not captured.
             graphed_rows=self.config.max_requests
-            * (self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None)
-            * (self.states is None),
+            * (self.config.cuda_graphs and routers is None and self.group is None and self.states is None),
+            moving_weights=not self.weights.fixed_addresses,
             routers=routers,
             leader=self.leader,
             autocast=self._autocast,

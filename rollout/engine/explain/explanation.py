@@ -54,7 +54,7 @@ class ModelPart:
     """Where the weights are read."""
     layers: tuple[LayerKind, ...]
     fused: bool | None
-    """Whether the fused C++ forward runs; None: not known before sharded weights are gathered."""
+    """Whether the fused forward runs; None: not known before sharded weights are gathered."""
     why_not_fused: str
     attention: str
     """Kernel of the paged attention."""
@@ -248,7 +248,7 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
         return "none: InferenceConfig.cuda_graphs=False"
     if source.tensor_parallel_mesh is not None:
         return "none: collectives of a tensor-parallel group are not captured"
-    if not source.fixed_addresses:
+    if not source.fixed_addresses and runner.fused is None:
         return "none: gathered weights lie at other addresses each time"
     if runner.states is not None:
         return "none: a model with recurrent states runs its own forward in every step"
@@ -289,7 +289,7 @@ def _speed_part(runner: ModelRunner, kv: KVPart) -> SpeedPart:
 
 def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> list[str]:
     advice = []
-    if model.device == "cpu" and model.fused is False:
+    if model.fused is False:
         advice.append(
             f"the module's own forward runs, because {model.why_not_fused}; the fused one is several times as fast"
         )
@@ -330,7 +330,8 @@ Row = tuple[str, str]
 
 def _model_rows(model: ModelPart) -> Sequence[Row]:
     size = f"{short_count(model.parameters)} parameters in {model.dtype} ({binary_bytes(model.parameter_bytes)})"
-    forward = "fused C++" if model.fused else f"the module's own: {model.why_not_fused}"
+    fused = "fused C++" if model.device == "cpu" else "fused Triton"
+    forward = fused if model.fused else f"the module's own: {model.why_not_fused}"
     return [
         ("model", f"{model.name}, {size} on {model.device}"),
         ("weights", model.weights),

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class _Size:
     """Of the block tables."""
     precision: torch.dtype | None
     """Dtype of the autocast in force; None: there is none."""
+    fused: tuple[float, ...] | None
+    """What the fused forward has fixed (`CudaForward.numbers`); None: the module's own forward was captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,19 @@ class _Graph:
     replay: Callable[[], None]
     dtype: torch.dtype
     """Of the logits."""
+
+
+class DecodeForward(Protocol):
+    """A forward that may be captured instead of the module's."""
+
+    numbers: tuple[float, ...]
+    """What a captured step has fixed beside the addresses of parameters."""
+
+    def ready(self, module_epoch: int) -> bool:
+        """Whether it computes what the module does now."""
+
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """Logits [B, V]; reads nothing that changes between steps but `inputs` and the cache."""
 
 
 class _Batch:
@@ -96,6 +111,8 @@ class GraphedDecode:
     Args:
         cache: holds K and V.
         max_rows: most rows of a step.
+        fused: is captured while it is ready; None: the module's own forward is.
+        alone: capture nothing but `fused`: the module's own forward runs collectives' hooks.
     """
 
     def __init__(
@@ -106,7 +123,12 @@ class GraphedDecode:
         max_rows: int,
         device: Device,
         kernels: DecodeKernels,
+        fused: DecodeForward | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
+        self.fused = fused
+        self._alone = alone
         self._model = model
         self._layout = layout
         self._block_size = cache.block_size
@@ -158,8 +180,11 @@ class GraphedDecode:
         """
         if not len(ids) == len(rows) == len(keep) <= self._max_rows or not self._ready(module_epoch):
             return None
+        fused = self.fused if self.fused is not None and self.fused.ready(module_epoch) else None
+        if fused is None and self._alone:
+            return None
         columns = table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
-        size = _Size(padded_rows(len(ids)), columns, self._precision())
+        size = _Size(padded_rows(len(ids)), columns, self._precision(), None if fused is None else fused.numbers)
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._capture(size, ids, rows, rotary)
@@ -206,7 +231,7 @@ class GraphedDecode:
         written: list[torch.dtype] = []
         try:
             with _no_kept_casts():
-                replay = self._device.capture(lambda: written.append(self._forward(inputs)))
+                replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
         except torch.OutOfMemoryError as exc:
             self._short.add(size)
             _log.warning("no memory to capture decode steps of %d rows until the next suspend: %s", size.rows, exc)
@@ -223,6 +248,10 @@ class GraphedDecode:
         why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
         # Of a failed capture's memory nothing is left only when no graph of its pool is.
         self._forget()
+        if size.fused is not None:
+            self.fused = None
+            _log.warning("the fused forward cannot be captured as a CUDA graph, so the module's own is: %s", why)
+            return
         self._failed.add(size)
         one_of_many = size.precision in self._captured and len(self._failed) < MAX_FAILED
         if isinstance(exc, Uncapturable) or not one_of_many:
@@ -240,19 +269,15 @@ class GraphedDecode:
             self._given_up = "its parameters or modules change every few steps"
             self._say_why_not(self._given_up)
 
-    def _forward(self, inputs: DecodeInputs) -> torch.dtype:
-        """Run the model's forward and keep its logits; returns their dtype."""
+    def _forward(self, size: _Size, inputs: DecodeInputs) -> torch.dtype:
+        """Run a forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
         count = len(inputs.slots)
-        output = forward_with(
-            _Batch(self._kernels, self._layout, inputs),
-            self._model,
-            input_ids=inputs.ids[None],
-            position_ids=inputs.positions[None],
-            logits_to_keep=torch.arange(count, device=self._layout.device),
-        )
-        logits: Tensor = output.logits[0]
+        if size.fused is not None and self.fused is not None:
+            logits = self.fused.decode(inputs)
+        else:
+            logits = self._module_forward(inputs)
         if logits.dtype not in self._logits:
             # Shared by all graphs: logits are the largest tensor of a small batch.
             largest = padded_rows(self._max_rows)
@@ -262,6 +287,16 @@ class GraphedDecode:
                 )
         self._logits[logits.dtype][:count].copy_(logits)
         return logits.dtype
+
+    def _module_forward(self, inputs: DecodeInputs) -> Tensor:
+        logits: Tensor = forward_with(
+            _Batch(self._kernels, self._layout, inputs),
+            self._model,
+            input_ids=inputs.ids[None],
+            position_ids=inputs.positions[None],
+            logits_to_keep=torch.arange(len(inputs.slots), device=self._layout.device),
+        ).logits[0]
+        return logits
 
     def _say_why_not(self, why: str) -> None:
         _log.warning(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import numpy as np
 import torch
@@ -10,8 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.forward.cuda_capture import Uncapturable
+from rollout.engine.forward.model_support import ModelLayout
+from rollout.engine.kernels import triton_paged
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import Rules
+from rollout.engine.kernels.triton_layers import Place
 from rollout.engine.kernels.triton_paged import TritonPaged, serves
+from rollout.engine.kernels.triton_trial import Heads
 from rollout.engine.memory.buffers import packed, staged
 from rollout.engine.memory.kv_cache import KVCache
 
@@ -69,18 +74,7 @@ class DecodeKernels(Protocol):
     """Attention that can be captured in a graph."""
 
     def __call__(
-        self,
-        layer: int,
-        inputs: DecodeInputs,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        chunk: int | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
         """Write K and V of every row, then attend.
 
@@ -101,6 +95,17 @@ class DecodeKernels(Protocol):
         """Free the workspace; no captured call is replayed any more."""
 
 
+def kernel_shapes(layout: ModelLayout) -> list[Heads]:
+    """Head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
+    found = (
+        Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        for shape, call in zip(layout.layers, layout.calls, strict=True)
+    )
+    sizes = range(triton_paged.MIN_HEAD_DIM, triton_paged.MAX_HEAD_DIM + 1)
+    served = layout.kv_dtype in triton_paged.DTYPES
+    return [each for each in dict.fromkeys(found) if served and each.dim in sizes and each.value_dim in sizes]
+
+
 class TritonDecode:
     """`DecodeKernels` by the Triton kernels.
 
@@ -113,34 +118,31 @@ class TritonDecode:
         self._cache = cache
 
     def __call__(
-        self,
-        layer: int,
-        inputs: DecodeInputs,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        chunk: int | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
         """Write K and V, then attend, by the Triton kernels; see `DecodeKernels`."""
-        keys, values = self._cache.layer(layer)
+        place = self.place(layer)
         # Under an autocast that the engine was not built under, the cache has another dtype.
-        dtype, query = query.dtype, query.to(keys.dtype)
-        if not serves(query, keys, values):
+        dtype, query = query.dtype, query.to(place.keys.dtype)
+        if not serves(query, place.keys, place.values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
+        self._paged.write(key, value, place.keys, place.values, inputs.slots, cells=place.cells)
+        return self.attend(place, inputs, query, **rules).to(dtype)
+
+    def place(self, layer: int) -> Place:
+        """Where K and V of a layer lie, also after the pool has moved."""
+        keys, values = self._cache.layer(layer)
         if any(part[0].numel() * part.element_size() % 16 for part in (keys, values)):
             raise Uncapturable("16 does not divide the bytes of its KV blocks")
-        cells = self._cache.addresses[2 * layer : 2 * layer + 2]
-        self._paged.write(key, value, keys, values, inputs.slots, cells=cells)
+        return Place(keys, values, self._cache.addresses[2 * layer : 2 * layer + 2])
+
+    def attend(self, place: Place, inputs: DecodeInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
+        """Attention of [B, H, D], in the dtype of the cache, over K and V that are written."""
         out, _ = self._paged.decode_with_lse(
-            query, keys, values, inputs.tables, inputs.seen, window, scaling,
-            softcap=softcap, chunk=chunk, sinks=sinks, cells=cells,
+            query, place.keys, place.values, inputs.tables, inputs.seen, rules.get("window"), rules["scaling"],
+            softcap=rules.get("softcap"), chunk=rules.get("chunk"), sinks=rules.get("sinks"), cells=place.cells,
         )  # fmt: skip
-        return out.to(dtype)
+        return out
 
     @property
     def nbytes(self) -> int:

@@ -72,25 +72,20 @@ class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forwa
     """The reason why a model runs its own forward."""
 
 
-class FusedForward:
-    """The C++ forward of one model.
+class StandIn:
+    """A forward that runs instead of the module's while `Bound` finds nothing that it would leave out.
 
     Args:
-        library: see `cpu_library.load`.
         cache: holds K and V.
     """
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL) -> None:
+    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache) -> None:
         self._model = model
         self._layout = layout
         self._cache = cache
-        self._library = library
-        library.rollout_workspace_bytes.restype = ctypes.c_int64
         self._bound: Bound | None = None
         self._module_epoch = -1
         self._why = ""
-        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._logits = torch.empty(0, device="cpu")
 
     def ready(self, module_epoch: int) -> bool:
         """Whether the model, in its current state, can go through `run`.
@@ -101,12 +96,12 @@ class FusedForward:
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()
-        return self._bound is not None and bypassed() is None
+        return self._bound is not None and self._bypassed() is None
 
     @property
     def why_not(self) -> str:
         """Why the last `ready` was False."""
-        return self._why or bypassed() or ""
+        return self._why or self._bypassed() or ""
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
@@ -115,6 +110,48 @@ class FusedForward:
             ids: [P] token ids.
             rows: the P positions.
         """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Release buffers that the next step allocates again."""
+
+    def _bypassed(self) -> str | None:
+        return bypassed()
+
+    def _kv_dtype(self) -> torch.dtype | None:
+        """Dtype of keys and values; None: that of the parameters."""
+        return None
+
+    def _bind(self) -> None:
+        try:
+            self._bound, why = Bound(self._model, self._layout, self._cache, self._kv_dtype()), ""
+            self._take(self._bound)
+        except (Unfusable, Replaced, AttributeError) as exc:
+            self._bound, why = None, str(exc)
+        if why and why != self._why:
+            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
+        self._why = why
+
+    def _take(self, bound: Bound) -> None:
+        """Prepare for a module as it was found; raises `Unfusable` for what this forward does not compute."""
+
+
+class FusedForward(StandIn):
+    """The C++ forward of one model.
+
+    Args:
+        library: see `cpu_library.load`.
+    """
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL) -> None:
+        super().__init__(model, layout, cache)
+        self._library = library
+        library.rollout_workspace_bytes.restype = ctypes.c_int64
+        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._logits = torch.empty(0, device="cpu")
+
+    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+        """See `StandIn.run`."""
         bound = self._bound
         assert bound is not None
         bound.reach(int(rows.positions.max()) + 1)
@@ -143,28 +180,22 @@ class FusedForward:
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._logits = torch.empty(0, device="cpu")
 
-    def _bind(self) -> None:
-        try:
-            self._bound, why = Bound(self._model, self._layout, self._cache), ""
-        except (Unfusable, Replaced, AttributeError) as exc:
-            self._bound, why = None, str(exc)
-        if why and why != self._why:
-            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
-        self._why = why
-
 
 class Bound:
-    """Addresses of everything that the C++ forward reads.
+    """A module as a fused forward knows it, with the addresses of everything that the C++ one reads.
 
     Attributes:
         causal_lm: the …ForCausalLM, out of PEFT's wrappers.
         dtype: of its parameters.
 
+    Args:
+        kv_dtype: of keys and values; None: that of the parameters.
+
     Raises:
         Unfusable, Replaced, AttributeError: why the C++ forward does not compute what this model does.
     """
 
-    def __init__(self, model: Any, layout: ModelLayout, cache: KVCache) -> None:
+    def __init__(self, model: Any, layout: ModelLayout, cache: KVCache, kv_dtype: torch.dtype | None = None) -> None:
         self._epsilons: set[float] = set()
         self._originals = Originals()
         self._dicts: list[dict[str, Any]] = []
@@ -191,7 +222,7 @@ class Bound:
         self._rotation = self._rotation_now()
         self.dtype = decoder.embed_tokens.weight.dtype
         _require(self.dtype in (torch.float32, torch.bfloat16), f"its dtype is {self.dtype}")
-        _require(layout.kv_dtype == self.dtype == cache.dtype, "its KV cache has another dtype")
+        _require(layout.kv_dtype == cache.dtype == (kv_dtype or self.dtype), "its KV cache has another dtype")
         self.narrow = int(self.dtype == torch.bfloat16)
         _require_known_attention(model.config, layout)
         _require(
@@ -383,9 +414,13 @@ def _require(ok: bool, why: str) -> None:
         raise Unfusable(why)
 
 
-def bypassed() -> str | None:
-    """What acts on every module now and the C++ forward would bypass; None: nothing."""
-    if torch.is_autocast_enabled("cpu"):
+def bypassed(device_type: str = "cpu", dtype: torch.dtype | None = None) -> str | None:
+    """What acts on every module now and a fused forward would bypass; None: nothing.
+
+    Args:
+        dtype: an autocast to it casts nothing; None: every autocast does.
+    """
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != dtype:
         return "autocast is on"
     if has_global_hooks():
         return "torch has hooks on every module"

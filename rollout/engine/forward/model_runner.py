@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
 from rollout.engine.forward.cuda_capture import CudaDevice
+from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.decode_kernels import TritonDecode
-from rollout.engine.forward.fused_forward import FusedForward
+from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
+from rollout.engine.forward.fused_forward import FusedForward, StandIn
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.recurrent_states import StateRows
@@ -33,7 +34,7 @@ from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
-from rollout.engine.kernels.triton_trial import Heads, tried_out
+from rollout.engine.kernels.triton_trial import tried_out
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
@@ -57,9 +58,11 @@ class ModelRunner:
     """Runs scheduled steps on one model.
 
     Args:
-        fused: on a CPU, try the fused forward.
+        fused: try the fused forward.
         exact: run nothing but the fused forward, and report log-probs by torch's own log-softmax.
         graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs.
+        moving_weights: the modules' hooks gather weights, at other addresses each time: graphs are captured of the fused
+            forward alone, which runs no hooks, and anew where weights have moved.
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
@@ -80,6 +83,7 @@ class ModelRunner:
         fused: bool = True,
         exact: bool = False,
         graphed_rows: int = 0,
+        moving_weights: bool = False,
         autocast: torch.dtype | None = None,
         routers: Routers | None = None,
         split: bool = False,
@@ -96,20 +100,27 @@ class ModelRunner:
         if self.paged is not None:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
-        serves = fused and not split
-        self.fused = FusedForward(model, layout, cache, self._library) if serves and self._library else None
         self.exact = exact
+        self.fused: StandIn | None = None
         self.graphs: GraphedDecode | None = None
+        if fused and not split and self._library is not None:
+            self.fused = FusedForward(model, layout, cache, self._library)
         # Graphs need a separate workspace, which `release_workspace` must not free.
-        if graphed_rows and self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
-            self.graphs = GraphedDecode(
-                model, layout, cache, graphed_rows, CudaDevice(layout.device), TritonDecode(kernels, cache)
-            )
+        if self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
+            decode, on_gpu = TritonDecode(kernels, cache), None
+            if fused and not split:
+                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
+            if graphed_rows:
+                device = CudaDevice(layout.device)
+                self.graphs = GraphedDecode(
+                    model, layout, cache, graphed_rows, device, decode, on_gpu, alone=moving_weights
+                )
         self.installation = Installation(model, autocast)
         self._stream: Callable[[], Stream] | None = None
         if layout.device.type == "cuda":
             self._stream = partial(_current_stream, layout.device)
         self._written: Any = None
+        self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None
         self.workspace = Workspace()
@@ -192,16 +203,22 @@ class ModelRunner:
 
     def why_not_fused(self) -> str | None:
         """Why a step runs the module's own forward in the model's present state; None: it runs the fused one."""
-        if self.layout.device.type != "cpu":
-            return f"it is on {self.layout.device}"
-        if self._library is None:
+        if self.layout.device.type == "cpu" and self._library is None:
             return cpu_library.status().described
+        if self.layout.device.type != "cpu" and self.paged is None:
+            return f"Triton does not run on {self.layout.device}"
         if self._split:
             return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
         if self.fused is None:
-            return "InferenceConfig.fused_forward=False"
+            return self._dropped or "InferenceConfig.fused_forward=False"
         with self.installation:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
+
+    def drop_fused(self, why: str) -> None:
+        """Run the module's own forward from here on."""
+        self.fused, self._dropped = None, why
+        if self.graphs is not None:
+            self.graphs.fused = None
 
     def refuse_inexact(self) -> None:
         """Refuse a model, or a state of it, that the fused forward does not serve.
@@ -209,7 +226,8 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: names what it is.
         """
-        why = self.why_not_fused()
+        device = self.layout.device
+        why = self.why_not_fused() if device.type == "cpu" else f"it is on {device}"
         if why is None:
             return
         raise UnsupportedModelError(
@@ -265,14 +283,14 @@ class ModelRunner:
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
                 return self._forward_by_length(self.states, ids, rows, keep, slots)
-            if images is None and self.fused is not None and self.fused.ready(self.installation.module_epoch):
-                return self.fused.run(ids, rows, keep)
-            if self.exact:
-                self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
                 replayed = self.graphs.run(ids, rows, keep, self.installation.module_epoch, rotary)
                 if replayed is not None:
                     return replayed
+            if images is None and self.fused is not None and self.fused.ready(self.installation.module_epoch):
+                return self.fused.run(ids, rows, keep)
+            if self.exact:
+                self.refuse_inexact()
             keep = keep if len(keep) else rows.offsets[-1:] - 1
             return self._module_forward(ids[None], rows, keep, images=images)[0]
 
@@ -419,17 +437,6 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
 
 def _current_stream(device: torch.device) -> Stream:
     return CudaStream(torch.cuda.current_stream(device))
-
-
-def kernel_shapes(layout: ModelLayout) -> list[Heads]:
-    """Head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
-    found = (
-        Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
-        for shape, call in zip(layout.layers, layout.calls, strict=True)
-    )
-    sizes = range(triton_paged.MIN_HEAD_DIM, triton_paged.MAX_HEAD_DIM + 1)
-    served = layout.kv_dtype in triton_paged.DTYPES
-    return [each for each in dict.fromkeys(found) if served and each.dim in sizes and each.value_dim in sizes]
 
 
 def _distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
