@@ -2,8 +2,8 @@
 
     python -m tests.gpu_first_run STAGE [STAGE ...] [--out FOLDER] [--device cuda:0] [--sizes 0.6b,8b]
 
-Stages, in a good order: env kernels poison truth, then speed tune top_p ways, then memory. One JSON object per finding,
-printed and appended to FOLDER/findings.jsonl. A stage that fails or exceeds its time does not harm the next ones.
+Stages, in a good order: env kernels poison truth fused, then speed tune top_p ways, then memory. One JSON object per
+finding, printed and appended to FOLDER/findings.jsonl. A stage that fails or exceeds its time does not harm the next ones.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import torch
 
 from tests.gpu_first_run import exactness, memory, speed
 from tests.gpu_first_run.findings import SHAPES, Run
+from tests.gpu_first_run.fused import fused
 
 STAGES: dict[str, tuple[Callable[[Run], None], int]] = {
     "env": (speed.env, 60), "kernels": (exactness.kernels, 90), "poison": (memory.poison, 60),
-    "truth": (exactness.truth, 150), "speed": (speed.speed, 240), "tune": (speed.tune, 240), "top_p": (speed.top_p, 40),
+    "truth": (exactness.truth, 150), "fused": (fused, 240), "speed": (speed.speed, 240), "tune": (speed.tune, 240),
+    "top_p": (speed.top_p, 40),
     "ways": (speed.ways, 90), "memory": (memory.memory, 120),
 }  # fmt: skip
 """Stage → what runs, and the seconds that it may take of a GPU's time."""
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [size for size in sizes if size not in SHAPES]:
         parser.error(f"--sizes {unknown[0]}: must be of {', '.join(SHAPES)}")
     if options.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: torch sees no CUDA device; a CPU runs env, truth, speed and top_p")
+        parser.error(
+            f"--device {options.device}: torch sees no CUDA device; a CPU runs env, truth, fused, speed and top_p"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(options.device, options.out, sizes)
     failed = 0

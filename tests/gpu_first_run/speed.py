@@ -26,8 +26,8 @@ from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
-BANDWIDTH = 4.3e12
-"""Bytes a second that an H200 reads, for the floor of a decode step; `env` says what this device does."""
+BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
+"""Bytes a second that a device reads, for the floor of a decode step; `env` says what this one does."""
 CASES = ((64, 1024), (256, 1024), (64, 4096))
 """(sequences, tokens of each)."""
 NEW = 190
@@ -81,7 +81,7 @@ def speed(run: Run) -> None:
     for size in run.sizes:
         model = run.model(size)
         for batch, context in CASES if run.cuda else ((2, 16),):
-            _decode_steps(run, model, size, batch, context, "bf16")
+            decode_steps(run, model, size, batch, context, "bf16")
         del model
         run.collect()
 
@@ -91,16 +91,16 @@ def ways(run: Run) -> None:
     size, (batch, context) = run.sizes[0], CASES[0] if run.cuda else (2, 16)
     kind = run.device.type
     model = run.model(size, torch.float32)
-    _decode_steps(run, model, size, batch, context, "fp32, autocast_dtype", autocast_dtype="bfloat16")
+    decode_steps(run, model, size, batch, context, "fp32, autocast_dtype", autocast_dtype="bfloat16")
     with torch.autocast(kind, torch.bfloat16):
-        _decode_steps(run, model, size, batch, context, "fp32, autocast around the call")
-    _decode_steps(run, model, size, batch, context, "fp32, a bf16 copy", inference_dtype="bfloat16")
+        decode_steps(run, model, size, batch, context, "fp32, autocast around the call")
+    decode_steps(run, model, size, batch, context, "fp32, a bf16 copy", inference_dtype="bfloat16")
     # accelerate makes one context at `prepare`, in which every forward runs.
     model.forward = torch.autocast(kind, torch.bfloat16)(model.forward)
-    _decode_steps(run, model, size, batch, context, "fp32, autocast in the forward")
+    decode_steps(run, model, size, batch, context, "fp32, autocast in the forward")
 
 
-def _decode_steps(
+def decode_steps(
     run: Run, model: PreTrainedModel, size: str, batch: int, context: int, label: str, **options: Any
 ) -> None:
     shape = SHAPES[size]
@@ -130,7 +130,7 @@ def _decode_steps(
             step = seconds(run, engine.step, TIMED if run.cuda else 3)
             host = _host_parts(engine, 16 if run.cuda else 2)
             busy, count, longest = _profiled(run, engine) if run.cuda else (0.0, 0.0, [])
-    floor = (weights + batch * (context + NEW / 2) * per_token) / BANDWIDTH
+    floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
         floor_ms=floor * 1e3, of_floor=floor / step, device_ms=busy, idle_ms=step * 1e3 - busy, kernels=count,
@@ -138,6 +138,11 @@ def _decode_steps(
         **captured(engine), longest=longest,
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
+
+
+def _bandwidth(run: Run) -> float:
+    name = torch.cuda.get_device_name(run.device) if run.cuda else ""
+    return next((rate for known, rate in BANDWIDTHS.items() if known in name), BANDWIDTHS["H200"])
 
 
 def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
