@@ -39,8 +39,8 @@ def _truth(run: Run, model: PreTrainedModel, *, on: bool) -> None:
     params = SamplingParams(max_tokens=64 if run.cuda else 4, ignore_eos=True, seed=5)
     with run.engine(model, fused_forward=on, kv_cache_memory_gb=8 if run.cuda else 0.1) as engine:
         done = engine.generate(asked, params)
-        errors = np.concatenate([logprob_errors(run, model, request) for request in done])
-        run.say(
-            "log-probs, fused", dtype=str(model.dtype), fused_forward=on, **captured(engine),
-            why_not_fused=engine.controller.runner.why_not_fused(), mean=errors.mean(), p99=np.quantile(errors, 0.99), max=errors.max(), tokens=len(errors),
-        )  # fmt: skip
+        found = np.concatenate([logprob_errors(run, model, request) for request in done])
+        errors = {"mean": found.mean(), "p99": np.quantile(found, 0.99), "max": found.max(), "tokens": len(found)}
+        why = engine.controller.runner.why_not_fused()
+        kind = {"dtype": str(model.dtype), "fused_forward": on, "why_not_fused": why}
+        run.say("log-probs, fused", **kind, **captured(engine), **errors)
