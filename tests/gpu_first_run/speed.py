@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kernels import triton_paged
+from rollout.engine.kernels import triton_draw, triton_paged
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
@@ -240,7 +240,7 @@ def _attention_rates(
 
 
 def top_p(run: Run) -> None:
-    """The sampler's milliseconds by kind of parameters."""
+    """The sampler's milliseconds by kind of parameters, by Triton and by plain torch, and whether tokens are the same."""
     kinds = {
         "plain": SamplingParams(), "temperature": SamplingParams(temperature=0.7), "top_p": SamplingParams(top_p=0.95),
         "top_k": SamplingParams(top_k=20), "both": SamplingParams(top_k=20, top_p=0.95),
@@ -255,4 +255,27 @@ def top_p(run: Run) -> None:
             for row in range(batch):
                 table.set(row, params, row)
             rows = table.select(np.arange(batch))
-            run.say("sampler", batch=batch, kind=kind, ms=1e3 * seconds(run, partial(sample, logits, rows, positions)))
+            draw = partial(sample, logits, rows, positions)
+            ours, took = draw(), seconds(run, draw)
+            with _plain_sampler():
+                plain, torch_took = draw(), seconds(run, draw)
+            same = float((ours.token_ids == plain.token_ids).float().mean())
+            apart = float((ours.logprobs - plain.logprobs)[ours.token_ids == plain.token_ids].abs().max())
+            run.say(
+                "sampler",
+                batch=batch,
+                kind=kind,
+                ms=1e3 * took,
+                torch_ms=1e3 * torch_took,
+                same=same,
+                logprobs_apart=apart,
+            )
+
+
+@contextmanager
+def _plain_sampler() -> Iterator[None]:
+    serves, triton_draw.serves = triton_draw.serves, lambda scores: False
+    try:
+        yield
+    finally:
+        triton_draw.serves = serves

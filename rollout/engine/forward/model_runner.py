@@ -29,7 +29,7 @@ from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.recurrent_states import StateRows
 from rollout.engine.forward.routers import Routers
-from rollout.engine.kernels import cpu_library, triton_paged
+from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
@@ -119,6 +119,7 @@ class ModelRunner:
         self._stream: Callable[[], Stream] | None = None
         if layout.device.type == "cuda":
             self._stream = partial(_current_stream, layout.device)
+            triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
         self._written: Any = None
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
