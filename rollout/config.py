@@ -170,7 +170,7 @@ class InferenceConfig(_Options):
 
     exact: bool = False
     """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a
-    CPU, for models of the fused C++ forward; others are refused."""
+    CPU or a CUDA device, for the models of the fused C++ forward; others are refused."""
 
     record_routes: bool = False
     """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for

@@ -193,7 +193,15 @@ METRICS: dict[str, Metric] = {
     "rollout/kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", "allocator.num_used", peak=True),
     "rollout/kv_blocks_cached": _gauge("blocks", "unreferenced KV blocks kept for prefix hits", "allocator.num_cached"),
     "rollout/kv_blocks_free": _gauge("blocks", "KV blocks without content", "allocator.num_free"),
-    "rollout/kv_blocks_total": _gauge("blocks", "blocks of the KV pool", "allocator.num_blocks", logged=False),
+    "rollout/kv_blocks_in_window": _gauge(
+        "blocks",
+        "KV blocks, used or cached, whose KV is there in layers with a window too",
+        "allocator.num_in_window",
+        logged=False,
+    ),
+    "rollout/kv_blocks_total": _gauge(
+        "blocks", "most blocks that the KV pool can hold", "allocator.num_blocks", logged=False
+    ),
     "rollout/oldest_request_timestamp_s": _gauge(
         "s",
         "arrival of the oldest unfinished request, since the epoch; 0: there is none",
@@ -232,7 +240,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/kv_blocks_out_of_window": _counter(
         "blocks",
-        "KV blocks that running requests gave back because every layer's window has passed them",
+        "KV blocks that running requests gave back, whole or in layers with a window, because the windows have passed them",
         "queues.kv_blocks_out_of_window",
     ),
     "rollout/kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room", "allocator.evictions"),

@@ -122,22 +122,33 @@ def restart(model: PreTrainedModel) -> float:
     return difference(model, finish(other).values())
 
 
-def before_an_update(model: PreTrainedModel) -> float:
-    """Tokens sampled before a weight update, in requests that go on after it with routes of both versions."""
+def update_on_kept_kv(model: PreTrainedModel) -> float:
+    """Tokens of the earlier version, in requests that go on after an update on their KV: routes of both versions."""
+    return difference(model, updated_in_the_middle(copy.deepcopy(model), "persist"))
+
+
+def update_and_recomputation(model: PreTrainedModel) -> float:
+    """Tokens of the later version, in requests whose KV was computed again after an update."""
     changing = copy.deepcopy(model)
-    engine = engine_of(changing)
+    return difference(changing, updated_in_the_middle(changing, "recompute"), version=1)
+
+
+def updated_in_the_middle(model: PreTrainedModel, mode: str) -> list[DynamicInferenceRequest]:
+    """Requests with tokens of versions 0 and 1; changes the model."""
+    engine = engine_of(model)
     for seed in range(3):
         engine.add_request(token_ids(9 + seed, seed), DRAWN)
     ended = steps(engine, 5)
     engine.pause()
-    engine.suspend("recompute")
-    update(changing, size=0.2)
+    engine.suspend(mode)
+    # Larger ones make larger logits, which round more.
+    update(model, size=0.05)
     engine.weights_updated()
     engine.resume()
     engine.unpause()
     done = list(finish(engine, ended).values())
-    assert {version for request in done for version in request.policy_versions} == {0, 1}
-    return difference(model, done)
+    assert all({0, 1} <= set(request.policy_versions.tolist()) for request in done)
+    return done
 
 
 CUTS: dict[str, Callable[[PreTrainedModel], float]] = {
@@ -146,7 +157,8 @@ CUTS: dict[str, Callable[[PreTrainedModel], float]] = {
     "preemption": preemption,
     "suspension in each mode": suspension,
     "restart": restart,
-    "before an update": before_an_update,
+    "update, KV kept": update_on_kept_kv,
+    "update, KV recomputed": update_and_recomputation,
 }
 
 

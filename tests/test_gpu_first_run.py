@@ -23,13 +23,16 @@ def findings(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
-    stages = ["env", "poison", "truth", "fused", "speed", "ways", "top_p", "memory"]
+    stages = ["env", "poison", "truth", "fused", "exact", "speed", "ways", "top_p", "memory"]
     assert first_run.main([*stages, "--out", str(tmp_path), *ON_A_CPU]) == 0
     found = findings(tmp_path)
     assert [each["name"] for each in found if each["what"] == "stage"] == stages
     exact = [each for each in found if each["what"] == "log-probs" and each["dtype"] == "torch.float32"]
     assert len(exact) == 4
     assert all(each["max"] < 1e-4 for each in exact)
+    same = [each["same_bits"] for each in found if each["what"] == "exact"]
+    assert same == [True] * 12
+    assert {each["work"] for each in found if each["what"] == "price"} == {"sampling", "training"}
     fused = [(each["fused_forward"], each["max"] < 0.1) for each in found if each["what"] == "log-probs, fused"]
     assert fused == [(True, True), (False, True)] * 2
     labels = [each["label"] for each in found if each["what"] == "decode step"]

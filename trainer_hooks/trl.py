@@ -38,13 +38,15 @@ from trainer_hooks.trl_config import (
     check_choices,
     check_trainer,
     correction_mode,
+    refuse_routes,
     refuse_tools,
     sampling_params,
     warn_of_shaping,
 )
 from trainer_hooks.trl_forward import own_forward
-from trainer_hooks.trl_replay import ReplayLogprobs, replayed
-from trainer_hooks.trl_tree import TreeLogprobs, check_tree
+from trainer_hooks.trl_logprobs import LogprobPass, attach_trees, check_tree
+from trainer_hooks.trl_replay import replayed
+from trainer_hooks.trl_rows import GeneratedRows
 
 Log = bool | Collection[str]
 
@@ -68,7 +70,8 @@ class TrlAttachment:
         self._on_error = on_error
         self._batch: RolloutBatch | None = None
         self._failed: list[bool] = []
-        self._replay: ReplayLogprobs | None = None
+        self._replays_kept = False
+        self._generated: GeneratedRows | None = None
         self._undo = ExitStack()
         try:
             self._follow(_Follower(rollout, mode, log, checkpoint))
@@ -134,7 +137,7 @@ class TrlAttachment:
 
         With `on_error="mask"`, a failed row is one end-of-sequence token.
         """
-        params = sampling_params(self.trainer, replay=self._replay is not None)
+        params = sampling_params(self.trainer, replay=self._replays_kept)
         groups = [(prompt, sum(1 for _ in equal)) for prompt, equal in groupby(prompts)]
         with self.trainer.accelerator.autocast(), own_forward(self.rollout.model):
             batch = self.rollout.generate(
@@ -147,8 +150,8 @@ class TrlAttachment:
         self.rollout.before_optimizer_step(self._mode)
         self._batch, self._failed = batch, [error is not None for error in batch.errors]
         completions, logprobs = self._rows(batch)
-        if self._replay is not None:
-            self._replay.take(batch, completions, self._failed)
+        if self._generated is not None:
+            self._generated.take(batch, completions, self._failed)
         return completions, logprobs
 
     def _rows(self, batch: RolloutBatch) -> tuple[list[list[int]], list[list[float | None]]]:
@@ -194,22 +197,29 @@ class TrlAttachment:
         if self._on_error == "mask":
             self._put(rollout_func=lambda prompts, trainer: self.roll_out(prompts))
 
-    def train_on_trees(self) -> None:
-        """Make TRL compute log-probs over prefix trees."""
-        logprobs = TreeLogprobs(self.trainer, self.rollout.model)
-        self._undo.callback(logprobs.detach)
-        self._put(_get_per_token_logps_and_entropies=logprobs)
-
-    def replay_kept_tokens(self, *, trees: bool) -> None:
-        """Make TRL compute log-probs over the sets that tokens were drawn from; `trees`: also `train_on_trees`."""
-        trainer = self.trainer
-        self._replay = replay = ReplayLogprobs(trainer, trees=trees)
-        score = trainer._generate_and_score_completions
-        self._put(
-            _get_per_token_logps_and_entropies=replay,
-            _generate_and_score_completions=lambda inputs: replay.scored(score(inputs)),
-            _compute_loss=replay.loss(trainer._compute_loss),
-        )
+    def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
+        """Make TRL compute log-probs over prefix trees, over kept tokens, and with the routes that the rollout records."""
+        trainer, routes = self.trainer, self.rollout.config.record_routes
+        self._replays_kept = kept
+        rows = GeneratedRows(trainer, kept=kept, routes=routes)
+        if trees:
+            self._undo.push(attach_trees(trainer, self.rollout.model))
+        if trees or kept:
+            params = sampling_params(trainer, replay=True) if kept else None
+            self._put(_get_per_token_logps_and_entropies=LogprobPass(trainer, rows, kept=params, trees=trees))
+        elif routes:
+            self._put(
+                _get_per_token_logps_and_entropies=rows.pass_over_rows(trainer._get_per_token_logps_and_entropies)
+            )
+        if kept or routes:
+            self._generated = rows
+            score = trainer._generate_and_score_completions
+            self._put(
+                _generate_and_score_completions=lambda inputs: rows.scored(score(inputs)),
+                _compute_loss=rows.loss(trainer._compute_loss),
+            )
+        if routes:
+            self._put(training_step=rows.training_step(trainer.training_step))
 
     def _put(self, **attributes: Any) -> None:
         for name, value in attributes.items():
@@ -317,7 +327,8 @@ def attach(
         replay: whether log-probs (of the loss, the old and the reference policy) are those of the distribution that `top_k`,
             `top_p`, `min_p` and penalties left to draw from. The tokens kept come with every completion, and the logits of a
             micro-batch are held whole; entropies stay those of the whole vocabulary. None: where one of the first three
-            truncates, except with tools, a load-balancing loss or a Liger loss, of which a warning tells.
+            truncates, except with tools, a load-balancing loss or a Liger loss, of which a warning tells. Expert routes are
+            replayed in the same log-probs where the rollout records them (`InferenceConfig.record_routes`).
 
     Returns:
         The attachment; `detach()` restores the trainer's original state.
@@ -343,13 +354,10 @@ def attach(
         refuse_tools(trainer)
     if tree:
         check_tree(trainer)
-    why_not = replayed(trainer, replay)
+    why_not = replayed(trainer, replay, rollout.config.record_routes)
     attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
     try:
-        if tree:
-            attachment.train_on_trees()
-        if why_not is None:
-            attachment.replay_kept_tokens(trees=tree)
+        attachment.replace_logprobs(trees=tree, kept=why_not is None)
         attachment.take_vllms_place(correction_mode(trainer, stacklevel=2))
     except BaseException:
         attachment.detach()
@@ -387,6 +395,7 @@ def rollout_func(
             check_trainer(trainer, rollout.model)
             check_choices(trainer, rollout.config, mode, on_error)
             refuse_tools(trainer)
+            refuse_routes(rollout.config)
             warn_of_shaping(trainer, stacklevel=2)
             attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
             for other in tied:

@@ -117,6 +117,19 @@ def refuse_tools(trainer: Any) -> None:
         )
 
 
+def refuse_routes(rollout: InferenceConfig) -> None:
+    """Raise if the rollout records routes: they are replayed only by `attach`.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if rollout.record_routes:
+        raise ConfigError(
+            "InferenceConfig.record_routes=True: with a rollout_func TRL routes the tokens of its log-probs live, so that "
+            "recorded routes would have no effect; use attach(trainer, rollout), or set it to False"
+        )
+
+
 def check_trainer(trainer: Any, model: nn.Module) -> None:
     """Check that `trainer` is a GRPOTrainer that trains `model` and uses no other generation backend.
 
@@ -152,11 +165,6 @@ def check_choices(
     Raises:
         ConfigError: an option is unknown or unsupported; the message names it.
     """
-    if rollout.record_routes:
-        raise ConfigError(
-            "InferenceConfig.record_routes=True: TRL's log-prob pass routes its tokens live, so recorded routes would have "
-            "no effect; set it to False, or train with `rollout.replay` in a loop of your own (docs/trainers.md)"
-        )
     modes = [member.value for member in KVCacheManagementMode]
     if mode is not None and mode not in modes:
         raise ConfigError(f"mode={mode!r}: must be None or one of {', '.join(map(repr, modes))}")

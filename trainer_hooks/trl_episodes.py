@@ -14,6 +14,7 @@ from typing import Any
 from rollout import SamplingParams
 from rollout.manager.episodes.environment import EnvironmentFactory, Play
 from rollout.manager.manager import RolloutManager
+from trainer_hooks.trl_config import refuse_routes
 
 
 def episode_rollout_func(
@@ -28,7 +29,11 @@ def episode_rollout_func(
 
     Args:
         environment, sampling_params, options: of `RolloutManager.run`.
+
+    Raises:
+        ConfigError: the manager records expert routes, which TRL would not replay.
     """
+    refuse_routes(manager.config)
 
     def play(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         batch = manager.run(prompts, environment, sampling_params, **options)

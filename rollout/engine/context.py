@@ -20,8 +20,10 @@ from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.memory.block_pool import BlockMemory
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.kv_cache import LayerShape, RouteShape
+from rollout.engine.memory.layer_groups import LayerGroups
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.state_memory import StateMemory
 from rollout.errors import ConfigError, EngineStateError
@@ -46,6 +48,8 @@ class MemoryMove:
     """Requests whose KV was dropped because it no longer fits."""
     shrunk_by_blocks: int = 0
     """Configured pool size minus current pool size, in blocks."""
+    blocks_restored: int = 0
+    """Blocks whose KV was copied back."""
 
 
 class DynamicInferenceContext:
@@ -54,10 +58,11 @@ class DynamicInferenceContext:
     Args:
         spare: bytes of the device that a forward could take now.
         states: pool of the recurrent states; None: the model has none.
+        groups: of the layers, whose pages are the blocks of `cache`; None: its blocks hold all layers.
 
     Attributes:
         states: pool and slots of the recurrent states.
-        num_blocks: size of the pool as configured; `cache.num_blocks` is the present one.
+        num_blocks: size of the pool as configured, in blocks or pages; `cache.num_blocks` is the present one.
         headroom: bytes of the device that the pool leaves free.
     """
 
@@ -68,6 +73,7 @@ class DynamicInferenceContext:
         clock: Callable[[], float],
         spare: Callable[[], float] = lambda: math.inf,
         states: BlockMemory | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
         self.config = config
         self.headroom = 0
@@ -76,12 +82,16 @@ class DynamicInferenceContext:
         self.cache = cache
         self.states = None if states is None else StateMemory(states)
         self.num_blocks = cache.num_blocks
+        pages = None
+        if groups is not None:
+            pages = LayerPages(cache.num_blocks, PageShape(groups.whole, groups.limited, groups.reach))
         self.allocator = BlockAllocator(
-            cache.num_blocks,
+            cache.num_blocks if pages is None else pages.num_blocks,
             config.block_size_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             eviction_policy=config.prefix_caching_eviction_policy,
             states=None if self.states is None else self.states.slots,
+            pages=pages,
         )
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
@@ -108,7 +118,7 @@ class DynamicInferenceContext:
 
     def _live_blocks(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
         if self._followed is None:
-            return self.allocator.live_blocks()
+            return self.allocator.live_memory()
         live, held = self._followed
         return live if keep_prefix_cache else held
 
@@ -162,12 +172,13 @@ class DynamicInferenceContext:
         mapping = self._follow_pool()
         if self.states is not None:
             self.states.follow(self.scheduler)
-        copied = 0
+        copied = blocks = 0
         if self._mode is KVCacheManagementMode.OFFLOAD:
             try:
                 copied = self.cache.restore(self._live_blocks() if mapping is None else None, mapping)
                 if self.states is not None:
                     copied += self.states.restore()
+                blocks = len(self._live_blocks() if self.allocator.pages is None else self.allocator.live_blocks())
             except torch.OutOfMemoryError as exc:
                 # A partly restored cache cannot be used.
                 given_up += self.scheduler.preemption.checkpoint_all(exc)
@@ -177,7 +188,8 @@ class DynamicInferenceContext:
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None
-        return MemoryMove(copied, given_up, lost, self.num_blocks - self.cache.num_blocks)
+        missing = (self.num_blocks - self.cache.num_blocks) // self.allocator.pages_per_block
+        return MemoryMove(copied, given_up, lost, missing, blocks)
 
     def drop(self) -> None:
         """Free the device memory of both pools, losing their content."""
@@ -242,6 +254,8 @@ class DynamicInferenceContext:
     def _follow_pool(self) -> NDArray[np.int32] | None:
         """Make allocator and block tables agree with the pool's size; returns what `BlockAllocator.resize` does."""
         self.scheduler.blocks.poisoned.clear()
+        if self.allocator.pages is not None:
+            return self.allocator.pages.resize(self.cache.num_blocks)
         mapping = self.allocator.resize(self.cache.num_blocks)
         if mapping is not None:
             self.scheduler.remap_blocks(mapping)
@@ -259,7 +273,7 @@ class DynamicInferenceContext:
                 self.cache.drop()
             elif size <= least:
                 raise EngineStateError(
-                    f"no device memory for {least} KV blocks ({least * self.cache.block_bytes / 2**20:.1f} "
+                    f"no device memory for {least} KV {self.allocator.unit} ({least * self.cache.block_bytes / 2**20:.1f} "
                     "MiB), which the largest unfinished request needs; free memory and call resume() again, or build "
                     "another engine"
                 ) from refused
@@ -317,28 +331,36 @@ def pool_size(
     max_sequence_length: int,
     routes: RouteShape | None = None,
     state_bytes: int = 0,
+    groups: LayerGroups | None = None,
 ) -> int:
-    """Number of blocks of the KV pool, from the configuration and free memory.
+    """Number of blocks, or pages, of the KV pool, from the configuration and free memory.
 
     Args:
         routes: shape of the expert routes that every block holds beside K and V.
         state_bytes: part of the memory budget that the recurrent states take.
+        groups: of the layers, one page of each of which is a block; None: it is counted in blocks.
 
     Raises:
         ConfigError: the memory budget does not hold a single block.
     """
+    size, longest = config.block_size_tokens, -(-max_sequence_length // config.block_size_tokens)
+    pages, useful, layers = 1, config.max_requests * longest, layout.layers
+    if groups is not None:
+        shape, layers = PageShape(groups.whole, groups.limited, groups.reach), layers[: groups.places]
+        # All sequences decode, or some compute a step's positions of their prompts instead.
+        step = groups.limited * -(-config.max_tokens_per_step // size)
+        pages, useful = groups.count, config.max_requests * shape.needed(longest, 1, size) + step
     if config.kv_cache_blocks is not None:
-        return config.kv_cache_blocks
-    block_bytes = _block_bytes(layout.layers, config.block_size_tokens, layout.kv_dtype)
+        return config.kv_cache_blocks * pages
+    block_bytes = _block_bytes(layers, size, layout.kv_dtype)
     if routes is not None:
-        block_bytes += routes.block_bytes(config.block_size_tokens, layout.kv_dtype)
+        block_bytes += routes.block_bytes(size, layout.kv_dtype)
     budget = _budget(config, layout.device) - state_bytes
-    useful = config.max_requests * -(-max_sequence_length // config.block_size_tokens)
     # A model without attention layers has blocks without content: they hold the place of its tokens.
     blocks = min(int(budget // block_bytes), useful) if block_bytes else useful
-    if blocks < 1:
+    if blocks < pages:
         raise ConfigError(
-            f"a KV pool of {budget / 2**20:.1f} MiB does not hold one block of {block_bytes / 2**20:.1f} MiB; raise "
+            f"a KV pool of {budget / 2**20:.1f} MiB does not hold one block of {pages * block_bytes / 2**20:.1f} MiB; raise "
             "kv_cache_memory_gb or lower block_size_tokens"
         )
     return blocks

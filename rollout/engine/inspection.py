@@ -83,8 +83,9 @@ class EngineInspection(EngineParts):
         """
         with self.locked():
             return explain(
-                self.controller.runner, self.cache, self.config, self.weights, self.max_sequence_length, measure=measure
-            )
+                self.controller.runner, self.cache, self.context.scheduler, self.config, self.weights,
+                self.max_sequence_length, measure=measure,
+            )  # fmt: skip
 
     def _scheduler_lines(self) -> Iterator[str]:
         """Samples, blocks, last step and oldest samples, without a lock."""

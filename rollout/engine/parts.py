@@ -17,6 +17,8 @@ from rollout.config import InferenceConfig
 from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
 from rollout.engine.controller import TextGenerationController
+from rollout.engine.exact.kernels import kernels_on
+from rollout.engine.exact.paged_forward import run_exactly
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.attention import Installation
 from rollout.engine.forward.forward_key import ForwardKey
@@ -29,10 +31,12 @@ from rollout.engine.forward.model_support import (
 )
 from rollout.engine.forward.routers import routers_of
 from rollout.engine.forward.trial_forwards import peak_bytes
+from rollout.engine.kernels import triton_exact
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.multimodal.vision import Vision
@@ -98,6 +102,7 @@ class EngineParts:
 
     def _build(self) -> None:
         model, clock = self.weights.sampled, self._clock
+        collapse(model.parameters())
         tokenizer, allocate = self._made_with
         layout = inspect_model(model, self.config.max_sequence_length)
         self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
@@ -109,20 +114,22 @@ class EngineParts:
             self._refuse_beside_states(model)
         slots = state_slots(self.config, layout.states, layout.device) if layout.states else 0
         state_bytes = slots * sum(each.num_bytes for each in layout.states)
-        blocks = pool_size(self.config, layout, self.max_sequence_length, routes, state_bytes)
+        # The members of a tensor-parallel group follow the first one's block ids, which stand for memory.
+        groups = layout.groups(self.max_sequence_length) if self.group is None else None
+        blocks = pool_size(self.config, layout, self.max_sequence_length, routes, state_bytes, groups)
         if self.group is not None:
             blocks = self.group.least(blocks)
         memory = self._pool_memory(allocate, layout.device)
         self.cache = KVCache(
             layout.layers, blocks, self.config.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
-            memory.release,
+            memory.release, groups,
         )  # fmt: skip
         self.states: StatePool | None = None
         if layout.states:
             memory = self._pool_memory(allocate, layout.device)
             self.states = StatePool(layout.states, slots, layout.device, memory.allocate, memory.release)
         spare = partial(spare_bytes, layout.device)
-        self.context = DynamicInferenceContext(self.config, self.cache, clock, spare, self.states)
+        self.context = DynamicInferenceContext(self.config, self.cache, clock, spare, self.states, groups)
         self.context.may_shrink = self.group is None
         if routers is not None:
             # Routes of a whole sequence are read from its blocks at its end.
@@ -148,6 +155,7 @@ class EngineParts:
             exact=self.config.exact,
             # Collectives of a tensor-parallel group are not captured.
             graphed_rows=self.config.max_requests
+            * (not self.config.exact)
             * (self.config.cuda_graphs and routers is None and self.group is None and self.states is None),
             moving_weights=not self.weights.fixed_addresses,
             routers=routers,
@@ -161,6 +169,12 @@ class EngineParts:
                     f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
                     "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
                 )
+            if kernels_on(layout.device) is triton_exact:
+                run_exactly(
+                    runner,
+                    self.max_sequence_length,
+                    self.config.max_requests * (self.config.cuda_graphs and self.weights.fixed_addresses),
+                )
             runner.refuse_inexact()
         self.controller = TextGenerationController(model, tokenizer, layout, runner, self.config.image_folder)
         self._order = 0
@@ -171,7 +185,7 @@ class EngineParts:
         another thread, only wake it."""
         self._assemble(model)
         if self.config.verify_model:
-            room = min(self.max_sequence_length, blocks * self.config.block_size_tokens)
+            room = min(self.max_sequence_length, blocks // self.cache.num_groups * self.config.block_size_tokens)
             self.controller.verify_model(min(VERIFY_TOKENS, room))
         config = self.config
         # The pools of a group are of one size, which was agreed on.
@@ -230,9 +244,9 @@ class EngineParts:
             return False
         self._ledger.counters["kv_pool_shrinks"] += 1
         _log.warning(
-            "a step ran out of device memory: the KV pool shrinks from %d to %d blocks, and its requests are computed "
+            "a step ran out of device memory: the KV pool shrinks from %d to %d %s, and its requests are computed "
             "again; a smaller kv_cache_memory_fraction or max_tokens_per_step leaves more to the forward (%s)",
-            before, self.cache.num_blocks, str(exc).partition("\n")[0],
+            before, self.cache.num_blocks, self.context.allocator.unit, str(exc).partition("\n")[0],
         )  # fmt: skip
         return True
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from rollout.config import InferenceConfig
 from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext
-from rollout.engine.forward.model_runner import ModelRunner, pack
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.step_rows import pack
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample
@@ -136,14 +137,14 @@ class Prefill:
         ids, rows = pack(step, scheduler.table)
         logits = self._runner.forward(ids, rows, keep, scheduler.table.state[step.rows])
         finite = take(indices, positions, logits[: len(keep)])
-        held = np.zeros(0, np.int32)
+        memory = np.zeros(0, np.int32)
         if not finite:
             # KV with a NaN must not be shared, nor be read by a kernel that multiplies it by zero.
             scheduler.table.current[step.rows] = False
-            held = np.concatenate([scheduler.table.held(row).copy() for row in step.rows.tolist()])
+            memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)
         self._runner.move_states(scheduler.take_state_moves())
-        scheduler.blocks.poison(held)
+        scheduler.blocks.poison(memory)
 
 
 def _wanted_of(

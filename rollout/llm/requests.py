@@ -124,7 +124,7 @@ class LLMRequests(ABC):
     @property
     def max_sequence_length(self) -> int:
         """Longest prompt + completion, in tokens: what the model can have and the KV pool holds."""
-        return min(self.engine.max_sequence_length, self.context.allocator.num_blocks * self.config.block_size_tokens)
+        return min(self.engine.max_sequence_length, self.context.scheduler.longest)
 
     @property
     def num_open(self) -> int:

@@ -338,7 +338,8 @@ class RolloutBatch:
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
         """The same tokens with every common prefix of rows once, for a forward that `trainer_hooks.tree` is attached to.
 
-        Log-probs are computed of the completions: `packed.logprobs_of(logits)` is aligned with `logprobs[packed.rows]`.
+        Log-probs are computed of the completions: `packed.logprobs_of(logits)` is aligned with `logprobs[packed.rows]`. With
+        recorded routes a prefix is common as far as its experts are too; `rollout.replay(packed, model)` replays them.
 
         Args:
             rows: int64 or a slice: the rows to pack. None: all.
@@ -352,7 +353,13 @@ class RolloutBatch:
         real = self.attention_mask[chosen].bool()
         columns = torch.arange(self.input_ids.shape[1], device=real.device)
         wanted = real & (columns >= self.prompt_lengths[chosen, None])
-        return pack_tree(self.input_ids[chosen], real, wanted, chosen)
+        if self.routed_experts is None:
+            return pack_tree(self.input_ids[chosen], real, wanted, chosen)
+        routes = self.routed_experts[chosen]
+        packed = pack_tree(self.input_ids[chosen], real, wanted, chosen, routes)
+        missing = (routes < 0).any(3).any(2) & real & (columns < real.sum(1, keepdim=True) - 1)
+        trained = self.response_mask[chosen].any(1)
+        return replace(packed, unrouted=chosen[missing.any(1) & trained])
 
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
         """Whole groups in order, packed in trees of up to `max_tokens`, for gradient accumulation; every row is in one.

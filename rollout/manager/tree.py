@@ -1,6 +1,7 @@
 """Prefix-tree packing: every prefix that rows of a batch have in common is packed, and so trained, once.
 
-A hidden state depends on the tokens up to its position alone, so rows that begin alike share it. Tokens lie in depth-first
+A hidden state depends on the tokens up to its position alone, and on the experts that were recorded for them, so rows that
+begin alike share it. Tokens lie in depth-first
 order of the tree of all prefixes: a token is followed by its subtree, and the tokens that continue it are those before the
 subtree's end. Hence token q attends to token k iff k <= q < end[k] (and, in a sliding window, position[q] - position[k] <
 window). `rollout.engine.forward.tree_attention` is the attention that reads this.
@@ -49,6 +50,12 @@ class PackedTree:
 
     wanted: Tensor
     """bool [N, T]: the tokens whose log-probs are computed."""
+
+    routed_experts: Tensor | None = None
+    """int16 [1, L, layers, k]: the experts recorded for each token, -1 where there are none. Read by `rollout.replay`."""
+
+    unrouted: Tensor | None = None
+    """int64: rows of the batch that are trained on and have no routes for some token; None: not looked for."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
@@ -122,7 +129,13 @@ class PackedTree:
         return torch.cat([of_token, of_token.new_zeros(1)])[where]
 
 
-def pack_tree(input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor | None = None) -> PackedTree:
+def pack_tree(
+    input_ids: Tensor,
+    real: Tensor,
+    wanted: Tensor,
+    rows: Tensor | None = None,
+    routed_experts: Tensor | None = None,
+) -> PackedTree:
     """Pack rows as the tree of their common prefixes; O(N·T) array operations, no loop over tokens in Python.
 
     Args:
@@ -130,6 +143,8 @@ def pack_tree(input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor | No
         real: bool [N, T]: what is not padding.
         wanted: bool [N, T]: tokens whose log-probs will be asked for; a row's first token has none and is left out.
         rows: int64 [N]: the rows' numbers in a larger batch; None: from 0.
+        routed_experts: int16 [N, W, layers, k] of the tokens of each row from its first on, W at least their number. Rows
+            share a prefix as far as its tokens and their experts are the same.
 
     Returns:
         The tree, on the device of `input_ids`.
@@ -139,8 +154,9 @@ def pack_tree(input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor | No
     # Tokens to the left, rows in lexicographic order: rows with a common prefix are side by side.
     columns = np.argsort(~mask, axis=1, kind="stable")
     tokens, lengths = np.take_along_axis(ids, columns, 1), mask.sum(1)
-    order = sorted(range(len(ids)), key=lambda row: tokens[row, : lengths[row]].tobytes())
-    forest = _depth_first(tokens[order], lengths[order])
+    routes = None if routed_experts is None else _routes(routed_experts, lengths.max(initial=0))
+    order = sorted(range(len(ids)), key=lambda row: _prefixes(row, tokens, lengths, routes))
+    forest = _depth_first(tokens[order], lengths[order], None if routes is None else routes[order])
 
     nodes, asked = np.empty_like(columns), wanted.cpu().numpy() & mask
     np.put_along_axis(nodes, columns, forest.nodes[np.argsort(order)], 1)
@@ -161,7 +177,30 @@ def pack_tree(input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor | No
         predicted=tensor(predicted),
         predictors=tensor(predictors),
         wanted=tensor(asked),
+        routed_experts=None if forest.routes is None else tensor(forest.routes)[None],
     )
+
+
+def _routes(routed_experts: Tensor, width: int) -> NDArray[np.int16]:
+    """[N, width, layers, k]."""
+    if routed_experts.ndim != 4 or routed_experts.shape[1] < width:
+        raise ValueError(
+            f"routed_experts of shape {tuple(routed_experts.shape)}: must be [N, at least {width}, layers, k] for rows of "
+            f"up to {width} tokens"
+        )
+    routes: NDArray[np.int16] = routed_experts[:, :width].to("cpu", torch.int16).numpy()
+    return routes
+
+
+def _prefixes(
+    row: int, tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None
+) -> bytes:
+    """Sort key by which rows with a common prefix are side by side: token by token, each with its experts."""
+    ids = tokens[row, : lengths[row]]
+    if routes is None:
+        return ids.tobytes()
+    experts = routes[row, : lengths[row]].reshape(len(ids), -1)
+    return np.concatenate([ids[:, None].view(np.int16), experts], axis=1).tobytes()
 
 
 class _Forest(NamedTuple):
@@ -176,14 +215,19 @@ class _Forest(NamedTuple):
     """Index behind the subtree."""
     parents: NDArray[np.int64]
     """-1 of a root."""
+    routes: NDArray[np.int16] | None
+    """[L, layers, k]."""
 
 
-def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> _Forest:
+def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None) -> _Forest:
     """The prefix trees of lexicographically ordered rows [N, T]: a row adds what it does not share with the row above."""
     count, width = tokens.shape
     depth = np.arange(width)
     shared = np.zeros(count, dtype=np.int64)
     equal = (tokens[1:] == tokens[:-1]) & (depth < np.minimum(lengths[1:], lengths[:-1])[:, None])
+    if routes is not None:
+        longest = routes.shape[1]
+        equal[:, :longest] &= (routes[1:] == routes[:-1]).all((2, 3))
     shared[1:] = np.logical_and.accumulate(equal, axis=1).sum(1)
     starts = np.concatenate([[0], np.cumsum(lengths - shared)])
     # A token belongs to the last row above, or at, its own that shared no more than the tokens before it.
@@ -198,4 +242,5 @@ def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> _Fore
     parents = np.full(starts[-1], -1)
     parents[nodes[:, 1:][new[:, 1:]]] = nodes[:, :-1][new[:, 1:]]
     # Row by row, the new tokens are in the order of the tree.
-    return _Forest(nodes, tokens[new], np.broadcast_to(depth, new.shape)[new], starts[below][new], parents)
+    chosen = None if routes is None else routes[new[:, : routes.shape[1]]]
+    return _Forest(nodes, tokens[new], np.broadcast_to(depth, new.shape)[new], starts[below][new], parents, chosen)

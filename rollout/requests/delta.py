@@ -105,8 +105,9 @@ class SampleDelta:
     text: str | None = _column("a string", str, join=_last, cut=_at_end)
     """Text of the whole completion, if it has ended, from an engine that detokenises."""
     routes: bytes | None = _column("bytes", bytes, join=b"".join, cut=cut_routes)
-    """Expert routes of the positions that the tokens were sampled from, of the earlier ones of the prompt with token 0,
-    packed by `rollout.requests.routes.pack_routes`, from an engine that records them."""
+    """Expert routes of the positions that the tokens were sampled from, packed by `rollout.requests.routes.pack_routes`,
+    from an engine that records them; with the first token after KV was computed, or computed again, those of all positions
+    before it."""
     outcome: bytes | None = _column("bytes", bytes, join=_last, cut=_at_end)
     """Packed `rollout.distributed.protocol.outcome.Outcome`, if it has ended."""
     events: bytes | None = _column("bytes", bytes, join=b"".join, cut=_at_end, outlives_restart=True)
@@ -188,7 +189,9 @@ class SampleDelta:
         """
         if self.routes is None:
             return None
-        routes = unpack_routes(self.routes)
+        first, routes = unpack_routes(self.routes)
+        if first:
+            refuse("routes", f"positions from {first} on", "positions from 0 on")
         check_routes("routes", routes, positions)
         return routes
 

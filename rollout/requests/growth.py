@@ -12,7 +12,7 @@ from rollout.requests.events import pack_events
 from rollout.requests.kept_tokens import pack_kept
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import pack_routes, route_rows
+from rollout.requests.routes import first_unread, pack_routes, route_rows
 from rollout.requests.spans import VersionSpans
 
 MAX_EVENTS_SENT = 1 << 18
@@ -47,11 +47,12 @@ def growth(
     )
     if live.sampling_params.logprobs:
         delta.top_n = pack_top_n(joined(record, "generated_top_n_logprobs", start))
-    first, last = live.original_prompt_length + start - 1, live.original_prompt_length + made - 1
+    last = live.original_prompt_length + made - 1
     # Samples that failed in their prompt have routes of a part of it.
     if (made > start or not made) and 0 < last <= route_rows(record):
+        first = first_unread(computed_length(record), live.original_prompt_length + start)
         routes = [each.routing_indices for each in record if each.routing_indices is not None]
-        delta.routes = pack_routes(np.concatenate(routes)[first if start else 0 : last])
+        delta.routes = pack_routes(first, np.concatenate(routes)[first:last])
     if live.sampling_params.return_kept_tokens:
         delta.kept = kept_since(record, start, made)
     delta.events, delta.num_events = new_events(record, events_known)
@@ -61,6 +62,12 @@ def growth(
 def completion_length(live: DynamicInferenceRequest) -> int:
     """Number of completion tokens of all segments up to this one."""
     return live.total_length - live.original_prompt_length
+
+
+def computed_length(record: DynamicInferenceRequestRecord) -> int:
+    """Prompt length of the segment that the last token was sampled in, of the first if there is none."""
+    sampled = (each for each in reversed(record.segments) if each.generated_tokens)
+    return len(next(sampled, record[0]).prompt_tokens)
 
 
 def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:

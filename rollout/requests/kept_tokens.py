@@ -104,6 +104,17 @@ def packed_sets(sets: KeptTokens) -> list[bytes]:
     return [packed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+NO_SET = pack_kept(KeptTokens(np.zeros(0, np.int32), np.zeros(1, np.int32)))
+"""Packed, of a token whose request returns no set."""
+
+
+def joined_sets(packed: list[bytes]) -> KeptTokens:
+    """The sets of consecutive tokens, each packed."""
+    counts = np.fromiter(map(len, packed), np.int64, len(packed)) // 4 - 1
+    numbers = np.frombuffer(b"".join(packed), "<i4")
+    return KeptTokens(np.delete(numbers, np.cumsum(counts + 1) - counts - 1).astype(np.int32), counts.astype(np.int32))
+
+
 def unpack_kept(packed: bytes) -> KeptTokens:
     """Decode sets; the inverse of `pack_kept`, also of several that were joined.
 

@@ -1,8 +1,8 @@
 """`DynamicInferenceRequestRecord`: the segments of one sample across checkpoints, and their merge.
 
 Always true: a segment's prompt is the prompt of the one before plus what that one generated, so the segments cover the
-completion with no gap and no overlap; only the last segment (the live one) changes; `merge` equals an uninterrupted
-request.
+completion with no gap and no overlap; only the last segment (the live one) changes, except for expert routes
+(`rollout.requests.routes`); `merge` equals an uninterrupted request.
 
     segment 0   [prompt ······][generated ···]
                                               checkpoint()

@@ -204,7 +204,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     """Token ids of each stop string; refused, since the engine matches `SamplingParams.stop` in the text."""
     routing_indices: NDArray[Any] | None = None
     """Integers [T - 1, layers, k]: the experts that each router chose for every position but the last, with
-    `InferenceConfig.record_routes`. In a later segment: of the positions that earlier segments have none of."""
+    `InferenceConfig.record_routes`, when it computed the KV that the record's last token was sampled on. In a later segment:
+    of the positions that earlier segments have none of."""
     generated_kept_tokens: KeptTokens | None = None
     """[G] sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens`."""
     finish_reason: FinishReason | None = None

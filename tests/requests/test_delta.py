@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout.errors import SerializationError
 from rollout.requests.delta import COLUMNS, SampleDelta, pack_top_n, unpack_top_n
 from rollout.requests.kept_tokens import KeptTokens, pack_kept
-from rollout.requests.routes import pack_routes, unpack_routes
+from rollout.requests.routes import cut_routes, pack_routes, unpack_routes
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ def whole(draw: st.DrawFn) -> SampleDelta:
     sets = KeptTokens.of([[token, token + 5] for token in range(count)])
     values = {"ttft": 0.5, "top_n": pack_top_n([[(token, -0.5)] for token in range(count)]), "text": "ab",
               "kept": pack_kept(sets), "outcome": b"o", "events": b"e",
-              "routes": pack_routes(np.arange(2 * (count + 3), dtype=np.uint8).reshape(-1, 1, 2))}  # fmt: skip
+              "routes": pack_routes(0, np.arange(2 * (count + 3), dtype=np.uint8).reshape(-1, 1, 2))}  # fmt: skip
     assert values.keys() == COLUMNS.keys()
     for name in draw(st.sets(st.sampled_from(sorted(values)))):
         setattr(made, name, values[name])
@@ -48,7 +48,8 @@ def test_the_slices_of_a_delta_join_to_the_delta(made: SampleDelta, data: st.Dat
     joined.top_n = made.top_n
     assert (joined.routes is None) is (made.routes is None)
     if made.routes is not None:
-        np.testing.assert_array_equal(unpack_routes(joined.routes or b""), unpack_routes(made.routes))
+        for ours, theirs in zip(unpack_routes(joined.routes or b""), unpack_routes(made.routes), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
     joined.routes = made.routes
     assert joined == made
 
@@ -94,9 +95,11 @@ def test_packed_rows_join_as_bytes_and_a_cut_off_row_is_refused() -> None:
     [
         b"",
         b"\xc1",
-        pack_routes(np.zeros((2, 1, 1), np.uint8))[:-1],
-        pack_routes(np.zeros((2, 1), np.uint8)),
-        pack_routes(np.zeros((2, 1, 1), np.uint8)) + pack_routes(np.zeros((2, 1, 2), np.uint8)),
+        pack_routes(0, np.zeros((2, 1, 1), np.uint8))[:-1],
+        pack_routes(0, np.zeros((2, 1), np.uint8)),
+        pack_routes(-1, np.zeros((2, 1, 1), np.uint8)),
+        pack_routes(0, np.zeros((2, 1, 1), np.uint8)) + pack_routes(2, np.zeros((2, 1, 2), np.uint8)),
+        pack_routes(0, np.zeros((2, 1, 1), np.uint8)) + pack_routes(3, np.zeros((2, 1, 1), np.uint8)),
     ],
 )
 def test_malformed_routes_are_refused(packed: bytes) -> None:
@@ -104,8 +107,19 @@ def test_malformed_routes_are_refused(packed: bytes) -> None:
         unpack_routes(packed)
 
 
+def test_routes_that_come_again_replace_those_from_their_first_position_on() -> None:
+    rows = np.arange(20, dtype=np.uint8).reshape(-1, 1, 2)
+    parts = [(0, rows[:4] + 100), (4, rows[4:5] + 100), (2, rows[2:6]), (6, rows[6:7])]
+    first, routes = unpack_routes(b"".join(pack_routes(*part) for part in parts))
+    assert first == 0
+    np.testing.assert_array_equal(routes, np.concatenate([rows[:2] + 100, rows[2:7]]))
+    later = b"".join(pack_routes(*part) for part in (*parts[1:], (0, rows[:9])))
+    np.testing.assert_array_equal(unpack_routes(later)[1], rows[:9])
+    assert unpack_routes(cut_routes(later, 1, 2, 3))[0] == 7
+
+
 def test_routes_of_another_number_of_positions_are_refused() -> None:
-    known = delta(2, routes=pack_routes(np.zeros((4, 1, 1), np.uint8)))
+    known = delta(2, routes=pack_routes(0, np.zeros((4, 1, 1), np.uint8)))
     with pytest.raises(SerializationError, match=r"integers \[3, layers, k\]"):
         known.to_request(9, [5, 6], SamplingParams())
     assert known.to_request(9, [5, 6, 7], SamplingParams()).routing_indices is not None

@@ -81,6 +81,10 @@ def test_routes_come_as_base64_with_shape_and_dtype_whole_and_in_streams(
     packed = http.post("/generate", json=asked).json()["meta_info"]["routed_experts"]
     np.testing.assert_array_equal(np.frombuffer(b64decode(packed), "<i4").reshape(routes.shape), routes)
     assert "routed_experts" not in http.post("/generate", json={"input_ids": PROMPT}).json()["meta_info"]
+    again = routes[::-1].copy()
+    llm.script = [*script[:-1], replace(script[-1], routed_experts=again)]
+    recomputed = read(generate(http).json()["choices"][0]["routed_experts"])
+    np.testing.assert_array_equal(recomputed, again, "rows of earlier tokens replace those that came before")
     llm.config.record_routes = False
     assert http.post("/generate", json=asked).json()["error"]["param"] == "return_routed_experts"
     llm.script = [replace(delta, routed_experts=None) for delta in script]

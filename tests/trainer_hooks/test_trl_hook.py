@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TrainerCallback
 
-from rollout.config import InferenceConfig
+from rollout.engine.forward.routers import routers_of
 from rollout.errors import ConfigError, RolloutFailedError
 from rollout.manager.manager import RolloutManager
 from rollout.state import EngineState
@@ -21,9 +21,11 @@ from tests.distributed.job.nursery import Nursery
 from tests.models import make_model, make_tokenizer
 from tests.ranks import run_together
 from tests.rollouts import assert_nothing_leaked, make_rollout
+from tests.routers import LowestExperts
 from trainer_hooks.optimizer import attach as attach_optimizer
 from trainer_hooks.trl import attach, rollout_func
-from trainer_hooks.trl_config import check_choices, sampling_params
+from trainer_hooks.trl_config import sampling_params
+from trainer_hooks.trl_episodes import episode_rollout_func
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -97,11 +99,12 @@ def make_run(tmp_path: Path) -> Iterator[Maker]:
 
     def make(
         kind: str, *, on_error: Any = "raise", prompts: Any = PROMPTS, engine: Any = None, replay: Any = None,
-        **options: Any,
+        architecture: str = "qwen3", **options: Any,
     ) -> Run:  # fmt: skip
-        model, tokenizer, marker = make_model("qwen3", num_hidden_layers=1), make_tokenizer(), Marker()
-        # As long as there are layers: else it cannot be saved.
-        model.config.layer_types = model.config.layer_types[:1]
+        model, tokenizer, marker = make_model(architecture, num_hidden_layers=1), make_tokenizer(), Marker()
+        if architecture == "qwen3":
+            # As long as there are layers: else it cannot be saved.
+            model.config.layer_types = model.config.layer_types[:1]
         tokenizer.chat_template = CHAT_TEMPLATE
         config = trl.GRPOConfig(
             **{
@@ -249,7 +252,9 @@ def test_trees_are_refused_where_the_loss_would_not_be_trls(make_run):
     before = dict(vars(run.trainer))
     with attach(run.trainer, run.rollout, tree=True):
         assert run.model.config._attn_implementation == "rollout_tree_sdpa"
-        with pytest.raises(ValueError, match="pixel_values: a prefix tree holds text alone"):
+        with pytest.raises(
+            ValueError, match="pixel_values: log-probs over prefix trees and kept tokens are of text alone"
+        ):
             run.trainer._get_per_token_logps_and_entropies(
                 run.model, torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4), 2, pixel_values=torch.ones(1)
             )
@@ -358,6 +363,86 @@ def test_replay_is_refused_where_it_would_have_no_effect_and_left_out_with_a_war
                 attachment = attach(run.trainer, run.rollout)
             assert "_compute_loss" not in vars(run.trainer)
             attachment.detach()
+
+
+ROUTED: list[tuple[dict[str, Any], bool]] = [
+    ({"gradient_checkpointing": True, "steps_per_generation": 2, "gradient_accumulation_steps": 2,
+      "per_device_train_batch_size": GROUP}, False),
+    ({"gradient_checkpointing": True, "router_aux_loss_coef": 0.0, "beta": 0.1}, True),
+    ({"top_p": 0.6, "router_aux_loss_coef": 0.0, "gradient_checkpointing": False}, False),
+    ({"top_k": 5, "router_aux_loss_coef": 0.0, "gradient_checkpointing": True}, True),
+]  # fmt: skip
+
+
+def routed_run(make_run: Maker, record: bool, tree: bool, **options: Any) -> tuple[Run, list[float]]:
+    """A run whose routers choose otherwise while the rollout samples; and what the loss's first log-probs differ by."""
+    beta = options.pop("beta", 0.0)
+    run = make_run("default", architecture="qwen3_moe", temperature=0.8, engine={"record_routes": record}, **options)
+    if beta:
+        run.trainer.beta, run.trainer.ref_model = beta, make_model("qwen3_moe", seed=1, num_hidden_layers=1).eval()
+        trl.trainer.utils.add_fused_lm_head(run.trainer.ref_model, temperature=run.trainer.temperature)
+    attach(run.trainer, run.rollout, tree=tree)
+    generate, compute, logprobs = run.rollout.generate, run.trainer._compute_loss, []
+    of_rows, gaps = run.trainer._get_per_token_logps_and_entropies, []
+
+    def sampling_otherwise(*args, **kwargs):
+        with LowestExperts(run.model):
+            return generate(*args, **kwargs)
+
+    def watched_pass(*args, **kwargs):
+        found = of_rows(*args, **kwargs)
+        logprobs.append(found[0].detach())
+        return found
+
+    def watched_loss(model, inputs):
+        loss = compute(model, inputs)
+        gap = (logprobs[-1] - inputs["sampling_per_token_logps"])[inputs["completion_mask"].bool()]
+        gaps.append(float(gap.abs().max()))
+        return loss
+
+    run.rollout.generate = sampling_otherwise
+    run.trainer._get_per_token_logps_and_entropies, run.trainer._compute_loss = watched_pass, watched_loss
+    run.trainer.train()
+    return run, gaps
+
+
+@pytest.mark.parametrize(("shape", "tree"), ROUTED, ids=str)
+def test_recorded_routes_are_replayed_in_the_log_probs_of_the_loss_and_of_the_old_policy(make_run, shape, tree):
+    run, gaps = routed_run(make_run, True, tree, **shape)
+    for statistic in ("min", "mean", "max"):
+        found = run.metric(f"sampling/importance_sampling_ratio/{statistic}")
+        assert found == pytest.approx([1] * len(found), abs=1e-5)
+    assert len(gaps) == 2 * shape.get("steps_per_generation", 1)
+    assert max(gaps) < 1e-5, "the loss's own forward"
+    assert max(run.metric("rollout/logprob_diff_max")) < 1e-5
+    assert max(run.metric("grad_norm")) > 1e-3
+    assert all("forward" not in vars(router) for router in routers_of(run.model).modules)
+
+
+def test_without_recorded_routes_these_ratios_are_not_one(make_run):
+    run, gaps = routed_run(make_run, False, False, max_steps=1)
+    assert run.metric("sampling/importance_sampling_ratio/min")[0] < 0.99
+    assert gaps[0] > 0.01
+
+
+def test_recorded_routes_that_could_not_be_replayed_are_refused(make_run):
+    run = make_run("default", architecture="qwen3_moe", engine={"record_routes": True})
+    with pytest.raises(ConfigError, match=r"record_routes=True with replay=False: .*leave replay out"):
+        attach(run.trainer, run.rollout, replay=False)
+    run.trainer.tools = [print]
+    with pytest.raises(ConfigError, match="record_routes=True with tools"):
+        attach(run.trainer, run.rollout)
+    run.trainer.tools, run.trainer.args.use_liger_kernel, run.trainer.compute_liger_loss = [], True, print
+    with pytest.raises(ConfigError, match="record_routes=True with use_liger_kernel=True"):
+        attach(run.trainer, run.rollout)
+    run.trainer.args.use_liger_kernel = False
+    before = dict(vars(run.trainer))
+    attach(run.trainer, run.rollout, replay=True).detach()
+    assert vars(run.trainer) == before
+    with pytest.raises(ConfigError, match="record_routes=True: with a rollout_func TRL routes"):
+        rollout_func(run.rollout)(["abc"], run.trainer)
+    with pytest.raises(ConfigError, match="record_routes=True: with a rollout_func TRL routes"):
+        episode_rollout_func(run.rollout, print)
 
 
 def test_a_cut_distribution_is_named_with_the_cure_and_a_whole_one_is_not(make_run, recwarn):
@@ -653,8 +738,6 @@ def test_what_cannot_be_attached_is_refused_by_name(make_run):
         attach(run.trainer, run.rollout, mode="fast")
     with pytest.raises(ConfigError, match="on_error='skip'"):
         attach(run.trainer, run.rollout, on_error="skip")
-    with pytest.raises(ConfigError, match=r"record_routes=True: TRL's log-prob pass routes its tokens live"):
-        check_choices(run.trainer, InferenceConfig(record_routes=True), None, "raise")
     attachment = attach(run.trainer, run.rollout)
     with pytest.raises(ValueError, match="attached to a rollout already"):
         attach(run.trainer, run.rollout)

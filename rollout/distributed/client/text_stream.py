@@ -42,8 +42,9 @@ class TextDelta:
     error: str | None = None
     """Why it failed, in its last delta."""
     routed_experts: Routes | None = None
-    """Expert routes [rows, layers, k]: one row per new token, of the position it was sampled from, after those of the other
-    prompt positions with the sample's first token; None unless the engine records them."""
+    """Expert routes [rows, layers, k] of as many positions up to that which the last new token was sampled from; None unless
+    the engine records them. More rows than new tokens: with the first token those of the prompt, later those of KV that was
+    computed again, which replace the ones known."""
     kept_tokens: list[list[int]] | None = None
     """Ids that each new token was drawn from; None unless `params.return_kept_tokens`."""
 
@@ -88,7 +89,7 @@ class GroupText:
             delta.top_n_rows() if self._params.logprobs else None,
             restarted,
             *((None, None, None) if ended is None else _ending(ended)),
-            routed_experts=None if delta.routes is None else unpack_routes(delta.routes),
+            routed_experts=None if delta.routes is None else unpack_routes(delta.routes)[1],
             kept_tokens=_listed(delta.kept_tokens()),
         )
 

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from rollout.engine.exact.decoder import logits_of, output_of
+from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.packing import packing_of
-from rollout.engine.forward.fused_forward import Bound, Unfusable, bypassed
+from rollout.engine.exact.served import bound_exactly
+from rollout.engine.forward.fused_forward import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout, inspect_model
 from rollout.engine.forward.originals import Replaced
-from rollout.engine.kernels.cpu_exact import library
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.weights.source import weights_of
 from rollout.errors import UnsupportedModelError
 
-_layouts: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[nn.Module, tuple[ModelLayout, KVCache]] = WeakKeyDictionary()
+"""Of each model its layout, and a cache of one token, for the checks that read one."""
 
 _LOSS_OPTIONS = ("num_items_in_batch", "shift_labels")
 
@@ -39,7 +41,8 @@ def exact(model: nn.Module) -> Iterator[None]:
     positions count from each sequence's first real token.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU, float32 or bfloat16, also in DDP.
+        model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU or a CUDA device, float32 or bfloat16, also in
+            DDP.
 
     Raises:
         UnsupportedModelError: on entering, or in the forward: names what exact mode does not serve.
@@ -68,10 +71,9 @@ class _ExactForward:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         device = next(model.parameters()).device
-        if device.type != "cpu":
-            raise UnsupportedModelError(f"exact: {type(model).__name__} is on {device}; exact mode runs on a CPU only")
-        library()
+        kernels = kernels_on(device)
         self._verify()
+        kernels.require(device, _layouts[model][0].vocab_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # what a compiler fuses it rounds anew
     def __call__(
@@ -103,7 +105,7 @@ class _ExactForward:
         return output_of(self._model, logits, labels, **loss_options)
 
     def _verify(self) -> None:
-        if (why := bypassed()) is not None:
+        if (why := bypassed(next(self._model.parameters()).device)) is not None:
             raise UnsupportedModelError(f"exact: {why}, which exact mode does not serve")
         self._bind()
         if self._model.training and any(layer.self_attn.attention_dropout for layer in self._layers):
@@ -130,13 +132,12 @@ class _ExactForward:
             if installed:
                 vars(model)["forward"] = self
 
-    def _read(self, layout: ModelLayout | None) -> None:
+    def _read(self, known: tuple[ModelLayout, KVCache] | None) -> None:
         model = self._model
-        if layout is None:
-            layout = _layouts[model] = inspect_model(model)
-        cache = KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
-        bound = Bound(model, layout, cache)
-        if any(type(module).__module__.startswith("peft.") for module in model.modules()):
-            raise Unfusable("it holds PEFT adapters")
+        if known is None:
+            layout = inspect_model(model)
+            known = _layouts[model] = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
+        layout, cache = known
+        bound = bound_exactly(model, layout, cache)
         self._layers = list(bound.causal_lm.model.layers)
         self._windows = [layout.calls[layout.layer_of[layer.self_attn]].window for layer in self._layers]

@@ -1,4 +1,4 @@
-"""Differentiable operations over the C++ kernels of the fused forward.
+"""Differentiable operations over the kernels of exact mode, those of the tensors' device.
 
 The forward's bits are those of the kernels; the backward is torch's, of the same functions, so gradients differ from plain
 torch's by rounding only. Each operation can be differentiated once.
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.packing import Packing
-from rollout.engine.kernels import cpu_exact
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of x [P, H, D]; see `cpu_exact.rotate`."""
+    """Rotary embedding (arXiv 2104.09864) of x [P, H, D]; positions [P] index the tables [positions, D]."""
     return _apply(_Rotate, x, cosines, sines, positions)
 
 
@@ -61,7 +61,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor | None, total: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.places = places
-        return cpu_exact.linear(x, weight, bias, places, total)
+        return kernels_on(x.device).linear(x, weight, bias, places, total)
 
     @staticmethod
     @once_differentiable
@@ -84,7 +84,7 @@ class _RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return cpu_exact.rms_norm(x, weight, epsilon)
+        return kernels_on(x.device).rms_norm(x, weight, epsilon)
 
     @staticmethod
     @once_differentiable
@@ -105,7 +105,7 @@ class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
         ctx.tables = cosines, sines, positions
-        return cpu_exact.rotate(x, cosines, sines, positions)
+        return kernels_on(x.device).rotate(x, cosines, sines, positions)
 
     @staticmethod
     @once_differentiable
@@ -120,7 +120,7 @@ class _SiluTimes(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return cpu_exact.silu_times(gate, up)
+        return kernels_on(gate.device).silu_times(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -134,15 +134,18 @@ class _Attention(Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float, window: int | None
     ) -> Tensor:
-        out, log_sums = cpu_exact.attention(query, key, value, packing.starts, packing.positions, scaling, window)
-        ctx.save_for_backward(query, key, value, out, log_sums)
+        out, log_sums = kernels_on(query.device).attention(
+            query, key, value, packing.starts, packing.positions, scaling, window
+        )
+        # Without log-sums the backward computes the attention again, and needs no output either.
+        ctx.save_for_backward(query, key, value, *(() if log_sums is None else (out, log_sums)))
         ctx.how = packing, scaling, window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        query, key, value, out, log_sums = ctx.saved_tensors
+        query, key, value, *outputs = ctx.saved_tensors
         packing, scaling, window = ctx.how
         groups = query.shape[1] // key.shape[1]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -150,23 +153,44 @@ class _Attention(Function):
             filled = bool(real.all())
             upstream = grad[places] if filled else grad[places] * real[..., None, None]
             # [b, L, H, D] to [b, H, L, D], each KV head repeated for its query heads.
-            parts = [part[places].transpose(1, 2) for part in (query, key, value, out, log_sums)]
+            parts = [part[places].transpose(1, 2) for part in (query, key, value, *outputs)]
             if groups > 1:
                 parts[1:3] = (part.repeat_interleave(groups, 1) for part in parts[1:3])
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                upstream.transpose(1, 2), *parts, 0.0, window is None,
-                attn_mask=None if window is None else _window_mask(places.shape[1], window, query.dtype), scale=scaling,
-            )  # fmt: skip
+            mask = None if window is None else _window_mask(places.shape[1], window, query)
+            find = _cpu_gradients if outputs else _recomputed_gradients
+            found = find(upstream.transpose(1, 2), parts, mask, scaling)
             for whole, part in zip(grads, found, strict=True):
                 if part.shape[1] != whole.shape[1]:
-                    part = part.unflatten(1, (whole.shape[1], groups)).sum(2)
+                    part = part.reshape(part.shape[0], whole.shape[1], groups, *part.shape[2:]).sum(2)
                 part = part.transpose(1, 2)
                 whole[places if filled else places[real]] = part if filled else part[real]
         return *grads, None, None, None
 
 
-def _window_mask(length: int, window: int, dtype: torch.dtype) -> Tensor:
+def _cpu_gradients(
+    upstream: Tensor, parts: list[Tensor], mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value [b, H, L, D], from these, the output and its log-sums."""
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        upstream, *parts, 0.0, mask is None, attn_mask=mask, scale=scaling
+    )
+    return found
+
+
+def _recomputed_gradients(
+    upstream: Tensor, parts: list[Tensor], mask: Tensor | None, scaling: float
+) -> tuple[Tensor, ...]:
+    """Of query, key and value [b, H, L, D], through torch's own attention."""
+    with torch.enable_grad():
+        query, key, value = inputs = tuple(part.detach().requires_grad_() for part in parts)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
+    return torch.autograd.grad(out, inputs, upstream)
+
+
+def _window_mask(length: int, window: int, like: Tensor) -> Tensor:
     """[L, L], 0 where a query attends to a key, else -inf."""
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
     seen &= ~seen.tril(-window)
-    return torch.zeros(length, length, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)

@@ -48,7 +48,8 @@ class Packing:
             at = np.arange(longest)
             real = at < lengths[own, None]
             places = self.starts[own, None] + np.minimum(at, lengths[own, None] - 1)
-            yield torch.from_numpy(places), torch.from_numpy(real)
+            device = self.positions.device
+            yield torch.from_numpy(places).to(device), torch.from_numpy(real).to(device)
 
 
 def packing_of(ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Packing:
@@ -90,9 +91,11 @@ def packing_of(ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor 
     tokens = flat.nonzero().flatten()
     rows = torch.where(flat, flat.cumsum(0) - 1, -1).view(batch, width)
     begins = first.flatten()[tokens].nonzero().flatten()
-    starts = np.append(begins.numpy(), len(tokens)).astype(np.int64)
+    starts = np.append(begins.cpu().numpy(), len(tokens)).astype(np.int64)
     counted = np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts))
-    return Packing(None if len(tokens) == flat.numel() else tokens, rows, starts, torch.from_numpy(counted))
+    return Packing(
+        None if len(tokens) == flat.numel() else tokens, rows, starts, torch.from_numpy(counted).to(ids.device)
+    )
 
 
 def _real(ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.exact.served import why_not_exact
 from rollout.engine.explain.machine import Machine
 from rollout.engine.explain.rates import Bound, Rates, Weights
 from rollout.engine.explain.trial import Trial
@@ -20,6 +21,7 @@ from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.units import binary_bytes, short_count
 
@@ -27,6 +29,12 @@ BATCHES = (1, 16, 64)
 """Sequences that the bounds of decoding are given for."""
 LENGTH = 512
 """Tokens that each of them attends to."""
+
+_EXACT = {
+    "cpu": "C++ operations whose sums have an order that follows from the place in their own row",
+    "cuda": "Triton operations with one tile for any number of rows, and log-probs by torch's log-softmax",
+}
+"""Type of device → what exact mode runs there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class ModelPart:
     """Where the weights are read."""
     layers: tuple[LayerKind, ...]
     fused: bool | None
-    """Whether the fused forward runs; None: not known before sharded weights are gathered."""
+    """Whether the fused forward runs, or exact mode's on a GPU; None: not known before sharded weights are gathered."""
     why_not_fused: str
     attention: str
     """Kernel of the paged attention."""
@@ -62,6 +70,8 @@ class ModelPart:
     """Kernel of the draw."""
     graphs: str
     """CUDA graphs: `decode steps`, or why there are none."""
+    exact: str
+    """Exact mode: what it runs here if it is on; else whether it could be turned on, and why not."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,11 @@ class KVPart:
     """Of the recurrent states of one sequence."""
     state_slots: int = 0
     """Sequences and prefixes whose states are kept."""
+    window: int | None = None
+    """Tokens behind which layers with a window give back the KV of a running sequence; None: all is kept, or the whole block
+    is given back."""
+    bytes_per_token_behind: int = 0
+    """What is kept of a token behind it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,14 @@ class Explanation:
 
 
 def explain(
-    runner: ModelRunner, cache: KVCache, config: InferenceConfig, source: WeightSource, length: int, *, measure: bool
+    runner: ModelRunner,
+    cache: KVCache,
+    scheduler: Scheduler,
+    config: InferenceConfig,
+    source: WeightSource,
+    length: int,
+    *,
+    measure: bool,
 ) -> Explanation:
     """Look at an engine's parts, which no step uses meanwhile.
 
@@ -144,7 +166,7 @@ def explain(
         measure: measure the machine's rates.
     """
     model, machine = _model_part(runner, config, source), Machine.look()
-    kv = _kv_part(cache, runner.states, config, length)
+    kv = _kv_part(cache, scheduler, runner.states, config, length)
     # The bounds are those of one device, and each holds a part of the weights.
     speed = _speed_part(runner, kv) if measure and source.tensor_parallel_mesh is None else None
     compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
@@ -171,6 +193,7 @@ def _model_part(runner: ModelRunner, config: InferenceConfig, source: WeightSour
         attention=_attention(runner),
         sampling=_sampling(layout),
         graphs=_graphs(runner, config, source),
+        exact=_exact(runner, config, source),
     )
 
 
@@ -263,16 +286,33 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
     )
 
 
-def _kv_part(cache: KVCache, states: StatePool | None, config: InferenceConfig, length: int) -> KVPart:
-    slots = 0 if states is None else states.num_blocks
+def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
+    kind = runner.layout.device.type
+    if config.exact:
+        return f"on: {_EXACT[kind]}, in the trainer's forward inside rollout.exact(model) and in every step here"
+    if source.collective or source.tensor_parallel_mesh is not None:
+        return "off, and refused: the weights are spread over the ranks"
+    why = why_not_exact(runner.model, runner.layout, runner.cache)
+    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT[kind]}"
+
+
+def _kv_part(
+    cache: KVCache, scheduler: Scheduler, states: StatePool | None, config: InferenceConfig, length: int
+) -> KVPart:
+    slots, pages = 0 if states is None else states.num_blocks, scheduler.allocator.pages
+    blocks, needed = cache.num_blocks // cache.num_groups, -(-length // cache.block_size)
+    if pages is not None:
+        needed = pages.shape.needed(needed, 1, cache.block_size)
     return KVPart(
-        bytes_per_token=cache.block_bytes // cache.block_size,
+        bytes_per_token=cache.num_groups * cache.block_bytes // cache.block_size,
         block_size=cache.block_size,
-        blocks=cache.num_blocks,
-        tokens=cache.num_blocks * cache.block_size,
+        blocks=blocks,
+        tokens=blocks * cache.block_size,
         bytes=cache.num_blocks * cache.block_bytes,
         max_sequence_length=length,
-        full_sequences=cache.num_blocks // -(-length // cache.block_size),
+        full_sequences=cache.num_blocks // needed if scheduler.longest >= length else 0,
+        window=None if pages is None else pages.shape.reach,
+        bytes_per_token_behind=0 if pages is None else pages.whole * cache.block_bytes // cache.block_size,
         max_requests=min(config.max_requests, slots) if slots else config.max_requests,
         state_bytes=0 if states is None else states.block_bytes,
         state_slots=slots,
@@ -332,7 +372,8 @@ Row = tuple[str, str]
 
 def _model_rows(model: ModelPart) -> Sequence[Row]:
     size = f"{short_count(model.parameters)} parameters in {model.dtype} ({binary_bytes(model.parameter_bytes)})"
-    fused = "fused C++" if model.device == "cpu" else "fused Triton"
+    on_gpu = "exact mode's, in Triton" if model.exact.startswith("on") else "fused Triton"
+    fused = "fused C++" if model.device == "cpu" else on_gpu
     forward = fused if model.fused else f"the module's own: {model.why_not_fused}"
     return [
         ("model", f"{model.name}, {size} on {model.device}"),
@@ -342,19 +383,24 @@ def _model_rows(model: ModelPart) -> Sequence[Row]:
         ("attention", model.attention),
         ("sampling", model.sampling),
         ("graphs", model.graphs),
+        ("exact mode", model.exact),
     ]  # fmt: skip
 
 
 def _kv_rows(kv: KVPart) -> Sequence[Row]:
     return [
-        ("KV cache", f"{kv.bytes_per_token:,} bytes per token; {kv.tokens:,} tokens fit, in {kv.blocks:,} blocks of "
-                     f"{kv.block_size} ({binary_bytes(kv.bytes)})"),
+        ("KV cache", f"{kv.bytes_per_token:,} bytes per token{_behind(kv)}; {kv.tokens:,} tokens fit, in {kv.blocks:,} "
+                     f"blocks of {kv.block_size} ({binary_bytes(kv.bytes)})"),
         ("KV cache", f"{kv.full_sequences:,} sequences of {kv.max_sequence_length:,} tokens at once; at most "
                      f"{kv.max_requests} run at once"),
         *[("states", f"{binary_bytes(kv.state_bytes)} per sequence; {kv.state_slots:,} fit "
                      f"({binary_bytes(kv.state_slots * kv.state_bytes)}): one per running sequence, others for prefix hits")
           for _ in range(bool(kv.state_slots))],
     ]  # fmt: skip
+
+
+def _behind(kv: KVPart) -> str:
+    return "" if kv.window is None else f", {kv.bytes_per_token_behind:,} behind a window of {kv.window:,} tokens"
 
 
 def _speed_rows(speed: SpeedPart | None) -> Sequence[Row]:

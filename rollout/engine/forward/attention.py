@@ -7,7 +7,7 @@ keyword arguments. `Installation` is a context manager that restores the trainer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -93,8 +93,9 @@ class PagedBatch:
     Args:
         cache: holds K and V.
         layer_of: index of each attention module's layer in the cache.
-        slots: [B * P] int64 slot mapping: token slot (block * block_size + offset) of each of the forward's positions.
-        attention: the kernel, for this step.
+        slots: of each group of layers, [B * P] int64 slot mapping: token slot (block * block_size + offset) of each of the
+            forward's positions.
+        attention: the kernel, for this step, of each group of layers.
         windows: sliding windows of layers that do not pass one themselves.
         chunks: of the layers whose attention is in chunks.
         write: writes K and V into their slots.
@@ -102,8 +103,8 @@ class PagedBatch:
 
     cache: KVCache
     layer_of: dict[nn.Module, int]
-    slots: Tensor
-    attention: PagedAttention
+    slots: Sequence[Tensor]
+    attention: Sequence[PagedAttention]
     windows: Mapping[nn.Module, int | None]
     chunks: Mapping[nn.Module, int]
     write: CacheWrite = write_slots
@@ -118,10 +119,11 @@ class PagedBatch:
         arguments: dict[str, Any],
     ) -> Tensor:
         """Write K and V into their slots, then attend over the blocks."""
-        key_cache, value_cache = self.cache.layer(self.layer_of[module])
+        layer = self.layer_of[module]
+        (key_cache, value_cache), group = self.cache.layer(layer), self.cache.group_of(layer)
         keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
-        self.write(keys, values, key_cache, value_cache, self.slots)
-        out = self.attention(
+        self.write(keys, values, key_cache, value_cache, self.slots[group])
+        out = self.attention[group](
             query.transpose(1, 2).flatten(0, 1).contiguous(),
             keys,
             values,

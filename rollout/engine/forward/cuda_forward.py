@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
-from rollout.engine.forward.fused_forward import Bound, StandIn, Unfusable, bypassed
+from rollout.engine.forward.fused_forward import Bound, BoundForward, Unfusable, bypassed
 from rollout.engine.forward.model_support import AttentionCall, ModelLayout
 from rollout.engine.kernels import triton_layers
 from rollout.engine.kernels.rows import PagedRows
@@ -54,30 +54,31 @@ class _Layer:
 class _Attention(Protocol):
     """Attention of one step."""
 
-    @property
-    def slots(self) -> Tensor:
-        """[P] int32 or int64 slot mapping; negative: not written."""
+    def slots(self, layer: int) -> Tensor:
+        """[P] int32 or int64 slot mapping of a layer; negative: not written."""
 
     def place(self, layer: int) -> Place:
         """Where K and V of a layer lie."""
 
-    def attend(self, place: Place, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """[P, H, D] of queries [P, H, D] over K and V that are written, the step's own among them."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Eager:
-    slots: Tensor
     cache: KVCache
-    attention: PagedAttention
+    groups: list[tuple[Tensor, PagedAttention]]
+    """Slot mapping and attention of each group of layers."""
+
+    def slots(self, layer: int) -> Tensor:
+        return self.groups[self.cache.group_of(layer)][0]
 
     def place(self, layer: int) -> Place:
         return Place(*self.cache.layer(layer), None)
 
-    def attend(self, place: Place, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        return self.attention(
-            query, key, value, place.keys, place.values, scaling=call.scaling, window=call.window, softcap=None
-        )
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        _, attention = self.groups[self.cache.group_of(layer)]
+        return attention(query, key, value, *self.cache.layer(layer), scaling=call.scaling, window=call.window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,18 +86,17 @@ class _Captured:
     inputs: DecodeInputs
     kernels: TritonDecode
 
-    @property
-    def slots(self) -> Tensor:
-        return self.inputs.slots
+    def slots(self, layer: int) -> Tensor:
+        return self.kernels.slots(layer, self.inputs)
 
     def place(self, layer: int) -> Place:
         return self.kernels.place(layer)
 
-    def attend(self, place: Place, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        return self.kernels.attend(place, self.inputs, query, scaling=call.scaling, window=call.window)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        return self.kernels.attend(layer, self.inputs, query, scaling=call.scaling, window=call.window)
 
 
-class CudaForward(StandIn):
+class CudaForward(BoundForward):
     """The Triton forward of one model.
 
     Args:
@@ -122,7 +122,7 @@ class CudaForward(StandIn):
         """What a captured step has fixed beside addresses of parameters: epsilon, and scale and window of each layer."""
 
     def ready(self, module_epoch: int) -> bool:
-        """See `StandIn.ready`."""
+        """See `BoundForward.ready`."""
         kind = self._layout.device.type
         products = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if products != self._products:
@@ -130,11 +130,13 @@ class CudaForward(StandIn):
         return super().ready(module_epoch)
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
-        """See `StandIn.run`."""
-        tokens, positions, slots, kept = upload_together(
-            (np.maximum(ids, 0), rows.positions, rows.slots, keep), self._layout.device
+        """Logits [len(keep), V]; see `BoundForward`."""
+        groups = rows.groups()
+        tokens, positions, kept, *slots = upload_together(
+            (np.maximum(ids, 0), rows.positions, keep, *(each.slots for each in groups)), self._layout.device
         )
-        return self._logits(tokens, positions, _Eager(slots, self._cache, self._attention(rows)), kept)
+        attention = [self._attention(each) for each in groups]
+        return self._logits(tokens, positions, _Eager(self._cache, list(zip(slots, attention, strict=True))), kept)
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Logits [B, V] of a step that can be captured: everything that changes is read from `inputs` and the cache."""
@@ -147,8 +149,11 @@ class CudaForward(StandIn):
         finally:
             torch.set_autocast_cache_enabled(cached)
 
+    def release(self) -> None:
+        """There is nothing to release: the caching allocator keeps what a step needs."""
+
     def _bypassed(self) -> str | None:
-        return bypassed(self._layout.device.type, self._products)
+        return bypassed(self._layout.device, self._products)
 
     def _kv_dtype(self) -> torch.dtype | None:
         return self._products
@@ -194,11 +199,11 @@ class CudaForward(StandIn):
         """[P, H * D], before the output projection."""
         dim = self._layout.layers[layer.index].head_dim
         query, key, value = (linear(normed, *each).view(len(normed), -1, dim) for each in layer.qkv)
-        place = step.place(layer.index)
         query, key = self._kernels.rotate_and_write(
-            query, key, value, layer.head_norms, self._epsilon, cosines, sines, place, step.slots
-        )
-        return step.attend(place, query, key, value, layer.call).flatten(1)
+            query, key, value, layer.head_norms, self._epsilon, cosines, sines, step.place(layer.index),
+            step.slots(layer.index),
+        )  # fmt: skip
+        return step.attend(layer.index, query, key, value, layer.call).flatten(1)
 
 
 def _layer(layer: Any, layout: ModelLayout) -> _Layer:

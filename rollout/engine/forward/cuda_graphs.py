@@ -54,7 +54,7 @@ class _Size:
     precision: torch.dtype | None
     """Dtype of the autocast in force; None: there is none."""
     fused: tuple[float, ...] | None
-    """What the fused forward has fixed (`CudaForward.numbers`); None: the module's own forward was captured."""
+    """What the fused forward has fixed (`DecodeForward.numbers`); None: the module's own forward was captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,6 @@ class DecodeForward(Protocol):
 
     numbers: tuple[float, ...]
     """What a captured step has fixed beside the addresses of parameters."""
-
-    def ready(self, module_epoch: int) -> bool:
-        """Whether it computes what the module does now."""
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Logits [B, V]; reads nothing that changes between steps but `inputs` and the cache."""
@@ -111,8 +108,9 @@ class GraphedDecode:
     Args:
         cache: holds K and V.
         max_rows: most rows of a step.
-        fused: is captured while it is ready; None: the module's own forward is.
-        alone: capture nothing but `fused`: the module's own forward runs collectives' hooks.
+        kernels: the attention of the module's forward.
+        fused: captured in place of the module's forward where `run` says that it is ready.
+        alone: capture nothing else.
     """
 
     def __init__(
@@ -131,7 +129,7 @@ class GraphedDecode:
         self._alone = alone
         self._model = model
         self._layout = layout
-        self._block_size = cache.block_size
+        self._block_size, self._groups = cache.block_size, cache.num_groups
         self._max_rows = max_rows
         self._device = device
         self._kernels = kernels
@@ -165,6 +163,8 @@ class GraphedDecode:
         keep: NDArray[np.int64],
         module_epoch: int,
         rotary: NDArray[np.int64] | None = None,
+        *,
+        fused: bool = False,
     ) -> Tensor | None:
         """Run one decode step as a graph, within an active `Installation`; K and V go into the cache.
 
@@ -174,17 +174,18 @@ class GraphedDecode:
             keep: packed positions whose logits are wanted, each once and ascending.
             module_epoch: changes whenever the trainer may have modified the module.
             rotary: see `DecodeInputs.fill`.
+            fused: whether the fused forward computes what the module does now.
 
         Returns:
             Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
         """
         if not len(ids) == len(rows) == len(keep) <= self._max_rows or not self._ready(module_epoch):
             return None
-        fused = self.fused if self.fused is not None and self.fused.ready(module_epoch) else None
-        if fused is None and self._alone:
+        numbers = self.fused.numbers if fused and self.fused is not None else None
+        if numbers is None and self._alone:
             return None
         columns = table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
-        size = _Size(padded_rows(len(ids)), columns, self._precision(), None if fused is None else fused.numbers)
+        size = _Size(padded_rows(len(ids)), columns, self._precision(), numbers)
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._capture(size, ids, rows, rotary)
@@ -226,7 +227,7 @@ class GraphedDecode:
     ) -> _Graph | None:
         if size in self._failed or size in self._short:
             return None
-        inputs = DecodeInputs(size.rows, size.columns, self._layout.device)
+        inputs = DecodeInputs(size.rows, size.columns, self._layout.device, self._groups)
         inputs.fill(ids, rows, rotary)
         written: list[torch.dtype] = []
         try:
@@ -248,7 +249,7 @@ class GraphedDecode:
         why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
         # Of a failed capture's memory nothing is left only when no graph of its pool is.
         self._forget()
-        if size.fused is not None:
+        if size.fused is not None and not self._alone:
             self.fused = None
             _log.warning("the fused forward cannot be captured as a CUDA graph, so the module's own is: %s", why)
             return
@@ -270,14 +271,12 @@ class GraphedDecode:
             self._say_why_not(self._given_up)
 
     def _forward(self, size: _Size, inputs: DecodeInputs) -> torch.dtype:
-        """Run a forward and keep its logits; returns their dtype."""
+        """Run the forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
         count = len(inputs.slots)
-        if size.fused is not None and self.fused is not None:
-            logits = self.fused.decode(inputs)
-        else:
-            logits = self._module_forward(inputs)
+        fused = self.fused if size.fused is not None else None
+        logits = self._module_logits(inputs) if fused is None else fused.decode(inputs)
         if logits.dtype not in self._logits:
             # Shared by all graphs: logits are the largest tensor of a small batch.
             largest = padded_rows(self._max_rows)
@@ -288,14 +287,15 @@ class GraphedDecode:
         self._logits[logits.dtype][:count].copy_(logits)
         return logits.dtype
 
-    def _module_forward(self, inputs: DecodeInputs) -> Tensor:
-        logits: Tensor = forward_with(
+    def _module_logits(self, inputs: DecodeInputs) -> Tensor:
+        output = forward_with(
             _Batch(self._kernels, self._layout, inputs),
             self._model,
             input_ids=inputs.ids[None],
             position_ids=inputs.positions[None],
             logits_to_keep=torch.arange(len(inputs.slots), device=self._layout.device),
-        ).logits[0]
+        )
+        logits: Tensor = output.logits[0]
         return logits
 
     def _say_why_not(self, why: str) -> None:

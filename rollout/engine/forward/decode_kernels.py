@@ -29,19 +29,23 @@ class DecodeInputs:
         slots: [B] int32, slot mapping of its K and V; -1 in padding.
         seen: [B] int32, the last position it attends to, its own; -1 in padding.
         tables: [B, columns] int32, block ids.
+        groups: slots and tables of each group of layers; those above are the first one's.
     """
 
-    def __init__(self, batch: int, columns: int, device: torch.device) -> None:
-        self._host = [np.zeros(batch, np.int32) for _ in range(4)] + [np.zeros((batch, columns), np.int32)]
+    def __init__(self, batch: int, columns: int, device: torch.device, groups: int = 1) -> None:
+        self._host = [np.zeros(batch, np.int32) for _ in range(3 + groups)]
+        self._host += [np.zeros((batch, columns), np.int32) for _ in range(groups)]
         flat, begins = packed(self._host)
         self._device = device
         # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self._flat = torch.from_numpy(flat).to(device, copy=True)
-        self._ids, self._positions, self.slots, self.seen, self.tables = (
+        self._ids, self._positions, self.seen, *others = (
             self._flat[begin : begin + array.size].view(array.shape)
             for array, begin in zip(self._host, begins, strict=True)
         )
+        self.groups = list(zip(others[:groups], others[groups:], strict=True))
+        self.slots, self.tables = self.groups[0]
 
     @property
     def ids(self) -> Tensor:
@@ -60,13 +64,14 @@ class DecodeInputs:
             rotary: [B] rotary positions, which differ after an image; None: `rows.positions`.
         """
         rotary = rows.positions if rotary is None else rotary
+        groups = rows.groups()
         used, columns = len(ids), min(rows.tables.shape[1], self.tables.shape[1])
-        for array, padding, values in zip(
-            self._host, (0, 0, -1, -1), (ids, rotary, rows.slots, rows.positions), strict=False
-        ):
-            array[:used], array[used:] = values, padding
-        # Old entries of a table may stay: they are behind the row's last block.
-        self._host[4][:used, :columns] = rows.tables[:, :columns]
+        values = (ids, rotary, rows.positions, *(each.slots for each in groups))
+        for array, padding, value in zip(self._host, (0, 0, *[-1] * (1 + len(groups))), values, strict=False):
+            array[:used], array[used:] = value, padding
+        for array, each in zip(self._host[len(values) :], groups, strict=True):
+            # Old entries of a table may stay: they are behind the row's last block.
+            array[:used, :columns] = each.tables[:, :columns]
         self._flat.copy_(staged(packed(self._host)[0], self._device), non_blocking=True)
 
 
@@ -95,17 +100,6 @@ class DecodeKernels(Protocol):
         """Free the workspace; no captured call is replayed any more."""
 
 
-def kernel_shapes(layout: ModelLayout) -> list[Heads]:
-    """Head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
-    found = (
-        Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
-        for shape, call in zip(layout.layers, layout.calls, strict=True)
-    )
-    sizes = range(triton_paged.MIN_HEAD_DIM, triton_paged.MAX_HEAD_DIM + 1)
-    served = layout.kv_dtype in triton_paged.DTYPES
-    return [each for each in dict.fromkeys(found) if served and each.dim in sizes and each.value_dim in sizes]
-
-
 class TritonDecode:
     """`DecodeKernels` by the Triton kernels.
 
@@ -126,8 +120,8 @@ class TritonDecode:
         dtype, query = query.dtype, query.to(place.keys.dtype)
         if not serves(query, place.keys, place.values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
-        self._paged.write(key, value, place.keys, place.values, inputs.slots, cells=place.cells)
-        return self.attend(place, inputs, query, **rules).to(dtype)
+        self._paged.write(key, value, place.keys, place.values, self.slots(layer, inputs), cells=place.cells)
+        return self.attend(layer, inputs, query, **rules).to(dtype)
 
     def place(self, layer: int) -> Place:
         """Where K and V of a layer lie, also after the pool has moved."""
@@ -136,11 +130,17 @@ class TritonDecode:
             raise Uncapturable("16 does not divide the bytes of its KV blocks")
         return Place(keys, values, self._cache.addresses[2 * layer : 2 * layer + 2])
 
-    def attend(self, place: Place, inputs: DecodeInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
+    def slots(self, layer: int, inputs: DecodeInputs) -> Tensor:
+        """[B] int32 slot mapping of a layer."""
+        return inputs.groups[self._cache.group_of(layer)][0]
+
+    def attend(self, layer: int, inputs: DecodeInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
         """Attention of [B, H, D], in the dtype of the cache, over K and V that are written."""
+        place = self.place(layer)
         out, _ = self._paged.decode_with_lse(
-            query, place.keys, place.values, inputs.tables, inputs.seen, rules.get("window"), rules["scaling"],
-            softcap=rules.get("softcap"), chunk=rules.get("chunk"), sinks=rules.get("sinks"), cells=place.cells,
+            query, place.keys, place.values, inputs.groups[self._cache.group_of(layer)][1], inputs.seen,
+            rules.get("window"), rules["scaling"], softcap=rules.get("softcap"), chunk=rules.get("chunk"),
+            sinks=rules.get("sinks"), cells=place.cells,
         )  # fmt: skip
         return out
 
@@ -152,3 +152,14 @@ class TritonDecode:
     def release(self) -> None:
         """Free the workspace."""
         self._paged.clear()
+
+
+def kernel_shapes(layout: ModelLayout) -> list[Heads]:
+    """Head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
+    found = (
+        Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        for shape, call in zip(layout.layers, layout.calls, strict=True)
+    )
+    sizes = range(triton_paged.MIN_HEAD_DIM, triton_paged.MAX_HEAD_DIM + 1)
+    served = layout.kv_dtype in triton_paged.DTYPES
+    return [each for each in dict.fromkeys(found) if served and each.dim in sizes and each.value_dim in sizes]

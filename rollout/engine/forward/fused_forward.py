@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class _Layer(ctypes.Structure):
             "input_norm", "post_norm", "query", "key", "value", "output", "gate", "up", "down",
             "query_bias", "key_bias", "value_bias", "output_bias", "query_norm", "key_norm", "keys", "values",
         )),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "group")),
     )  # fmt: skip
 
 
@@ -72,8 +73,8 @@ class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forwa
     """The reason why a model runs its own forward."""
 
 
-class StandIn:
-    """A forward that runs instead of the module's while `Bound` finds nothing that it would leave out.
+class BoundForward(ABC):
+    """A forward over the module's own parameters that stands in for the module's while nothing differs from transformers'.
 
     Args:
         cache: holds K and V.
@@ -103,6 +104,7 @@ class StandIn:
         """Why the last `ready` was False."""
         return self._why or self._bypassed() or ""
 
+    @abstractmethod
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
 
@@ -110,17 +112,10 @@ class StandIn:
             ids: [P] token ids.
             rows: the P positions.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def release(self) -> None:
         """Release buffers that the next step allocates again."""
-
-    def _bypassed(self) -> str | None:
-        return bypassed()
-
-    def _kv_dtype(self) -> torch.dtype | None:
-        """Dtype of keys and values; None: that of the parameters."""
-        return None
 
     def _bind(self) -> None:
         try:
@@ -132,15 +127,23 @@ class StandIn:
             _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
         self._why = why
 
-    def _take(self, bound: Bound) -> None:
+    def _take(self, bound: Bound) -> None:  # noqa: B027 - most forwards read what is bound
         """Prepare for a module as it was found; raises `Unfusable` for what this forward does not compute."""
 
+    def _bypassed(self) -> str | None:
+        return bypassed(self._layout.device)
 
-class FusedForward(StandIn):
+    def _kv_dtype(self) -> torch.dtype | None:
+        """Dtype of keys and values; None: that of the parameters."""
+        return None
+
+
+class FusedForward(BoundForward):
     """The C++ forward of one model.
 
     Args:
         library: see `cpu_library.load`.
+        cache: holds K and V.
     """
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL) -> None:
@@ -151,7 +154,7 @@ class FusedForward(StandIn):
         self._logits = torch.empty(0, device="cpu")
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
-        """See `StandIn.run`."""
+        """Logits [len(keep), V]; see `BoundForward`."""
         bound = self._bound
         assert bound is not None
         bound.reach(int(rows.positions.max()) + 1)
@@ -166,10 +169,13 @@ class FusedForward(StandIn):
             self._workspace = torch.empty(need, dtype=torch.uint8, device="cpu")
         if self._logits.numel() < kept * bound.model.vocabulary or self._logits.dtype != bound.dtype:
             self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype, device="cpu")
-        slots = rows.slots
+        slots, tables = rows.slots, rows.tables
+        if rows.others:
+            groups = rows.groups()
+            slots, tables = np.stack([each.slots for each in groups]), np.stack([each.tables for each in groups])
         step = _Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
-            rows.tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
+            tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
             len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
         )  # fmt: skip
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
@@ -299,7 +305,7 @@ class Bound:
         self._require_numbers(attention, family, layout, index)
         keys, values = cache.layer(index)
         out.keys, out.values = keys.data_ptr(), values.data_ptr()
-        out.window = layout.calls[index].window or 0
+        out.window, out.group = layout.calls[index].window or 0, cache.group_of(index)
         return int(mlp.gate_proj.weight.shape[0])
 
     def _require_numbers(self, attention: Any, family: str, layout: ModelLayout, index: int) -> None:
@@ -414,13 +420,13 @@ def _require(ok: bool, why: str) -> None:
         raise Unfusable(why)
 
 
-def bypassed(device_type: str = "cpu", dtype: torch.dtype | None = None) -> str | None:
-    """What acts on every module now and a fused forward would bypass; None: nothing.
+def bypassed(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """What acts on every module on `device` now and a fused forward would bypass; None: nothing.
 
     Args:
-        dtype: an autocast to it casts nothing; None: every autocast does.
+        dtype: of an autocast that the forward follows; None: it follows none.
     """
-    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != dtype:
+    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
         return "autocast is on"
     if has_global_hooks():
         return "torch has hooks on every module"

@@ -52,7 +52,13 @@ def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterat
         yield LengthGroup(
             members=member[chosen],
             positions=positions,
-            rows=PagedRows(offsets, rows.positions[positions].ravel(), rows.tables[member[chosen]], rows.block_size),
+            rows=PagedRows(
+                offsets,
+                rows.positions[positions].ravel(),
+                rows.tables[member[chosen]],
+                rows.block_size,
+                others=tuple(tables[member[chosen]] for tables in rows.others),
+            ),
             columns=columns if len(columns) else np.array([size - 1]),
             places=places,
             row=np.searchsorted(chosen, piece_of[places]),

@@ -24,11 +24,12 @@ from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
-from rollout.engine.forward.fused_forward import FusedForward, StandIn
+from rollout.engine.forward.fused_forward import BoundForward, FusedForward
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.recurrent_states import StateRows
 from rollout.engine.forward.routers import Routers
+from rollout.engine.forward.step_rows import distinct, pack
 from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
@@ -59,8 +60,9 @@ class ModelRunner:
 
     Args:
         fused: try the fused forward.
-        exact: run nothing but the fused forward, and report log-probs by torch's own log-softmax.
-        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs.
+        exact: run nothing but `fused`, which on a GPU is set after construction (`exact.paged_forward`), and report
+            log-probs by torch's own log-softmax.
+        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs but those of exact mode.
         moving_weights: the modules' hooks gather weights, at other addresses each time: graphs are captured of the fused
             forward alone, which runs no hooks, and anew where weights have moved.
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
@@ -97,24 +99,24 @@ class ModelRunner:
         self.vision = vision
         self._library = cpu_library.load() if layout.device.type == "cpu" else None
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
-        if self.paged is not None:
+        if self.paged is not None and not exact:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
-        self.exact = exact
-        self.fused: StandIn | None = None
+        self.fused: BoundForward | None = None
+        """Runs the steps of a model that it serves, in place of the module's forward."""
         self.graphs: GraphedDecode | None = None
-        if fused and not split and self._library is not None:
+        if fused and not split and self._library:
             self.fused = FusedForward(model, layout, cache, self._library)
         # Graphs need a separate workspace, which `release_workspace` must not free.
-        if self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
-            decode, on_gpu = TritonDecode(kernels, cache), None
+        if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
+            decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused and not split:
                 self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
             if graphed_rows:
-                device = CudaDevice(layout.device)
                 self.graphs = GraphedDecode(
-                    model, layout, cache, graphed_rows, device, decode, on_gpu, alone=moving_weights
+                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights
                 )
+        self.exact = exact
         self.installation = Installation(model, autocast)
         self._stream: Callable[[], Stream] | None = None
         if layout.device.type == "cuda":
@@ -136,7 +138,7 @@ class ModelRunner:
         """
         self.move_states(step.state_moves)
         ids, packed = pack(step, self.table)
-        entries, repeats = _distinct(step)
+        entries, repeats = distinct(step)
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = self._prompt_spans(step, packed, wanted)
@@ -160,7 +162,7 @@ class ModelRunner:
         sampled = self._sample(step, sampled_logits)
         if step.depths is not None and (broken := np.isnan(sampled.logprobs) & (step.depths > 0)).any():
             # A kernel may multiply what lies behind a sequence's end by zero, which leaves a NaN of a rejected draft.
-            self.zero_slots(packed.slots[keep[broken]])
+            self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
         return sampled
 
     def compute(
@@ -204,13 +206,12 @@ class ModelRunner:
 
     def why_not_fused(self) -> str | None:
         """Why a step runs the module's own forward in the model's present state; None: it runs the fused one."""
-        if self.layout.device.type == "cpu" and self._library is None:
-            return cpu_library.status().described
-        if self.layout.device.type != "cpu" and self.paged is None:
-            return f"Triton does not run on {self.layout.device}"
-        if self._split:
-            return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
         if self.fused is None:
+            on_cpu, device = self.layout.device.type == "cpu", self.layout.device
+            if self.paged is None and self._library is None:
+                return cpu_library.status().described if on_cpu else f"Triton does not run on {device}"
+            if self._split:
+                return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
             return self._dropped or "InferenceConfig.fused_forward=False"
         with self.installation:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
@@ -227,8 +228,7 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: names what it is.
         """
-        device = self.layout.device
-        why = self.why_not_fused() if device.type == "cpu" else f"it is on {device}"
+        why = self.why_not_fused()
         if why is None:
             return
         raise UnsupportedModelError(
@@ -284,14 +284,18 @@ class ModelRunner:
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
                 return self._forward_by_length(self.states, ids, rows, keep, slots)
+            fused = self.fused if images is None else None
+            if fused is not None and not fused.ready(self.installation.module_epoch):
+                fused = None
+            if self.exact and fused is None:
+                self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
-                replayed = self.graphs.run(ids, rows, keep, self.installation.module_epoch, rotary)
+                epoch = self.installation.module_epoch
+                replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
                 if replayed is not None:
                     return replayed
-            if images is None and self.fused is not None and self.fused.ready(self.installation.module_epoch):
-                return self.fused.run(ids, rows, keep)
-            if self.exact:
-                self.refuse_inexact()
+            if fused is not None:
+                return fused.run(ids, rows, keep)
             keep = keep if len(keep) else rows.offsets[-1:] - 1
             return self._module_forward(ids[None], rows, keep, images=images)[0]
 
@@ -325,14 +329,18 @@ class ModelRunner:
         """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L], at positions `keep` of every row."""
         layout = self.layout
         rotary = rows.positions if images is None else images.positions
-        tokens, positions, slots, kept = upload_together((np.maximum(ids, 0), rotary, rows.slots, keep), layout.device)
+        groups = rows.groups()
+        tokens, positions, kept, *slots = upload_together(
+            (np.maximum(ids, 0), rotary, keep, *(each.slots for each in groups)), layout.device
+        )
         write = write_slots if self.paged is None else self.paged.write
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows, layout.chunks, write
-        )
+            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
+            layout.chunks, write,
+        )  # fmt: skip
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
-            around.enter_context(self._recording(slots))
+            around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
             if images is not None:
                 inputs = around.enter_context(self.vision.inputs(tokens[0], images))
@@ -424,26 +432,5 @@ class ModelRunner:
                     sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
 
 
-def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
-    """Token ids [P] of a step's positions and their rows: positions, slot mapping, block tables."""
-    offsets = np.zeros(len(step.rows) + 1, np.int64)
-    np.cumsum(step.counts, out=offsets[1:])
-    entries = np.repeat(np.arange(len(step.rows)), step.counts)
-    positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
-    width = -(-int((step.starts + step.counts).max()) // table.block_size)
-    tables = table.blocks[step.rows, :width].astype(np.int64)
-    ids = table.tokens[step.rows[entries], positions].astype(np.int64)
-    return ids, PagedRows(offsets, positions, tables, table.block_size)
-
-
 def _current_stream(device: torch.device) -> Stream:
     return CudaStream(torch.cuda.current_stream(device))
-
-
-def _distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The sampled entries without duplicates, and for each sample the index of its entry."""
-    if not step.prefills:
-        entries = step.sampled_entries.astype(np.int64)
-        return entries, entries
-    entries, repeats = np.unique(step.sampled_entries, return_inverse=True)
-    return entries.astype(np.int64), repeats

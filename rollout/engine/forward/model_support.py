@@ -24,6 +24,7 @@ from rollout.engine.forward.attention_masks import PROBE, Limits, MaskFunction, 
 from rollout.engine.forward.recurrent_layers import RecurrentLayers
 from rollout.engine.forward.recurrent_states import ProbedStates, StateRows
 from rollout.engine.memory.kv_cache import LayerShape
+from rollout.engine.memory.layer_groups import LayerGroups, layer_groups
 from rollout.engine.memory.state_pool import StatePool, StateShape
 from rollout.errors import UnsupportedModelError
 
@@ -50,6 +51,11 @@ class AttentionCall:
     softcap: float | None
     chunk: int | None = None
     sinks: bool = False
+
+    @property
+    def reach(self) -> int | None:
+        """Positions, its own included, that a query can see; None: all."""
+        return min((each for each in (self.window, self.chunk) if each is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,14 @@ class ModelLayout:
     @property
     def reach(self) -> int | None:
         """Positions, its own included, that a query sees in any layer; None: a layer sees all."""
-        limits = [[each for each in (call.window, call.chunk) if each is not None] for call in self.calls]
-        return max(map(min, limits)) if limits and all(limits) else None
+        reaches = [call.reach for call in self.calls]
+        limited = [each for each in reaches if each is not None]
+        return max(limited) if limited and len(limited) == len(reaches) else None
+
+    def groups(self, length: int) -> LayerGroups | None:
+        """Groups of layers that keep KV for differently long, for sequences of up to `length` tokens; None: there is one."""
+        widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]
+        return layer_groups(widths, [call.reach for call in self.calls], length)
 
 
 class _Watcher:

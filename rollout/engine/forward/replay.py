@@ -1,8 +1,9 @@
 """`replay(batch, model)`: for the length of a block the model's routers choose the experts that the rollout chose.
 
 The trainer's forward is aligned with the batch by its tokens: any rows of the batch in any order, padded on the left or the
-right, or packed with `position_ids` that start at 0 in every sequence. Only the choice is replayed: scores, softmax and
-normalisation are the live router's, with gradient. The module is as before after the block, also after an exception.
+right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward of a prefix tree pass the tree
+instead. Only the choice is replayed: scores, softmax and normalisation are the live router's, with gradient. The module is
+as before after the block, also after an exception.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -40,15 +41,37 @@ class Routed(Protocol):
         """int16 [N, T, layers, k], -1 where there is none."""
 
 
+@runtime_checkable
+class RoutedTree(Protocol):
+    """What else is replayed: a `PackedTree`, or anything with these fields."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """int64 [1, L]."""
+
+    @property
+    def nodes(self) -> Tensor:
+        """int64 [N, T]."""
+
+    @property
+    def routed_experts(self) -> Tensor | None:
+        """int16 [1, L, layers, k], -1 where there is none."""
+
+    @property
+    def unrouted(self) -> Tensor | None:
+        """int64: rows that cannot be replayed."""
+
+
 @contextmanager
-def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
+def replay(batch: Routed | RoutedTree, model: nn.Module) -> Iterator[None]:
     """A block in which the routers of `model` choose the experts recorded in `batch.routed_experts`.
 
     With gradient checkpointing, which computes the routers again in the backward, the backward belongs into the block too,
     before the next forward. Padding and the last token of a row, which have no routes, are routed live.
 
     Args:
-        batch: a `RolloutBatch` of an engine with `InferenceConfig(record_routes=True)`.
+        batch: a `RolloutBatch` of an engine with `InferenceConfig(record_routes=True)`; for the forward of a tree, what
+            `batch.tree()` returned.
         model: the model that runs in the block, or a wrapper of it (DDP, PEFT).
 
     Raises:
@@ -59,7 +82,8 @@ def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
     """
     routers = routers_of(model)
     owner = next(module for module in model.modules() if getattr(module, "_can_record_outputs", None))
-    alignment = _Alignment(batch, routers.shape)
+    _check_routes(batch, routers.shape)
+    alignment = _Alignment(_Tree(batch) if isinstance(batch, RoutedTree) else _Rows(batch), routers.shape)
     with ExitStack() as stack:
         hook = owner.register_forward_pre_hook(alignment.begin, with_kwargs=True, prepend=True)
         stack.callback(hook.remove)
@@ -100,26 +124,42 @@ class _Replaying:
         return output
 
 
-class _Alignment:
-    """The routes of the tokens of the forward that runs."""
+def _check_routes(batch: Routed | RoutedTree, shape: RouteShape) -> None:
+    if batch.routed_experts is None:
+        raise ValueError(
+            "replay: the batch has no routed_experts; build the engine with InferenceConfig(record_routes=True)"
+        )
+    want, have = (shape.num_layers, shape.top_k), tuple(batch.routed_experts.shape[2:])
+    if want != have:
+        raise ValueError(f"replay: routed_experts [N, T, layers, k] of {have}, and the model has (layers, k) = {want}")
 
-    def __init__(self, batch: Routed, shape: RouteShape) -> None:
-        if batch.routed_experts is None:
+
+class _Tree:
+    """The routes of a prefix tree."""
+
+    def __init__(self, tree: RoutedTree) -> None:
+        if tree.unrouted is not None and len(tree.unrouted):
+            _refuse_row(int(tree.unrouted[0]))
+        self._tree = tree
+
+    def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
+        """int16 [1, L, layers, k]."""
+        if not torch.equal(ids, self._tree.input_ids):
             raise ValueError(
-                "replay: the batch has no routed_experts; build the engine with InferenceConfig(record_routes=True)"
+                f"replay: a forward of {list(ids.shape)} tokens that are not the {self._tree.input_ids.shape[1]} of the "
+                "tree: pass all of packed.inputs; replay the rows of a batch by replay(batch, model)"
             )
-        want, have = (shape.num_layers, shape.top_k), tuple(batch.routed_experts.shape[2:])
-        if want != have:
-            raise ValueError(
-                f"replay: routed_experts [N, T, layers, k] of {have}, and the model has (layers, k) = {want}"
-            )
-        self.shape = shape
+        assert self._tree.routed_experts is not None
+        return self._tree.routed_experts
+
+
+class _Rows:
+    """The routes of the rows of a batch, found by their tokens."""
+
+    def __init__(self, batch: Routed) -> None:
+        assert batch.routed_experts is not None
         self._experts = batch.routed_experts.detach().cpu().numpy()
         self._of_sequence = self._sequences(batch)
-        self._current: Tensor | None = None
-        self._forwards = 0
-        """With gradient, since the last backward that computed a router again."""
-        self._recomputed = False
 
     def _sequences(self, batch: Routed) -> dict[bytes, list[int]]:
         ids, mask = batch.input_ids.cpu().numpy(), batch.attention_mask.cpu().numpy().astype(bool)
@@ -128,26 +168,18 @@ class _Alignment:
         for row, (tokens, real) in enumerate(zip(ids, mask, strict=True)):
             count = int(real.sum())
             if usable[row] and (self._experts[row, : count - 1] < 0).any():
-                raise ValueError(
-                    f"replay: row {row} of the batch has tokens without routes; it was sampled by an engine without "
-                    "record_routes=True: leave it out"
-                )
+                _refuse_row(row)
             rows[_key(tokens[real])].append(row)
         return rows
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Align with the sequences of a forward of the model; a forward pre-hook."""
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise ValueError("replay: the forward needs input_ids [B, T], by which its rows are found in the batch")
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
+    def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
+        """int16 [B, T, layers, k] of `input_ids` [B, T]."""
         real, starts = np.ones(ids.shape, bool), None
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             real = mask.cpu().numpy().astype(bool)
         elif positions is not None:
             starts = positions.expand(ids.shape).cpu().numpy() == 0
-        routes = np.full((*ids.shape, self.shape.num_layers, self.shape.top_k), -1, np.int16)
+        routes = np.full((*ids.shape, *self._experts.shape[2:]), -1, np.int16)
         left = {key: list(rows) for key, rows in self._of_sequence.items()}
         for row, tokens in enumerate(ids.cpu().numpy()):
             columns = np.flatnonzero(real[row])
@@ -161,18 +193,47 @@ class _Alignment:
                     raise ValueError(
                         f"replay: row {row} of the forward has a sequence of {len(sequence)} tokens that is none of the "
                         "batch: pass whole rows (prompt and completion) with their attention_mask, or packed with "
-                        "position_ids that start at 0"
+                        "position_ids that start at 0; replay the forward of a tree by replay(packed, model)"
                     )
                 source = found.pop(0) if len(found) > 1 else found[0]
                 routes[row, sequence] = self._experts[source, : len(sequence)]
-        self._current = torch.from_numpy(routes).flatten(0, 1).to(ids.device, torch.int64)
-        if torch.is_grad_enabled():
-            self._forwards = 1 if self._recomputed else self._forwards + 1
-            self._recomputed = False
+        return torch.from_numpy(routes)
 
     def _is_surplus(self, tokens: np.ndarray[Any, Any]) -> bool:
         """Whether a sequence is what rounding up added to a packed row: one token repeated."""
         return len(tokens) == 0 or bool((tokens == tokens[0]).all())
+
+
+def _refuse_row(row: int) -> NoReturn:
+    raise ValueError(
+        f"replay: row {row} of the batch has tokens without routes; it was sampled by an engine without "
+        "record_routes=True: leave it out"
+    )
+
+
+class _Alignment:
+    """The routes of the tokens of the forward that runs."""
+
+    def __init__(self, source: _Rows | _Tree, shape: RouteShape) -> None:
+        self.shape = shape
+        self._source = source
+        self._current: Tensor | None = None
+        self._forwards = 0
+        """With gradient, since the last backward that computed a router again."""
+        self._recomputed = False
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Align with the sequences of a forward of the model; a forward pre-hook."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            raise ValueError("replay: the forward needs input_ids [B, T], by which its rows are found in the batch")
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
+        routes = self._source.of_forward(ids, mask, positions)
+        self._current = routes.flatten(0, 1).to(ids.device, torch.int64)
+        if torch.is_grad_enabled():
+            self._forwards = 1 if self._recomputed else self._forwards + 1
+            self._recomputed = False
 
     def routes(self) -> Tensor:
         """int64 [B * T, layers, k] of the forward that runs, or is computed again by a backward."""

@@ -29,7 +29,10 @@ _kept: WeakKeyDictionary[nn.Module, _Tables] = WeakKeyDictionary()
 
 
 def rotary_tables(rotary: Any, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [at least max(`length`, 1), D] of positions from 0 on, contiguous, in `dtype`, on the CPU."""
+    """Cosines and sines [at least max(`length`, 1), D] of positions from 0 on, contiguous, in `dtype`, on the CPU.
+
+    On whichever device the module is, they are computed on the CPU: the same bits for all.
+    """
     frequencies, scaling = rotary.inv_freq, rotary.attention_scaling
     kept = _kept.get(rotary)
     cosines, sines, start = [], [], 0

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.forward.model_runner import ModelRunner
@@ -23,10 +24,24 @@ def paged_logits(runner: ModelRunner, tokens: list[int], *cuts: int) -> Tensor:
     runner.move_states([(-1, 0)])
     logits = torch.empty(0, device="cpu")
     for start, end in pairwise((0, *cuts, len(tokens))):
-        rows = PagedRows(np.array([0, end - start]), np.arange(start, end), blocks[None], size)
+        rows = _rows(runner, np.array([0, end - start]), np.arange(start, end), blocks[None])
         logits = runner.forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
-    runner.cache.zero_blocks(blocks.tolist())
+    _zero(runner, blocks)
     return logits.clone()
+
+
+def _rows(
+    runner: ModelRunner, offsets: NDArray[np.int64], positions: NDArray[np.int64], blocks: NDArray[np.int64]
+) -> PagedRows:
+    """Rows in these blocks [R, width]; where the memory of a block is several pages, they lie side by side."""
+    count = runner.cache.num_groups
+    tables, *others = (blocks * count + group for group in range(count))
+    return PagedRows(offsets, positions, tables, runner.table.block_size, others=tuple(others))
+
+
+def _zero(runner: ModelRunner, blocks: NDArray[np.int64]) -> None:
+    count = runner.cache.num_groups
+    runner.cache.zero_blocks((blocks.ravel()[:, None] * count + np.arange(count)).ravel().tolist())
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
@@ -60,15 +75,16 @@ def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> No
     """
     size = runner.table.block_size
     width = -(-min(tokens, longest) // size)
-    most = runner.cache.num_blocks // width
+    room = runner.cache.num_blocks // runner.cache.num_groups
+    most = room // width
     if runner.states is not None:
         most = min(most, runner.states.num_blocks)
     count = max(1, min(-(-tokens // longest), most))
-    width = min(width, runner.cache.num_blocks)
+    width = min(width, room)
     length = min(longest, tokens // count, width * size)
     blocks = np.arange(count * width, dtype=np.int64).reshape(count, width)
     offsets, positions = np.arange(count + 1) * length, np.tile(np.arange(length), count)
     keep = np.arange(min(rows, count * length))
-    logits = runner.forward(np.zeros(count * length, np.int64), PagedRows(offsets, positions, blocks, size), keep)
+    logits = runner.forward(np.zeros(count * length, np.int64), _rows(runner, offsets, positions, blocks), keep)
     token_logprobs(logits, torch.zeros(len(keep), dtype=torch.int64, device=logits.device), 0)
-    runner.cache.zero_blocks(blocks.ravel().tolist())
+    _zero(runner, blocks)

@@ -16,6 +16,7 @@ struct Layer {
     const void *query_norm, *key_norm;                             // null: none
     void *keys, *values;                                           // [blocks, block_size, Hkv, D]
     int64_t window;                                                // 0: none
+    int64_t group;                                                 // of layers, whose slots and tables it uses
 };
 
 struct Model {
@@ -27,9 +28,10 @@ struct Model {
 };
 
 struct Step {
-    const int64_t *ids, *positions, *slots;  // [P]; slots: slot mapping of K and V, block * block_size + offset
+    const int64_t *ids, *positions;          // [P]
+    const int64_t* slots;                    // [groups, P], slot mapping of K and V, block * block_size + offset
     const int64_t* offsets;                  // [R + 1]
-    const int64_t* tables;                   // [R, width]
+    const int64_t* tables;                   // [groups, R, width]
     const int64_t* keep;                     // [kept], positions whose logits are wanted
     void* logits;                            // [kept, vocabulary]
     void* workspace;
@@ -126,7 +128,7 @@ struct Forward {
         }
         if (head < H) return;
         void* cache = head < H + K ? layer.keys : layer.values;
-        std::memcpy(static_cast<T*>(cache) + (s.slots[p] * K + (head - H) % K) * D, one, D * sizeof(T));
+        std::memcpy(static_cast<T*>(cache) + (s.slots[layer.group * P + p] * K + (head - H) % K) * D, one, D * sizeof(T));
     }
 
     // gate = silu(gate) * up
@@ -167,6 +169,7 @@ struct Forward {
             a.keys = layer.keys;
             a.values = layer.values;
             a.window = layer.window;
+            a.tables = s.tables + layer.group * s.sequences * s.width;
             attention<T>(a, layer.window ? windowed : tasks, crew);
             linear_into(at.attended, P, H * D, layer.output, layer.output_bias, m.hidden, at.x, crew);
             norm(layer.post_norm);

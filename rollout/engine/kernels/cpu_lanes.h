@@ -114,8 +114,14 @@ static inline vec4 load_four(const bf16* p) {
 }
 static inline void store_four(float* p, vec4 v) { *reinterpret_cast<vec4*>(p) = v; }
 static inline void store_four(bf16* p, vec4 v) {
+#if WIDE && defined(__AVX512BF16__) && defined(__AVX512VL__)
+    // The instruction takes numbers below 2^-126 for zero, as the products do whose sums these are.
+    const __m128bh narrow = _mm_cvtneps_pbh((__m128)v);
+    std::memcpy(p, &narrow, sizeof(hvec4));
+#else
     const hvec4 narrow = __builtin_convertvector(nearest<uvec4>(v) >> 16, hvec4);
     std::memcpy(p, &narrow, sizeof(narrow));
+#endif
 }
 template <typename T>
 static inline vec4 rounded(vec4 v) {

@@ -14,9 +14,13 @@ constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 of b and 1 of a: 29 of 32 registe
 constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 of b and 1 of a: 13 of 16 registers
 #endif
 
-// M rows of a against 4 rows of b; use(m, four sums). AHEAD: prefetch distance in b in elements, 0: none.
+constexpr int64_t NEAR_BYTES = 2048;  // of a row of b, of which eight and the next eight fit into the first-level cache
+
+// M rows of a against 4 rows of b; use(m, four sums). Prefetches in the first and the last two rows of b as many elements
+// ahead as `first` and `last` say; 0: nothing.
 template <int M, typename T, typename Use>
-__attribute__((always_inline)) static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t ahead, Use&& use) {
+__attribute__((always_inline)) static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t first, int64_t last,
+                                                       Use&& use) {
     typedef Dot<T> D;
     vec sum[M][4];
     for (int m = 0; m < M; m++)
@@ -25,8 +29,10 @@ __attribute__((always_inline)) static inline void tile(const T* a, int64_t a_str
     for (; k + D::STEP <= depth; k += D::STEP) {
         typename D::Operand y[4];
         for (int n = 0; n < 4; n++) y[n] = D::take(b[n] + k);
-        if (ahead)
-            for (int n = 0; n < 4; n++) __builtin_prefetch(b[n] + k + ahead);
+        if (first)
+            for (int n = 0; n < 2; n++) __builtin_prefetch(b[n] + k + first);
+        if (last)
+            for (int n = 2; n < 4; n++) __builtin_prefetch(b[n] + k + last);
         for (int m = 0; m < M; m++) {
             const typename D::Operand x = D::take(a + m * a_stride + k);
             for (int n = 0; n < 4; n++) sum[m][n] = D::add(sum[m][n], x, y[n]);
@@ -44,23 +50,25 @@ __attribute__((always_inline)) static inline void tile(const T* a, int64_t a_str
 }
 
 // All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a is used for all quads
-// while it is cached.
+// while it is cached. `ahead`: distance in elements to what comes next in b, 0: nothing. The first two tiles fetch half of it
+// each where all of it fits into the first-level cache, so that the memory works while more than one tile is multiplied.
 template <typename T, typename Use>
 __attribute__((always_inline)) static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
                          int64_t ahead, Use&& use) {
-    int64_t row = 0;
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, ahead = 0)
+    const bool halves = rows > TILE_ROWS && depth * static_cast<int64_t>(sizeof(T)) <= NEAR_BYTES;
+    int64_t row = 0, first = ahead, last = halves ? 0 : ahead;
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, last = halves ? first : 0, first = 0)
         for (int64_t q = 0; q < quads; q++)
-            tile<TILE_ROWS>(a + row * a_stride, a_stride, b[q], depth, ahead, [&](int m, vec4 v) { use(row + m, q, v); });
+            tile<TILE_ROWS>(a + row * a_stride, a_stride, b[q], depth, first, last, [&](int m, vec4 v) { use(row + m, q, v); });
     a += row * a_stride;
     for (int64_t q = 0; q < quads; q++) {
         const auto rest = [&](int m, vec4 v) { use(row + m, q, v); };
         switch (rows - row) {
-            case 1: tile<1>(a, a_stride, b[q], depth, ahead, rest); break;
-            case 2: if constexpr (TILE_ROWS > 2) tile<2>(a, a_stride, b[q], depth, ahead, rest); break;
-            case 3: if constexpr (TILE_ROWS > 3) tile<3>(a, a_stride, b[q], depth, ahead, rest); break;
-            case 4: if constexpr (TILE_ROWS > 4) tile<4>(a, a_stride, b[q], depth, ahead, rest); break;
-            case 5: if constexpr (TILE_ROWS > 5) tile<5>(a, a_stride, b[q], depth, ahead, rest); break;
+            case 1: tile<1>(a, a_stride, b[q], depth, first, last, rest); break;
+            case 2: if constexpr (TILE_ROWS > 2) tile<2>(a, a_stride, b[q], depth, first, last, rest); break;
+            case 3: if constexpr (TILE_ROWS > 3) tile<3>(a, a_stride, b[q], depth, first, last, rest); break;
+            case 4: if constexpr (TILE_ROWS > 4) tile<4>(a, a_stride, b[q], depth, first, last, rest); break;
+            case 5: if constexpr (TILE_ROWS > 5) tile<5>(a, a_stride, b[q], depth, first, last, rest); break;
         }
     }
 }

@@ -37,40 +37,58 @@ static inline double uniform(int64_t key, int64_t position) {
     return static_cast<double>(x >> 11) * 0x1p-53;
 }
 
+// exp(scores / temperature - peak) in units; 0 behind the first `count` lanes.
 template <typename T>
-static inline lvec weights(const T* scores, int64_t count, float temperature, float peak) {
+static inline vec units(const T* scores, int64_t count, float temperature, float peak) {
     vec x = count == LANES ? load(scores) : load_first(scores, count);
     if (temperature != 1.0f) x = x / temperature;
-    lvec w = __builtin_convertvector(exponential(x - peak) * UNIT, lvec);
-    for (int64_t i = count; i < LANES; i++) w[i] = 0;
-    return w;
+    vec u = exponential(x - peak) * UNIT;
+    for (int64_t i = count; i < LANES; i++) u[i] = 0;
+    return u;
 }
 
 template <typename T>
-static inline int64_t weigh_block(const T* scores, int64_t begin, int64_t end, float temperature, float peak) {
-    lvec total = lvec{};
-    for (int64_t i = begin; i < end; i += LANES)
-        total += weights(scores + i, std::min<int64_t>(LANES, end - i), temperature, peak);
-    int64_t sum = 0;
-    for (int i = 0; i < LANES; i++) sum += total[i];
-    return sum;
+static inline lvec weights(const T* scores, int64_t count, float temperature, float peak) {
+    return __builtin_convertvector(units(scores, count, temperature, peak), lvec);
 }
 
-// Writes the ids of the tokens that have a weight to `out`; returns the end.
-template <typename T>
-static inline int32_t* drawable(const T* scores, int64_t begin, int64_t end, float temperature, float peak, int32_t* out) {
-    int32_t* last = out;
-    // Without a branch: what is filtered is scattered.
-    for (int64_t i = begin; i < end; i++) {
-        *last = static_cast<int32_t>(i);
-        last += load_one(scores + i) > -INFINITY;
+// Writes the ids of the `count` tokens from `id` on that have a weight to `out`; returns the end.
+static inline int32_t* drawable(const float* units, int64_t count, int32_t id, int32_t* out) {
+    int64_t i = 0;
+#if WIDE
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (; i + LANES <= count; i += LANES) {
+        const __mmask16 mask = _mm512_cmp_ps_mask(_mm512_loadu_ps(units + i), _mm512_set1_ps(1.0f), _CMP_GE_OQ);
+        const __m512i ids = _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(id + i)));
+        const int found = __builtin_popcount(mask);
+        _mm512_mask_storeu_epi32(out, (1u << found) - 1, ids);
+        out += found;
     }
-    for (const int32_t* id = out; id < last; id++) {
-        const float shifted = load_one(scores + *id) / temperature - peak;
-        // exp(-29) is 1.1 units.
-        if (shifted > -29.0f || (exponential(vec{} + shifted) * UNIT)[0] >= 1.0f) *out++ = *id;
+#endif
+    // Without a branch: what is filtered is scattered.
+    for (; i < count; i++) {
+        *out = static_cast<int32_t>(id + i);
+        out += units[i] >= 1.0f;
     }
     return out;
+}
+
+// The sum of the weights of a block; with KEEPS also writes the ids of the tokens that have one to `out`, and moves it on.
+template <bool KEEPS, typename T>
+static inline int64_t weigh_block(
+    const T* scores, int64_t begin, int64_t end, float temperature, float peak, int32_t*& out
+) {
+    float found[SUMMED];
+    lvec total = lvec{};
+    for (int64_t i = begin; i < end; i += LANES) {
+        const vec u = units(scores + i, std::min<int64_t>(LANES, end - i), temperature, peak);
+        total += __builtin_convertvector(u, lvec);
+        if (KEEPS) store(found + (i - begin), u);
+    }
+    int64_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += total[i];
+    if (KEEPS && sum) out = drawable(found, end - begin, static_cast<int32_t>(begin), out);
+    return sum;
 }
 
 // The largest score and the first token that has it; NaN where there is one.
@@ -116,9 +134,8 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
     int32_t* out = d.kept + row * V;
     for (int64_t begin = 0; begin < V; begin += SUMMED) {
         const int64_t end = std::min(begin + SUMMED, V);
-        const int64_t weight = weigh_block(scores, begin, end, temperature, peak);
-        if (keeps && weight) out = drawable(scores, begin, end, temperature, peak, out);
-        total += weight;
+        total += keeps ? weigh_block<true>(scores, begin, end, temperature, peak, out)
+                       : weigh_block<false>(scores, begin, end, temperature, peak, out);
         sums[begin / SUMMED] = total;
     }
     if (keeps) d.kept_counts[row] = out - (d.kept + row * V);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,13 @@ class PagedRows:
     positions: NDArray[np.int64]
     """[P], position in its sequence; it attends to those up to its own, or to `seen`."""
     tables: NDArray[np.int64]
-    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read."""
+    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read. Of the first
+    group of layers, where the memory of a block is a page per group."""
     block_size: int
     seen: NDArray[np.int64] | None = None
     """[P], last position that each attends to, if not its own: within an image that sees itself in both directions."""
+    others: tuple[NDArray[np.int64], ...] = ()
+    """Like `tables`, of each further group of layers (`memory.layer_groups`)."""
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -34,6 +37,10 @@ class PagedRows:
     def ends(self) -> NDArray[np.int64]:
         """[R], one past the last position of each sequence."""
         return self.positions[self.offsets[1:] - 1] + 1
+
+    def groups(self) -> list[PagedRows]:
+        """The same positions in each group of layers."""
+        return [replace(self, tables=tables, others=()) for tables in (self.tables, *self.others)]
 
     @property
     def slots(self) -> NDArray[np.int64]:

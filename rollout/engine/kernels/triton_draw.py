@@ -64,7 +64,12 @@ class _Cut(NamedTuple):
 
 
 class TritonDraw:
-    """The compiled kernels. `precise`: exponentials by the CUDA library, which the interpreter does not have."""
+    """The compiled kernels.
+
+    Args:
+        precise: exponentials by the CUDA library, which the interpreter does not have, and products with the reciprocal of
+            the temperature, as torch's on CUDA.
+    """
 
     def __init__(self, kernels: _Kernels, *, precise: bool) -> None:
         self._kernels = kernels
@@ -82,7 +87,8 @@ class TritonDraw:
             keys, positions: [R] int64, each row's random stream and counter (`random_stream.uniforms`).
         """
         with device_of(scores):
-            return _Call(self._kernels, scores, temperature.contiguous(), self._precise).drawn(
+            warmth = temperature.reciprocal() if self._precise else temperature.contiguous()
+            return _Call(self._kernels, scores, warmth, self._precise).drawn(
                 greedy.contiguous(), keys.contiguous(), positions.contiguous(), filters
             )
 
@@ -97,8 +103,10 @@ class _Call:
         self._chunks = -(-self._vocabulary // SPAN)
         self._grid = self._rows, self._chunks
         self._bits = 8 * min(scores.element_size(), 4)
-        self._fixed = {"vocabulary": self._vocabulary, "span": SPAN, "num_warps": 8}
-        self._numeric = self._fixed | {"bits": self._bits, "precise": precise}
+        self._fixed = {
+            "vocabulary": self._vocabulary, "span": SPAN, "precise": precise, "num_warps": 8, "enable_fp_fusion": False,
+        }  # fmt: skip
+        self._numeric = self._fixed | {"bits": self._bits}
         self._stride = scores.stride(0)
 
     def drawn(self, greedy: Tensor, keys: Tensor, positions: Tensor, filters: Filters) -> TritonDrawn:

@@ -1,8 +1,8 @@
 """Device code of sampling, in Triton's language: integer weights, their sums, and inverse-CDF draws.
 
 Imported by `triton_draw`, which compiles and launches these functions, and only once Triton is needed. The arithmetic is
-that of `sampling/sampler.py`, operation by operation: exponentials and quotients are correctly those of torch, sums are of
-integers, and so whatever order they are made in, a row's token follows from its logits, parameters and counter alone.
+that of `sampling/sampler.py`, operation by operation, launched so that no product and sum become one; sums are of
+integers. So a row's token follows from its logits, parameters and counter alone, in whatever order they are made.
 """
 
 from __future__ import annotations
@@ -14,11 +14,25 @@ from triton.language.extra import libdevice
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _loaded(
-    scores: tl.tensor, row: tl.tensor, stride: tl.tensor, column: tl.tensor, inside: tl.tensor, warmth: tl.tensor
+    scores: tl.tensor,
+    row: tl.tensor,
+    stride: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
+    warmth: tl.tensor,
+    precise: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The scores as they are and divided by the temperature, -inf outside."""
+    """The scores as they are and over the temperature, -inf outside."""
     raw = tl.load(scores + row.to(tl.int64) * stride + column, mask=inside, other=float("-inf"))
-    return raw, tl.div_rn(raw.to(tl.float32), tl.zeros_like(column).to(tl.float32) + warmth)
+    return raw, _over(raw, tl.zeros_like(column).to(tl.float32) + warmth, precise)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _over(raw: tl.tensor, warmth: tl.tensor, precise: tl.constexpr) -> tl.tensor:
+    """As `over_temperature`: on CUDA times the reciprocal, which is given there in place of the temperature."""
+    if precise:
+        return raw.to(tl.float32) * warmth
+    return tl.div_rn(raw.to(tl.float32), warmth)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -87,6 +101,7 @@ def peaks(
     peak: tl.tensor,
     best: tl.tensor,
     stride: tl.tensor,
+    precise: tl.constexpr,
     vocabulary: tl.constexpr,
     span: tl.constexpr,
 ) -> None:
@@ -95,7 +110,7 @@ def peaks(
     chunk = tl.program_id(1)
     column = chunk * span + tl.arange(0, span)
     inside = column < vocabulary
-    _, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row))
+    _, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row), precise)
     broken = tl.max((tempered != tempered).to(tl.int32), 0)
     largest = tl.max(tempered, 0)
     first = tl.min(tl.where(inside & (tempered == largest), column, vocabulary - 1), 0)
@@ -126,7 +141,7 @@ def sums(
     chunk = tl.program_id(1)
     column = chunk * span + tl.arange(0, span)
     inside = column < vocabulary
-    raw, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row))
+    raw, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row), precise)
     relative = _relative(tempered, tl.load(peak + row), precise)
     place = row * tl.num_programs(1) + chunk
     kept = _kept(
@@ -170,7 +185,7 @@ def narrow(
         tl.store(low_out + row, start)
     column = chunk * span + tl.arange(0, span)
     inside = column < vocabulary
-    raw, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row))
+    raw, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row), precise)
     key = _keys(raw, tempered, inside, bits)
     if counts:  # noqa: SIM108 - decided when it is compiled
         weight = inside.to(tl.int64)
@@ -207,7 +222,7 @@ def ties(
         tl.store(edge + row, level)
     column = chunk * span + tl.arange(0, span)
     inside = column < vocabulary
-    raw, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row))
+    raw, tempered = _loaded(scores, row, stride, column, inside, tl.load(temperature + row), precise)
     key = _keys(raw, tempered, inside, bits)
     weight = _weights(_relative(tempered, tl.load(peak + row), precise), inside)
     place = row * tl.num_programs(1) + chunk
@@ -274,7 +289,7 @@ def choose(
     column = chunk * span + tl.arange(0, span)
     inside = column < vocabulary
     warmth = tl.load(temperature + row)
-    raw, tempered = _loaded(scores, row, stride, column, inside, warmth)
+    raw, tempered = _loaded(scores, row, stride, column, inside, warmth, precise)
     relative = _relative(tempered, tl.load(peak + row), precise)
     kept = _kept(
         raw, tempered, relative, inside, tl.load(least + row), tl.load(edge + row), tl.load(room + row),
@@ -290,4 +305,4 @@ def choose(
     tl.store(token + row, drawn.to(tl.int64))
     tl.store(weight + row, whole)
     own = tl.load(scores + row.to(tl.int64) * stride + drawn).to(tl.float32)
-    tl.store(score + row, tl.div_rn(own, warmth))
+    tl.store(score + row, _over(own, warmth, precise))

@@ -68,6 +68,7 @@ class TritonLayers:
                 self._kernels.add_norm[(count,)](
                     hidden, hidden if delta is None else delta, weight, total, out, epsilon, adds=delta is not None,
                     width=width, padded_width=padded, num_warps=4 if padded <= 2048 else 8 if padded <= 8192 else 16,
+                    enable_fp_fusion=False,
                 )  # fmt: skip
         return total, out
 
@@ -103,6 +104,7 @@ class TritonLayers:
                     slots if place.cells is None else place.cells, slots, epsilon, *keys.stride()[:3], *values.stride()[:3],
                     moves=place.cells is not None, normed=norms is not None, block_size=keys.shape[1], group=group,
                     padded_group=power_of_two(group), dim=dim, padded_half=power_of_two(dim // 2), num_warps=4,
+                    enable_fp_fusion=False,
                 )  # fmt: skip
         return query_out, key_out
 

@@ -1,4 +1,4 @@
-"""Paged KV cache: a pool whose blocks hold K and V of some token slots for every layer.
+"""Paged KV cache: a pool whose blocks hold K and V of some token slots for every layer, or for a group of layers.
 
 Recorded expert routes lie behind the last layer, as one more part of every block: whatever copies, saves or shares a block
 carries them.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollout.engine.memory.block_pool import Allocate, BlockPool, zeros
 from rollout.engine.memory.buffers import staged, upload
+from rollout.engine.memory.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class KVCache(BlockPool):
         allocate: makes a flat device tensor; raises `torch.OutOfMemoryError` when it cannot (replaceable in tests).
         release: gives the memory of that tensor back, after it was dropped; None: dropping it does.
         routes: keep expert routes of this shape beside K and V; None: none.
+        groups: of the layers; a block of this pool is then a page of one group. None: it holds all layers.
 
     Attributes:
         addresses: [2 * layers] int64 on the device, addresses of K and V of each layer, K first. Captured graphs, which
@@ -73,15 +75,21 @@ class KVCache(BlockPool):
         allocate: Allocate = zeros,
         routes: RouteShape | None = None,
         release: Callable[[], object] | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
         self.block_size = block_size
         self.routes = routes
+        self._groups = groups
         self._shapes = [(s.num_kv_heads, width) for s in layers for width in (s.head_dim, s.value_dim)]
         self._layers: list[tuple[Tensor, Tensor]] = []
         # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.addresses = torch.zeros(len(self._shapes), dtype=torch.int64, device=device)
         widths = [block_size * heads * width for heads, width in self._shapes]
+        if groups is not None:
+            # The layers of a group are as many as the places, and all of one size.
+            widths = widths[: 2 * groups.places]
+        self._num_parts = len(widths)
         if routes is not None:
             widths.append(routes.block_bytes(block_size, dtype) // dtype.itemsize)
         super().__init__(widths, num_blocks, dtype, device, allocate, release)
@@ -96,6 +104,15 @@ class KVCache(BlockPool):
         """Bytes of expert routes on the device now."""
         return self.num_blocks * self.route_bytes if self.on_device else 0
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, and pages of a block that is there in every layer."""
+        return 1 if self._groups is None else self._groups.count
+
+    def group_of(self, layer: int) -> int:
+        """Group whose block tables and slots a layer uses."""
+        return 0 if self._groups is None else self._groups.group_of[layer]
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv] of one layer, contiguous."""
         return self._layers[index]
@@ -107,7 +124,9 @@ class KVCache(BlockPool):
             torch.OutOfMemoryError: not enough device memory; nothing has changed.
         """
         super().materialize(num_blocks)
-        kv_parts = self._parts[: len(self._shapes)]
+        kv_parts = self._parts[: self._num_parts]
+        if self._groups is not None:
+            kv_parts = [kv_parts[2 * place + half] for place in self._groups.place_of for half in range(2)]
         addresses = np.array([part.data_ptr() for part in kv_parts], np.int64)
         self.addresses.copy_(staged(addresses, self.device), non_blocking=True)
         shaped = [
@@ -156,5 +175,5 @@ class KVCache(BlockPool):
     def zero_slots(self, slots: NDArray[np.int64]) -> None:
         """Fill token slots (block * block_size + offset) with zeros."""
         index = upload(slots, self.device)
-        for part in (each for layer in self._layers for each in layer):
-            part.flatten(0, 1).index_fill_(0, index, 0)
+        for part in self._parts[: self._num_parts]:
+            part.view(self.num_blocks * self.block_size, -1).index_fill_(0, index, 0)

@@ -38,7 +38,7 @@ from rollout.engine.sampling.edits import History, edited, removed
 from rollout.engine.sampling.kept_sets import Sets, drawable, no_sets
 from rollout.engine.sampling.random_stream import uniforms
 from rollout.engine.sampling.sampling_table import SamplingRows
-from rollout.engine.sampling.softmax_logprobs import softmax_logprobs
+from rollout.engine.sampling.softmax_logprobs import over_temperature, softmax_logprobs
 
 UNIT = 2.0**42
 """Weight of the likeliest token. A sum over fewer than 2^21 tokens fits in 63 bits; rounding to integers changes a
@@ -152,7 +152,7 @@ def token_logprobs(
     for part, target, warmth in zip(torch.split(logits, size), torch.split(targets, size), divisors, strict=False):
         scores = _single(part, scratch)
         if warmth is not None:
-            scores = torch.div(scores, warmth[:, None], out=scratch.take("tempered", scores))
+            scores = over_temperature(scores, warmth, out=scratch.take("tempered", scores))
         total = _raw_total(scores, scratch)
         top = _top(scores, total, k, scratch)
         found = _log_probs(scores.gather(1, target[:, None]), total)[:, 0], *top
@@ -214,7 +214,7 @@ def _sample(
         total, kept = _Total(peak, log_sum), (None, None) if ids is None or counts is None else (ids, counts)
     if rows.any_raw:
         if rows.any_raw_temperature:
-            raw = torch.div(raw, rows.raw_temperature[:, None], out=scratch.take("raw_tempered", raw))
+            raw = over_temperature(raw, rows.raw_temperature, out=scratch.take("raw_tempered", raw))
         mine, own = rows.raw[:, None], _raw_total(raw, scratch)
         score = torch.where(mine, raw.gather(1, token_ids), score)
         total = _Total(torch.where(mine, own.peak, total.peak), torch.where(mine, own.log_sum, total.log_sum))
@@ -245,7 +245,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
         return scores, None
     scratch, tempered = rows.scratch, scores
     if rows.any_temperature:
-        tempered = torch.div(scores, rows.temperature[:, None], out=scratch.take("tempered", scores))
+        tempered = over_temperature(scores, rows.temperature, out=scratch.take("tempered", scores))
     if not rows.any_filter:
         return scores, tempered
     peak = tempered.amax(-1, keepdim=True)
@@ -267,7 +267,8 @@ def _drawn(
     weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
     ends = weights.sum(-1).cumsum(-1)
     token_ids = _chosen(weights, ends, greedy_ids, rows, positions)[:, None].clamp_(0, scores.shape[1] - 1)
-    return token_ids, _total(peak, ends[:, -1:]), scores.gather(1, token_ids) / rows.temperature[:, None], listed, kept
+    score = over_temperature(scores.gather(1, token_ids), rows.temperature)
+    return token_ids, _total(peak, ends[:, -1:]), score, listed, kept
 
 
 def _relative(
@@ -281,7 +282,7 @@ def _relative(
     scratch = rows.scratch
     tempered = scores
     if rows.any_temperature:
-        tempered = torch.div(scores, rows.temperature[:, None], out=scratch.take("tempered", scores))
+        tempered = over_temperature(scores, rows.temperature, out=scratch.take("tempered", scores))
     peak = tempered.amax(-1, keepdim=True)
     blocks = scratch.blocks("relative", scores, -torch.inf)
     flat = blocks.flatten(1)[:, : scores.shape[1]]

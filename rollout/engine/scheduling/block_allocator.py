@@ -2,6 +2,7 @@
 
 Always true here (`check()` proves it):
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
+- of a model with layers that see only a window (`pages`), a block's memory there comes and goes while its id stays;
 - a holder of a registered block holds its parent too, so the least recently released cached block is a leaf; with
   `parents_first` it may have released the parent already, and what is registered behind an evicted block is forgotten.
 
@@ -16,6 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.scheduling.layer_pages import LayerPages
 from rollout.engine.scheduling.prefix_index import NO_BLOCK, IntArray, PrefixIndex
 from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.state import PrefixCachingEvictionPolicy
@@ -30,6 +32,8 @@ class BlockAllocator:
         parents_first: holders may release leading blocks before the later ones.
         evictions, refused_for_version: counters.
         states: slots of a model with recurrent states, whose snapshots belong to registered blocks; None: it has none.
+        pages: memory of the blocks, where some layers see a window and others everything, whose size is that of the pool;
+            None: block ids stand for memory.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class BlockAllocator:
         enable_prefix_caching: bool = True,
         eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
         states: StateSlots | None = None,
+        pages: LayerPages | None = None,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -48,6 +53,8 @@ class BlockAllocator:
         self.refused_for_version = 0
         self.evictions = 0
         self.states = states
+        self.pages = pages
+        self._clock = 0
         self.index = PrefixIndex(num_blocks, block_size)
         self._reset(num_blocks)
 
@@ -55,15 +62,15 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.ref_count: IntArray = np.zeros(num_blocks, np.int32)
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._lru: OrderedDict[int, None] = OrderedDict()
-        self._lru_outdated: OrderedDict[int, None] = OrderedDict()
+        self._lru: OrderedDict[int, int] = OrderedDict()
+        self._lru_outdated: OrderedDict[int, int] = OrderedDict()
 
     # --- queries ------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without cached content."""
-        return len(self._free)
+        """Number of blocks without cached content, for which there is memory in every layer."""
+        return len(self._free) if self.pages is None else self.pages.num_free // self.pages.groups
 
     @property
     def num_cached(self) -> int:
@@ -73,11 +80,47 @@ class BlockAllocator:
     @property
     def num_used(self) -> int:
         """Number of blocks with at least one holder."""
-        return self.num_blocks - self.num_free - self.num_cached
+        return self.num_blocks - len(self._free) - self.num_cached
+
+    @property
+    def num_in_window(self) -> int:
+        """Number of used or cached blocks whose KV is there in layers with a window too."""
+        pages, count = self.pages, self.num_used + self.num_cached
+        if pages is None:
+            return count
+        return (pages.num_pages - pages.num_free - pages.whole * count) // pages.limited
+
+    @property
+    def unit(self) -> str:
+        """What the pool's size is counted in: `blocks` or `pages`."""
+        return "blocks" if self.pages is None else "pages"
+
+    @property
+    def pages_per_block(self) -> int:
+        """Of the pool's `unit`, how many make a block that is there in every layer."""
+        return 1 if self.pages is None else self.pages.groups
+
+    @property
+    def pool_size(self) -> int:
+        """Size of the pool, in the `unit` of its memory."""
+        return self.num_blocks if self.pages is None else self.pages.num_pages
+
+    def live_memory(self) -> IntArray:
+        """Ids of the blocks, or pages, that a suspend has to keep, ascending."""
+        return self.live_blocks() if self.pages is None else self.pages.live()
+
+    def held_memory(self) -> IntArray:
+        """Ids of the blocks, or pages, of held blocks, ascending."""
+        held = np.flatnonzero(self.ref_count > 0).astype(np.int32)
+        return held if self.pages is None else np.sort(self.pages.of_blocks(held))
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed."""
-        return count <= self.num_free + self.num_cached
+        pages = self.pages
+        if pages is None:
+            return count <= self.num_free + self.num_cached
+        evictable = pages.whole * self.num_cached + pages.limited * len(pages.unseen)
+        return count * pages.groups <= pages.num_free + evictable
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
         """[n] bool: the block has one holder and is not registered."""
@@ -135,14 +178,28 @@ class BlockAllocator:
             raise RuntimeError(
                 f"allocate({count}): only {self.num_free} free and {self.num_cached} cached blocks; ask can_allocate()"
             )
-        while len(self._free) < count:
-            self._free_cached(next(iter(self._lru_outdated or self._lru)))
-            self.evictions += 1
+        while len(self._free) < count or (self.pages is not None and self.pages.num_free < count * self.pages.groups):
+            self._evict()
         blocks = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         blocks.reverse()
         self.ref_count[blocks] = 1
+        if self.pages is not None:
+            self.pages.give(blocks)
         return blocks
+
+    def _evict(self) -> None:
+        """Free what was used least recently: a cached block, or the pages that no window reaches of a held one."""
+        cached = self._lru_outdated or self._lru
+        oldest = next(iter(cached.items()), None)
+        if self.pages is not None and not self._lru_outdated:
+            unseen = next(iter(self.pages.unseen.items()), None)
+            if unseen is not None and (oldest is None or unseen[1] < oldest[1]):
+                self.pages.strip(unseen[0])
+                return
+        assert oldest is not None
+        self._free_cached(oldest[0])
+        self.evictions += 1
 
     def acquire(self, blocks: IntArray) -> None:
         """Add one reference to each of `blocks` (held or cached); a block may appear several times."""
@@ -161,24 +218,30 @@ class BlockAllocator:
             self._park(block)
 
     def _park(self, block: int) -> None:
+        self._clock += 1
         if not self.index.registered[block]:
-            self._free.append(block)
+            self._give_back(block)
         elif self.eviction_policy is PrefixCachingEvictionPolicy.REF_ZERO:
             self._free_cached(block)
         elif self.index.findable(block):
-            self._lru[block] = None
+            self._lru[block] = self._clock
         else:
-            self._lru_outdated[block] = None
+            self._lru_outdated[block] = self._clock
+
+    def _give_back(self, block: int) -> None:
+        self._free.append(block)
+        if self.pages is not None:
+            self.pages.take(block)
 
     def _free_cached(self, block: int) -> None:
         self._lru.pop(block, None)
         self._lru_outdated.pop(block, None)
         self._unregister(block)
-        self._free.append(block)
+        self._give_back(block)
         if self.parents_first:
             self._forget_behind(block)
 
-    def _forget_behind(self, block: int) -> None:
+    def _forget_behind(self, block: int, *, verified: bool = True) -> None:
         """Unregister what is registered behind a block that no longer is.
 
         No lookup reaches it any more, and the id of its parent may come to stand for other tokens.
@@ -186,17 +249,41 @@ class BlockAllocator:
         orphans = self.index.children(block)
         while orphans:
             child = orphans.pop()
-            self._unregister(child)
+            self._unregister(child, verified=verified)
             orphans += self.index.children(child)
             if not self.ref_count[child]:
                 self._lru.pop(child, None)
                 self._lru_outdated.pop(child, None)
-                self._free.append(child)
+                self._give_back(child)
 
-    def _unregister(self, block: int) -> None:
+    def _unregister(self, block: int, *, verified: bool = True) -> None:
         self.index.remove(block)
         if self.states is not None:
             self.states.forget(block)
+        if self.pages is not None:
+            self.pages.verified[block] &= verified
+            if block in self.pages.unseen:
+                self.pages.strip(block)
+
+    # --- what layers with a window see --------------------------------------------------------------------------
+
+    def unview(self, blocks: IntArray, *, verified: bool) -> None:
+        """Let a sequence see `blocks` no more in the layers with a window. What a lookup may find keeps its KV there.
+
+        Args:
+            verified: the sequence has made finite logits of them. What none has is not kept: it may be NaN.
+        """
+        pages = self.pages
+        if pages is None:
+            return
+        self._clock += 1
+        if verified:
+            pages.verified[blocks] = True
+        for block in pages.unview(blocks):
+            if pages.verified[block] and self.index.registered[block] and self.index.findable(block):
+                pages.unseen[block] = self._clock
+            else:
+                pages.strip(block)
 
     # --- the prefix cache ---------------------------------------------------------------------------------------
 
@@ -221,6 +308,10 @@ class BlockAllocator:
         kept = self.index.add(block, block_hash, parent, tokens)
         if kept != block:
             self.acquire(np.asarray([kept], np.int32))
+            if self.pages is not None and self.pages.viewers[block]:
+                self.pages.move(block, kept)
+                self.pages.view(np.asarray([kept], np.int32))
+                self.unview(np.asarray([block], np.int32), verified=True)
             self.release(np.asarray([block], np.int32))
         return kept
 
@@ -229,6 +320,9 @@ class BlockAllocator:
         self.index.outdate()
         if self.states is not None:
             self.states.forget_all()
+        if self.pages is not None:
+            for block in list(self.pages.unseen):
+                self.pages.strip(block)
         self._lru_outdated.update(self._lru)
         self._lru.clear()
 
@@ -240,12 +334,15 @@ class BlockAllocator:
         """Remove held `blocks`, and all behind them, from the index: their content must not be shared (it may hold NaN)."""
         for block in blocks[self.index.registered[blocks]].tolist():
             if self.index.registered[block]:
-                self._unregister(block)
-                self._forget_behind(block)
+                self._unregister(block, verified=False)
+                self._forget_behind(block, verified=False)
 
     def drop_cached(self) -> int:
-        """Free every cached block; returns the number freed."""
+        """Free every cached block, and what no window reaches of the others; returns the number of blocks freed."""
         count = self.num_cached
+        if self.pages is not None:
+            for block in list(self.pages.unseen):
+                self.pages.strip(block)
         while cached := self._lru_outdated or self._lru:
             self._free_cached(next(iter(cached)))
         if not self.index.current:
@@ -256,6 +353,8 @@ class BlockAllocator:
         """Free every block, whatever its reference count."""
         self.index.clear(self.num_blocks)
         self._reset(self.num_blocks)
+        if self.pages is not None:
+            self.pages.start_over()
         if self.states is not None:
             self.states.start_over()
 
@@ -267,6 +366,8 @@ class BlockAllocator:
 
     def resize(self, num_blocks: int) -> IntArray | None:
         """Change the pool's size, moving live blocks to the lowest ids when the old ids no longer all exist.
+
+        Not of an allocator with `pages`, which are resized themselves.
 
         Returns:
             [old num_blocks] int32, the new id of each old block (`NO_BLOCK` for the free ones); None if nothing moved.
@@ -288,13 +389,15 @@ class BlockAllocator:
         self._reset(num_blocks)
         self.ref_count[: len(live)] = counts
         self._free = list(range(num_blocks - 1, len(live) - 1, -1))
-        self._lru, self._lru_outdated = (OrderedDict((int(mapping[block]), None) for block in q) for q in queues)
+        self._lru, self._lru_outdated = (
+            OrderedDict((int(mapping[block]), since) for block, since in queue.items()) for queue in queues
+        )
         return mapping
 
     # --- invariants ---------------------------------------------------------------------------------------------
 
-    def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Check the invariants against the block tables of all holders.
+    def check(self, holders: Iterable[Sequence[int]], seen: Iterable[list[int]] = ()) -> None:
+        """Check the invariants against the block tables of all holders, and what of them each sees through a window.
 
         Raises:
             AssertionError: names the blocks that disagree.
@@ -316,3 +419,5 @@ class BlockAllocator:
         assert not self.index.registered[self._free].any(), "a free block is registered"
         assert self.index.registered[cached].all(), "a cached block is not registered"
         self.index.check(tables)
+        if self.pages is not None:
+            self.pages.check((self.ref_count > 0) | self.index.registered, seen)

@@ -26,17 +26,19 @@ class BlockTables:
 
     Attributes:
         states: slots of the recurrent states; None: the model has none.
-        copies: row → (source, destination) blocks to copy before the next forward, in this order.
-        poisoned: free blocks that may hold NaN, to be zeroed before the next forward.
+        copies: row → (source, destination) blocks, or pages, to copy before the next forward, in this order.
+        poisoned: free blocks, or pages, that may hold NaN, to be zeroed before the next forward.
         window: positions, its own included, that a query sees in any layer; None: all.
+        pages: memory of the blocks, of a model that has layers with a window beside others; None: it has not.
     """
 
     def __init__(self, allocator: BlockAllocator, table: SequenceTable) -> None:
         self.window: int | None = None
         self.allocator = allocator
         self.table = table
-        self.copies: dict[int, tuple[int, int]] = {}
-        self.poisoned: list[int] = []
+        self.copies: dict[int, list[tuple[int, int]]] = {}
+        self.pages = allocator.pages
+        self.poisoned: list[int] = [] if self.pages is None else self.pages.unverified
         self.states = allocator.states
         self._leading: IntArray = np.arange(table.block_size, dtype=np.int32)
 
@@ -64,8 +66,10 @@ class BlockTables:
         blocks = self.allocator.allocate(fresh + copy)
         if copy:
             source, target = int(table.blocks[row, index]), blocks.pop()
-            self.copies[row] = (source, target)
+            self.copies[row] = [(source, target)] if self.pages is None else self.pages.pairs(source, target)
             table.blocks[row, index] = target
+            # Or it would be zeroed before it is copied.
+            self.allocator.unview(np.asarray([source], np.int32), verified=True)
             self.allocator.release(np.asarray([source], np.int32))
         table.blocks[row, have : have + fresh] = blocks
         table.num_blocks[row] = have + fresh
@@ -77,14 +81,34 @@ class BlockTables:
         if self.states is not None and self.table.state[row] != NO_SLOT:
             self.states.release(self.table.state.item(row))
             self.table.state[row] = NO_SLOT
-        self.allocator.release(self.table.held(row))
-        self.table.num_blocks[row] = self.table.released[row] = 0
+        table = self.table
+        self.allocator.unview(table.seen(row), verified=bool(table.computed[row] >= table.prompt_length[row]))
+        self.allocator.release(table.held(row))
+        table.num_blocks[row] = table.released[row] = table.seen_from[row] = 0
 
-    def release_unseen(self, rows: IntArray) -> int:
-        """Release the leading blocks of these rows that no later query sees; returns how many.
+    def release_unseen(self, decoding: IntArray, prefilling: IntArray) -> int:
+        """Release what no later query of these rows sees; returns of how many blocks.
 
-        For decoding rows only: their KV has made finite logits, so that what is given back holds no NaN.
+        Where every layer has a window, these are the leading blocks, and of decoding rows only: their KV has made finite
+        logits, so that what is given back holds no NaN. Where some have, it is the KV of those layers.
         """
+        if self.pages is None:
+            return self._release_leading(decoding)
+        return self._unview_leading(decoding, verified=True) + self._unview_leading(prefilling, verified=False)
+
+    def _unview_leading(self, rows: IntArray, *, verified: bool) -> int:
+        table, pages = self.table, self.pages
+        if pages is None or not len(rows):
+            return 0
+        first, before = pages.shape.first_seen(table.computed[rows], table.block_size), table.seen_from[rows]
+        behind = np.flatnonzero(first > before)
+        for at in behind.tolist():
+            row, begin, end = rows.item(at), before.item(at), first.item(at)
+            self.allocator.unview(table.blocks[row, begin:end].copy(), verified=verified)
+            table.seen_from[row] = end
+        return int((first - before)[behind].sum())
+
+    def _release_leading(self, rows: IntArray) -> int:
         table, size = self.table, self.table.block_size
         if self.window is None or not len(rows):
             return 0
@@ -100,15 +124,29 @@ class BlockTables:
     def share(self, source: Sequence, target: Sequence) -> None:
         """Start `target` with all KV, and a copy of the state, that `source` has computed."""
         self.allocator.acquire(self.table.held(source.row))
+        if self.pages is not None:
+            self.pages.view(self.table.seen(source.row))
         self.table.fork(source, target)
         if self.states is not None:
             self.table.state[target.row] = self.states.allocate(self.table.state.item(source.row))
 
-    def poison(self, blocks: IntArray) -> None:
-        """Mark the free ones of these blocks as possibly holding NaN."""
-        self.poisoned += blocks[
-            (self.allocator.ref_count[blocks] == 0) & ~self.allocator.index.registered[blocks]
+    def memory(self, row: int) -> IntArray:
+        """Ids of the blocks that a row holds, or of their pages."""
+        held = self.table.held(row).copy()
+        return held if self.pages is None else self.pages.of_blocks(held)
+
+    def poison(self, memory: IntArray) -> None:
+        """Mark the free ones of these blocks, or pages, as possibly holding NaN."""
+        if self.pages is not None:
+            self.poisoned += memory[self.pages.free(memory)].tolist()
+            return
+        self.poisoned += memory[
+            (self.allocator.ref_count[memory] == 0) & ~self.allocator.index.registered[memory]
         ].tolist()
+
+    def copied(self) -> tuple[tuple[int, int], ...]:
+        """(source, destination) of all `copies`, in their order."""
+        return tuple(pair for pairs in self.copies.values() for pair in pairs)
 
     def remap(self, rows: Iterable[int], mapping: IntArray) -> None:
         """Rewrite the block tables for new block ids."""
@@ -136,27 +174,45 @@ class BlockTables:
         found: list[int] = []
         if hashes and self.allocator.enable_prefix_caching:
             found = self.allocator.match(hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
-        if self.states is not None:
-            count = self.states.deepest(found, (len(sequence.tokens) - 1) // size)
-            self.allocator.release(np.asarray(found[count:], np.int32))
-            found = found[:count]
+        count = self._usable(found, len(sequence.tokens))
+        self.allocator.release(np.asarray(found[count:], np.int32))
+        found = found[:count]
         table.blocks[row, : len(found)] = found
         table.num_blocks[row] = table.chained[row] = len(found)
         table.chain[row] = hashes[len(found) - 1] if found else chain_root(sequence.request.sampling_params.cache_salt)
         # The last token is always computed: its logits are needed.
         table.computed[row] = min(len(found) * size, len(sequence.tokens) - 1)
         start = int(table.computed[row])
+        if self.pages is not None:
+            table.seen_from[row] = self.pages.shape.first_seen(table.computed[row], size)
+            self.pages.view(table.seen(row))
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
-        spare = self.allocator.num_free + self.allocator.num_cached
         need = -(-(start + count) // size) - len(found)
-        if count and spare >= need + headroom and self.reserve(row, count):
+        if count and self.allocator.can_allocate(need + headroom) and self.reserve(row, count):
             self.allocator.count_refused(hashes[len(found) :])
             if self.states is not None:
                 table.state[row] = self.states.allocate_at(found[-1]) if found else self.states.allocate()
             return True
+        self.allocator.unview(table.seen(row), verified=True)
         self.allocator.release(np.asarray(found, np.int32))
-        table.num_blocks[row] = 0
+        table.num_blocks[row] = table.seen_from[row] = 0
         return False
+
+    def _usable(self, found: list[int], length: int) -> int:
+        """How many of the leading blocks of a cached chain a prompt of `length` tokens can go on from."""
+        size, count = self.table.block_size, len(found)
+        while count:
+            if self.states is not None:
+                count = self.states.deepest(found[:count], (length - 1) // size)
+            if self.pages is None or not count:
+                break
+            first = int(self.pages.shape.first_seen(np.minimum(count * size, length - 1), size))
+            missing = np.flatnonzero(~self.pages.complete(np.asarray(found[first:count], np.int32)))
+            if not len(missing):
+                break
+            # The chain may go on from before the last block that a window has passed and the pool has taken back.
+            count = first + int(missing[-1])
+        return count
 
     def unregistered(self, sequence: Sequence) -> list[int]:
         """Hashes of the prompt blocks that an active sequence will register."""

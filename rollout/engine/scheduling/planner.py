@@ -51,7 +51,9 @@ class StepPlanner:
         queues = self._queues
         queues.blocks.copies.clear()
         self.admitting, self.deferred, self.claimed = None, [], []
-        queues.counters["kv_blocks_out_of_window"] += queues.blocks.release_unseen(queues.decode_rows())
+        queues.counters["kv_blocks_out_of_window"] += queues.blocks.release_unseen(
+            queues.decode_rows(), np.array([each.row for each in queues.prefilling], np.int32)
+        )
         self._reserve_for_decodes()
         budget = self._config.max_tokens_per_step - len(queues.decoding)
         chunks: list[Chunk] = []
@@ -100,7 +102,7 @@ class StepPlanner:
             counts=counts,
             num_decodes=len(decodes),
             prefills=tuple(sequence for sequence, _ in chunks),
-            copies=tuple(queues.blocks.copies.values()),
+            copies=queues.blocks.copied(),
             sampled_entries=sampled_entries,
             sampled_rows=sampled_rows,
             state_moves=queues.take_state_moves(),
@@ -122,7 +124,7 @@ class StepPlanner:
             counts=counts,
             num_decodes=len(decodes),
             prefills=(),
-            copies=tuple(self._queues.blocks.copies.values()),
+            copies=self._queues.blocks.copied(),
             sampled_entries=entries,
             sampled_rows=decodes[entries],
             depths=(np.arange(len(entries)) - first[entries]).astype(np.int32),

@@ -53,11 +53,11 @@ class Preemption:
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
     def checkpoint_until_fits(self, num_blocks: int) -> int:
-        """Requeue the youngest active sequences until at most `num_blocks` are live; returns the KV positions lost."""
+        """Requeue the youngest active sequences until at most so many blocks, or pages, are live; returns the KV lost."""
         allocator, lost = self._queues.allocator, 0
-        if len(allocator.live_blocks()) > num_blocks:
+        if len(allocator.live_memory()) > num_blocks:
             allocator.drop_cached()
-        while len(allocator.live_blocks()) > num_blocks:
+        while len(allocator.live_memory()) > num_blocks:
             lost += self._checkpoint(self._queues.active()[-1])
             allocator.drop_cached()
         return lost
@@ -104,7 +104,7 @@ class Preemption:
             each.row, each.siblings = NO_ROW, []
         queues.reset_active()
         # The content of these blocks was never checked for NaN.
-        queues.blocks.poisoned += np.flatnonzero(queues.allocator.ref_count > 0).tolist()
+        queues.blocks.poisoned += queues.allocator.held_memory().tolist()
         queues.blocks.copies.clear()
         queues.allocator.start_over()
         table.start_over()

@@ -39,7 +39,7 @@ class Queues:
         self.shares = FairShares()
         self.counters = {name: 0 for name, metric in ENGINE_STATS.items() if metric.read.startswith("queues.")}
         self.allocator = allocator
-        self.table = SequenceTable(allocator.block_size)
+        self.table = SequenceTable(allocator.block_size, allocator.pages)
         self.blocks = BlockTables(allocator, self.table)
         self.variant: Variant = NO_ADAPTER
         self.waiting = WaitingQueue()
@@ -170,7 +170,8 @@ class Queues:
         Raises:
             AssertionError: names what disagrees.
         """
-        self.allocator.check([self.table.held(row).tolist() for row in self.by_row])
+        held, seen = ([rows(row).tolist() for row in self.by_row] for rows in (self.table.held, self.table.seen))
+        self.allocator.check(held, seen)
         if self.allocator.states is not None:
             slots = [self.table.state.item(row) for row in self.by_row]
             self.allocator.states.check(slot for slot in slots if slot != NO_SLOT)

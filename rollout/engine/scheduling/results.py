@@ -9,6 +9,7 @@ from rollout.engine.scheduling.drafter import Drafter
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray, Sequence, discard
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
+from rollout.requests.kept_tokens import NO_SET
 from rollout.state import FinishReason, Status
 
 
@@ -28,7 +29,7 @@ class StepResults:
     def apply(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         """Apply the results of a step; returns the sequences that ended, records complete."""
         queues, table, counters = self._queues, self._queues.table, self._queues.counters
-        counters["kv_blocks_copied"] += len(step.copies)
+        counters["kv_blocks_copied"] += len(step.copies) // queues.allocator.pages_per_block
         if step.depths is not None:
             return self._apply_drafted(step, step.depths, sampled)
         table.computed[step.rows] += step.counts
@@ -87,6 +88,8 @@ class StepResults:
         over = stopped | (length >= table.max_length[rows]) | np.isnan(logprobs)
         if self._track_events:
             self._pool_counts = queues.allocator.counts()
+        if sampled.kept is not None:
+            self._keep(rows, sampled.kept, indices, logprobs)
         touched = over | ~table.plain[rows] | self._track_events
         alive = np.ones(len(rows), np.bool_)
         for place in np.flatnonzero(touched).tolist():
@@ -101,6 +104,18 @@ class StepResults:
                 ended.append(sequence)
         return alive
 
+    def _keep(
+        self, rows: IntArray, kept: list[bytes], indices: NDArray[np.int64], logprobs: NDArray[np.float32]
+    ) -> None:
+        """Add the sets of the sampled tokens at `indices` to the sequences of `rows`; a token without log-prob has none."""
+        by_row, total = self._queues.by_row, 0
+        for row, index, good in zip(rows.tolist(), indices.tolist(), (logprobs == logprobs).tolist(), strict=True):
+            packed = kept[index]
+            if good and packed != NO_SET:
+                by_row[row].kept.append(packed)
+                total += len(packed)
+        self._queues.counters["kept_tokens_bytes"] += total
+
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
         queues, request = self._queues, sequence.request
@@ -108,12 +123,12 @@ class StepResults:
             queues.table.write_back(sequence)
             if self._drafter is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._drafter.keep(sequence)
-            held = queues.table.held(sequence.row).copy()
+            held, memory = queues.table.held(sequence.row).copy(), queues.blocks.memory(sequence.row)
             if reason is FinishReason.ERROR:
                 queues.allocator.unregister(held)
             queues.deactivate(sequence)
             if reason is FinishReason.ERROR:
-                queues.blocks.poison(held)
+                queues.blocks.poison(memory)
         failed = reason in (FinishReason.ERROR, FinishReason.ABORT)
         request.error = error or request.error
         request.status = Status.FAILED if failed else Status.COMPLETED
@@ -141,9 +156,6 @@ class StepResults:
             return FinishReason.ERROR
         if sampled.top is not None and sequence.params.logprobs:
             sequence.top_logprobs.append(sampled.top[index][: sequence.params.logprobs])
-        if sampled.kept is not None and sequence.params.return_kept_tokens:
-            sequence.kept.append(sampled.kept[index])
-            self._queues.counters["kept_tokens_bytes"] += len(sampled.kept[index])
         if self._track_events:
             sequence.request.add_event_generated_token(token, timestamp=now, **self._pool_counts)
         if sequence.text is not None:

@@ -111,16 +111,26 @@ class Scheduler(Queues):
             InvalidRequestError: the pool has too few blocks.
         """
         need = self.blocks_needed(prompt, length)
-        if need > self.allocator.num_blocks:
+        if need > self.allocator.pool_size:
             raise InvalidRequestError(
-                f"request {request_id}: {length} tokens need {need} KV blocks and the pool has "
-                f"{self.allocator.num_blocks}; raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
+                f"request {request_id}: {length} tokens need {need} KV {self.allocator.unit} and the pool has "
+                f"{self.allocator.pool_size}; raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
                 request_id,
             )
 
     def blocks_needed(self, prompt: int, length: int) -> int:
-        """Blocks for the KV of `length` tokens, `prompt` of them to be prefilled."""
-        return blocks_for(prompt, length, self.config.block_size_tokens)
+        """Blocks, or pages, for the KV of `length` tokens, `prompt` of them to be prefilled."""
+        size, pages = self.config.block_size_tokens, self.allocator.pages
+        blocks = blocks_for(prompt, length, size)
+        return blocks if pages is None else pages.shape.needed(blocks, self.config.max_tokens_per_step, size)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the pool holds."""
+        size, pages = self.config.block_size_tokens, self.allocator.pages
+        if pages is None:
+            return size * self.allocator.num_blocks
+        return size * pages.shape.most_blocks(pages.num_pages, self.config.max_tokens_per_step, size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
         """Remove and return every sequence whose (request_id, sample_index) matches; their blocks are released.
@@ -143,7 +153,7 @@ class Scheduler(Queues):
         return removed
 
     def _remove_active(self, leader: Sequence, gone: list[Sequence], stay: list[Sequence]) -> None:
-        held = self.table.held(leader.row).copy()
+        memory = self.blocks.memory(leader.row)
         if leader in gone and stay:
             self.preemption.give_up_kv([leader, *leader.siblings])
             self.put_back(stay)
@@ -154,7 +164,7 @@ class Scheduler(Queues):
                 self.table.write_back(each)
                 self.deactivate(each)
         # KV of an unfinished prefill or a failed step was never checked for NaN.
-        self.blocks.poison(held)
+        self.blocks.poison(memory)
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence, active or already removed from the queue: complete its record, release its blocks and row."""

@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
+from rollout.engine.scheduling.layer_pages import LayerPages
 from rollout.engine.scheduling.prefix_index import NO_BLOCK
 from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta, pack_top_n
 from rollout.requests.growth import (
+    computed_length,
     first_unknown,
     joined,
     kept_since,
@@ -29,10 +31,10 @@ from rollout.requests.growth import (
     version_of_prompt,
     versions,
 )
-from rollout.requests.kept_tokens import unpack_kept
+from rollout.requests.kept_tokens import joined_sets
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import pack_routes, route_rows
+from rollout.requests.routes import first_unread, pack_routes, route_rows, set_routes
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 
@@ -164,17 +166,20 @@ class SequenceTable:
         num_blocks: [S] int32.
         released: [S] int32, leading blocks that were given back, out of the window of every layer. Their places in `blocks`
             name the first block still held, since some kernels load masked positions, and another's may hold NaN.
+        seen_from: [S] int32, of a model that has layers with a window beside others: leading blocks whose KV in the former
+            was given back.
         state: [S] int32, slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
         trail: [S] int32, the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
         chain: [S] int64, hash of the last complete block registered or matched.
         chained: [S] int32, how many leading blocks `chain` covers.
         position_shift: [S] int32, added to a position after the prompt for its rotary position (images).
         current: [S] bool, its KV equals what a new request would compute now (same weights, variant and forward).
-        plain: [S] bool, no Python is needed per token (no stop strings, top-k log-probs or kept tokens).
+        plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, pages: LayerPages | None = None) -> None:
         self.block_size = block_size
+        self._pages = pages
         self.read_routes: ReadRoutes | None = None
         """Reads recorded expert routes; None: none are recorded."""
         self.capacity = 0
@@ -193,6 +198,7 @@ class SequenceTable:
         self.min_length: IntArray = np.zeros(0, np.int32)
         self.num_blocks: IntArray = np.zeros(0, np.int32)
         self.released: IntArray = np.zeros(0, np.int32)
+        self.seen_from: IntArray = np.zeros(0, np.int32)
         self.chained: IntArray = np.zeros(0, np.int32)
         self.state: IntArray = np.zeros(0, np.int32)
         self.trail: IntArray = np.zeros(0, np.int32)
@@ -210,6 +216,7 @@ class SequenceTable:
         self.logprobs[row, : len(prompt)] = 0
         self.length[row] = self.prompt_length[row] = len(prompt)
         self.computed[row] = self.num_blocks[row] = self.released[row] = self.chain[row] = self.chained[row] = 0
+        self.seen_from[row] = 0
         self.state[row], self.trail[row] = NO_SLOT, NO_BLOCK
         self.origin[row] = sequence.request.original_prompt_length
         self.max_length[row] = sequence.max_length
@@ -220,14 +227,16 @@ class SequenceTable:
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
         params = sequence.params
-        self.plain[row] = sequence.text is None and not (params.logprobs or params.return_kept_tokens)
+        self.plain[row] = sequence.text is None and not params.logprobs
         # Last: after an exception on the way, the row's content is still another sequence's.
         sequence.row = row
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Copy the state of `source`'s computed prompt into `target`'s row, block table included."""
         a, b = source.row, target.row
-        for column in (self.computed, self.num_blocks, self.released, self.chain, self.chained, self.current):
+        for column in (
+            self.computed, self.num_blocks, self.released, self.seen_from, self.chain, self.chained, self.current,
+        ):  # fmt: skip
             column[b] = column[a]
         self.blocks[b] = self.blocks[a]
 
@@ -243,6 +252,24 @@ class SequenceTable:
     def held(self, row: int) -> IntArray:
         """Blocks of a row, in chain order (a view), without those given back."""
         return self.blocks[row, self.released[row] : self.num_blocks[row]]
+
+    def seen(self, row: int) -> IntArray:
+        """Those of its blocks that its next query may see in layers with a window."""
+        return self.blocks[row, self.seen_from[row] : self.num_blocks[row]]
+
+    def block_tables(self, rows: IntArray, width: int) -> list[NDArray[np.int64]]:
+        """[R, width] block table of these rows for each group of layers: of blocks, or of pages.
+
+        In layers with a window, the places of what was given back name the first page still held.
+        """
+        blocks, pages = self.blocks[rows, :width].astype(np.int64), self._pages
+        if pages is None:
+            return [blocks]
+        seen = np.take_along_axis(blocks, np.maximum(np.arange(width), self.seen_from[rows, None]), 1)
+        return [
+            pages.page_of[blocks if group < pages.whole else seen, group].astype(np.int64)
+            for group in range(pages.groups)
+        ]
 
     def give_back(self, row: int, count: int) -> IntArray:
         """Take the first `count` blocks out of a row's table; returns those that it still held, in chain order."""
@@ -292,7 +319,8 @@ class SequenceTable:
                 top_n = [*joined(record, "generated_top_n_logprobs", start), *top_n]
             delta.top_n = pack_top_n(top_n)
         if self.read_routes is not None and tokens:
-            delta.routes = pack_routes(self.routes(sequence, start + origin - 1 if start else 0, end - 1))
+            first = first_unread(segment if end > segment else computed_length(record), low)
+            delta.routes = pack_routes(first, self.routes(sequence, first, end - 1))
         if params.return_kept_tokens:
             delta.kept = kept_since(record, start, earlier) + b"".join(sequence.kept[max(0, start - earlier) :])
         return delta
@@ -300,10 +328,12 @@ class SequenceTable:
     def routes(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.integer[Any]]:
         """Expert routes [stop - start, layers, k] of positions of an active sequence, without updating its record."""
         assert self.read_routes is not None
+        row = sequence.row
+        if self.length[row] > self.prompt_length[row]:
+            return self.read_routes(self._first_pages(row), start, stop)
+        # It has sampled nothing on its present KV: its tokens go with the routes that are in the record.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
-        known = sum(map(len, earlier))
-        read = self.read_routes(self.held(sequence.row), max(start, known), max(stop, known))
-        return np.concatenate([*earlier, read])[start:stop] if start < known else read
+        return np.concatenate(earlier)[start:stop]
 
     def write_back(self, sequence: Sequence) -> None:
         """Bring the record of an active sequence up to date with its row."""
@@ -318,15 +348,22 @@ class SequenceTable:
         if sequence.params.logprobs:
             request.generated_top_n_logprobs = list(sequence.top_logprobs)
         if sequence.params.return_kept_tokens:
-            request.generated_kept_tokens = unpack_kept(b"".join(sequence.kept))
+            request.generated_kept_tokens = joined_sets(sequence.kept)
         request.policy_spans.extend_to(int(self.length[row]), request.policy_version)
         request.kv_spans.extend_to(computed, request.policy_version)
         request.finished_chunk_token_count = min(computed, prompt)
         if self.read_routes is not None:
-            # Those of earlier segments stay as they were when the tokens after them were sampled.
             stop = min(computed, int(self.length[row]) - 1)
-            known = min(stop, route_rows(sequence.record.segments[:-1]))
-            request.routing_indices = self.read_routes(self.held(row), known, stop)
+            if len(tokens):
+                set_routes(sequence.record.segments, self.read_routes(self._first_pages(row), 0, stop))
+            else:
+                known = min(stop, route_rows(sequence.record.segments[:-1]))
+                request.routing_indices = self.read_routes(self._first_pages(row), known, stop)
+
+    def _first_pages(self, row: int) -> IntArray:
+        """Where the first group of layers has the blocks of a row, expert routes among them."""
+        held = self.held(row)
+        return held if self._pages is None else self._pages.page_of[held, 0]
 
     def _fit(self, sequence: Sequence) -> None:
         if not self._free:

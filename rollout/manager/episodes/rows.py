@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,9 +99,9 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         generated_top_n_logprobs=[],
         generated_text=None,
         policy_spans=_spans(versions),
+        # With `routing_indices`, those of the last turn: both are of the KV that the row's last token was sampled on.
         kv_spans=last.kv_spans.copy(),
         generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
-        routing_indices=_routes(turns),
         metadata=episode.task,
         status=last.status if episode.error is None else Status.FAILED,
         finish_reason=last.finish_reason if episode.error is None else FinishReason.ERROR,
@@ -121,17 +120,6 @@ def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]
         parts += [KeptTokens.of([token] for token in completion[done:known]), turn.generated_kept_tokens]
         done = known + turn.generated_length
     return KeptTokens.join(parts)
-
-
-def _routes(turns: Sequence[DynamicInferenceRequest]) -> NDArray[Any] | None:
-    """Of each position, those of the turn in which it appeared; none for a last token that was never fed."""
-    parts, done = [], 0
-    for turn in turns:
-        if turn.routing_indices is None:
-            return None
-        parts.append(turn.routing_indices[done:])
-        done = len(turn.routing_indices)
-    return np.concatenate(parts)
 
 
 def _empty(episode: Episode) -> EpisodeRow:

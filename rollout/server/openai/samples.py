@@ -10,10 +10,9 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.routes import Routes, overlaid
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 
@@ -37,7 +36,6 @@ def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
 def _joined(pieces: list[TextDelta]) -> TextDelta:
     last = pieces[-1]
     top = None if last.top_log_probs is None else [row for each in pieces for row in each.top_log_probs or ()]
-    routes = [each.routed_experts for each in pieces if each.routed_experts is not None]
     return TextDelta(
         last.sample_index,
         "".join([each.text for each in pieces]),
@@ -49,9 +47,19 @@ def _joined(pieces: list[TextDelta]) -> TextDelta:
         last.finish_reason,
         last.stop_reason,
         last.error,
-        np.concatenate(routes) if routes else None,
+        _joined_routes(pieces),
         None if last.kept_tokens is None else [ids for each in pieces for ids in each.kept_tokens or ()],
     )
+
+
+def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
+    parts, known = [], 0
+    for each in pieces:
+        known += len(each.token_ids)
+        if each.routed_experts is not None:
+            # Rows end at the position before the last token. Position 0 is here that before the first token of the pieces.
+            parts.append((known - len(each.routed_experts), each.routed_experts))
+    return overlaid(parts)[1] if parts else None
 
 
 def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:

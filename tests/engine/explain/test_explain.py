@@ -41,6 +41,7 @@ def test_a_manager_says_what_its_engine_does_and_samples_on_unchanged():
     assert found.speed is not None
     assert set(found.speed.decode_at_most) == {1, 16, 64}
     page = str(found)
+    assert found.model.exact.startswith("off; InferenceConfig(exact=True) runs C++ operations")
     for part in ("3 × Qwen3Attention: 4 query heads over 2 KV heads of 16", "fused C++", "768 bytes per token", "g++"):
         assert part in page
     assert json.loads(json.dumps(found.as_dict()))["model"]["fused"] is True
@@ -55,6 +56,8 @@ def test_layers_of_different_kinds_and_the_reason_against_the_fused_forward_are_
     assert any("Gemma3ForCausalLM is none of" in each for each in found.advice)
     assert found.speed is None
     assert "not measured" in str(found)
+    assert found.model.exact.startswith("off, and refused: Gemma3ForCausalLM is none of")
+    assert "exact mode  on: C++ operations" in str(make_engine("qwen3", exact=True).explain(measure=False))
 
 
 @needs_compiler

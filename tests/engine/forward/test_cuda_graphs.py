@@ -107,7 +107,8 @@ class Plain:
     ) -> Tensor:  # fmt: skip
         self.rows = len(inputs.slots)
         cells = self._cache.addresses[2 * layer : 2 * layer + 2]
-        arrays = (inputs.slots, inputs.seen, inputs.tables)
+        slots, tables = inputs.groups[self._cache.group_of(layer)]
+        arrays = (slots, inputs.seen, tables)
         return decode(cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from rollout.config import InferenceConfig
 from rollout.engine.context import DynamicInferenceContext
+from rollout.engine.memory.layer_groups import LayerGroups
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import EngineStateError, InvalidRequestError
@@ -101,6 +102,11 @@ class World:
         pick = self.random.choice
         block_size = pick([1, 2, 3, 4, 8])
         blocks = self.random.randint(6, 24)
+        # Of a model with layers without and with a window, in a fifth of the lives.
+        self.groups = None
+        if seed % 5 == 4:
+            draw = random.Random(-seed)
+            self.groups = LayerGroups((), (), 1, draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 12))
         requests = self.random.randint(2, 8)
         self.config = InferenceConfig(
             block_size_tokens=block_size,
@@ -111,15 +117,17 @@ class World:
             prefix_caching_eviction_policy=pick(["lru", "lru", "ref_zero"]),
             speculation=seed % 4 == 1,
         )
-        self.cache = FakeCache(blocks, block_size)
+        self.cache = FakeCache(blocks * (1 if self.groups is None else self.groups.count), block_size)
         self.now = 0.0
         # Of a model with recurrent states, sometimes with fewer slots than may run.
         slots = random.Random(seed).choice([2, 3, requests, 2 * requests, 3 * requests])
         self.states = FakeStates(slots) if seed % 4 == 3 else None
-        self.context = DynamicInferenceContext(self.config, self.cache, lambda: self.now, states=self.states)
+        self.context = DynamicInferenceContext(
+            self.config, self.cache, lambda: self.now, states=self.states, groups=self.groups
+        )
         self.scheduler = self.context.scheduler
         # Every layer's, in a third of the lives.
-        self.window = random.Random(-seed).randint(1, 12) if seed % 3 == 2 else None
+        self.window = random.Random(-seed).randint(1, 12) if seed % 3 == 2 and not self.groups else None
         self.scheduler.limit_reach(self.window)
         self.added: set[tuple[int, int]] = set()
         self.ended: dict[tuple[int, int], Sequence] = {}
@@ -168,7 +176,7 @@ class World:
             self.scheduler.add(group[0])
         except InvalidRequestError:
             assert params.n > self.scheduler.num_places or (
-                self.scheduler.blocks_needed(len(prompt), len(prompt) + budget) > self.scheduler.allocator.num_blocks
+                self.scheduler.blocks_needed(len(prompt), len(prompt) + budget) > self.scheduler.allocator.pool_size
             )
             return
         self.added |= {each.key for each in group}
@@ -238,26 +246,40 @@ class World:
     def compute(self, step: ScheduledStep) -> None:
         """What attention would do: copy, write, and read back everything that is attended to."""
         table, size = self.scheduler.table, self.config.block_size_tokens
+        # Of a block that is free, to be zeroed: what reads it afterwards is wrong.
+        self.cache.content[self.scheduler.blocks.poisoned] = GARBAGE
+        self.scheduler.blocks.poisoned.clear()
         if step.copies:
             sources = self.cache.content[[source for source, _ in step.copies]].copy()
             self.cache.content[[target for _, target in step.copies]] = sources
         if self.states is not None:
             self.recur(self.states, step)
         for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
-            low = 0 if self.window is None else max(0, int(start) + 1 - self.window)
-            seen = np.arange(low, start)
-            before = self.cache.content[table.blocks[row, seen // size], seen % size] if len(seen) else NOTHING
-            assert (before[:, TOKEN] == table.tokens[row, low:start]).all(), "another prompt's KV was read"
-            assert (before[:, POSITION] == seen).all(), "KV of another position was read"
+            pure = True
+            for window, memory in self.memory(table.blocks[row]):
+                low = 0 if window is None else max(0, int(start) + 1 - window)
+                seen = np.arange(low, start)
+                before = self.cache.content[memory[seen // size], seen % size] if len(seen) else NOTHING
+                assert (before[:, TOKEN] == table.tokens[row, low:start]).all(), "another prompt's KV was read"
+                assert (before[:, POSITION] == seen).all(), "KV of another position was read"
+                pure &= bool((before[:, VERSION] == self.way).all() and before[:, PURE].all())
             assert np.isin(table.blocks[row, : start // size], table.held(row)).all(), "the table names another's block"
-            pure = bool((before[:, VERSION] == self.way).all() and before[:, PURE].all())
             assert pure or not table.current[row], "KV of older weights passes for that of the present ones"
             where = np.arange(start, start + count)
             blocks = table.blocks[row, where // size]
             assert self.context.allocator.writable(np.unique(blocks)).all(), "a shared or cached block was written"
-            self.cache.content[blocks, where % size] = np.stack(
-                [table.tokens[row, where], where, np.full(count, self.way), np.full(count, pure)], axis=1
-            )
+            for _, memory in self.memory(blocks):
+                assert (memory >= 0).all(), "what is written has no memory in a layer"
+                self.cache.content[memory, where % size] = np.stack(
+                    [table.tokens[row, where], where, np.full(count, self.way), np.full(count, pure)], axis=1
+                )
+
+    def memory(self, blocks: np.ndarray) -> list[tuple[int | None, np.ndarray]]:
+        """Of each group of layers: its window, and where it has these blocks in the pool, -1: nowhere."""
+        if self.groups is None:
+            return [(self.window, blocks)]
+        pages, groups = self.context.allocator.pages.page_of[blocks], self.groups
+        return [(groups.reach if each >= groups.whole else None, pages[:, each]) for each in range(groups.count)]
 
     def recur(self, states: FakeStates, step: ScheduledStep) -> None:
         """What recurrent layers would do: copy states, and go on from that of every earlier token, and of no other."""
@@ -348,10 +370,11 @@ class World:
         # Whatever a lookup can find is what a fresh engine would compute now.
         allocator = self.context.allocator
         for block in allocator.index.current.values():
-            content = self.cache.content[block]
-            assert (content[:, TOKEN] == allocator.index._tokens[block]).all()
-            assert (content[:, VERSION] == self.way).all()
-            assert content[:, PURE].all(), "a cached block was computed over KV of an older version"
+            memory = [place.item() for _, place in self.memory(np.array([block]))]
+            for content in (self.cache.content[place] for place in memory if place >= 0):
+                assert (content[:, TOKEN] == allocator.index._tokens[block]).all()
+                assert (content[:, VERSION] == self.way).all()
+                assert content[:, PURE].all(), "a cached block was computed over KV of an older version"
             parent = allocator.index._parent.item(block)
             if parent >= 0:
                 assert allocator.index.registered[parent], "a block is found behind one that is not registered"

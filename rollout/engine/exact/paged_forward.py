@@ -1,0 +1,146 @@
+"""The engine's steps in exact mode on a GPU: the trainer's layers, with attention over the blocks of the KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout.engine.exact.decoder import hidden_of, norm
+from rollout.engine.exact.operations import linear
+from rollout.engine.forward.cuda_capture import CudaDevice
+from rollout.engine.forward.cuda_graphs import GraphedDecode
+from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
+from rollout.engine.forward.fused_forward import Bound, BoundForward
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.model_support import ModelLayout
+from rollout.engine.forward.rotary_tables import rotary_tables
+from rollout.engine.kernels import triton_exact, triton_paged
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.triton_exact import AttendedRows, paged_attention
+from rollout.engine.kernels.triton_paged import TritonPaged
+from rollout.engine.memory.buffers import upload_together
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.errors import UnsupportedModelError
+
+
+def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
+    """Have every step of a runner in exact mode run `PagedForward`.
+
+    Args:
+        length: most tokens of a sequence.
+        graphed_rows: most rows of a decode step that is replayed as a CUDA graph; 0: no graphs.
+
+    Raises:
+        UnsupportedModelError: the kernels do not run here, or do not serve the size of a block or of the vocabulary.
+    """
+    device, cache = runner.layout.device, runner.cache
+    triton_exact.require(device, runner.layout.vocab_size)
+    paged = triton_paged.load(device)
+    if paged is None:
+        raise UnsupportedModelError(
+            f"InferenceConfig.exact=True: Triton's kernels do not work on {device}; see the log"
+        )
+    block_bytes = {part[0].numel() * part.element_size() for part in cache.layer(0)}
+    if any(size % 16 for size in block_bytes):
+        raise UnsupportedModelError(
+            f"InferenceConfig.exact=True: a KV block of {max(block_bytes)} bytes is no multiple of 16; make "
+            f"block_size_tokens={cache.block_size} a multiple of 8"
+        )
+    forward = PagedForward(runner.model, runner.layout, cache, paged, length)
+    runner.fused = forward
+    if graphed_rows and device.type == "cuda":
+        runner.graphs = GraphedDecode(
+            runner.model,
+            runner.layout,
+            cache,
+            graphed_rows,
+            CudaDevice(device),
+            TritonDecode(paged, cache),
+            forward,
+            alone=True,
+        )
+
+
+class PagedForward(BoundForward):
+    """Forward of one model by the operations of exact mode on CUDA, over the blocks of the KV cache.
+
+    Args:
+        paged: writes K and V into their blocks.
+        length: most tokens of a sequence. Cosines and sines of so many positions stay at one address, for CUDA graphs.
+    """
+
+    numbers: tuple[float, ...] = ()
+    """See `DecodeForward`: what is fixed in a graph is in the signature of the module."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
+        super().__init__(model, layout, cache)
+        self._paged = paged
+        self._length = length
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+        """Logits [len(keep), V]; see `BoundForward`."""
+        device = self._layout.device
+        tokens, positions, slots, kept = upload_together((ids, rows.positions, rows.slots, keep), device)
+        table, begins, seen = upload_together(
+            [array.astype(np.int32) for array in (rows.tables, rows.offsets, rows.positions)], device
+        )
+        attended = AttendedRows(
+            table, begins, seen, int(rows.positions.max()) + 1, self._cache.block_size, self._cache.block_size
+        )
+        return self._logits(tokens, positions, slots, attended, kept)
+
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """Logits [B, V] of a decode step whose inputs stay at one address: nothing here waits for the host."""
+        count, columns = inputs.tables.shape
+        size = self._cache.block_size
+        begins = torch.arange(count + 1, dtype=torch.int32, device=self._layout.device)
+        attended = AttendedRows(inputs.tables, begins, inputs.seen, columns * size, size, size)
+        return self._logits(inputs.ids, inputs.positions, inputs.slots, attended, None)
+
+    def release(self) -> None:
+        """There is nothing to release: the caching allocator keeps what a step needs."""
+
+    def _bind(self) -> None:
+        super()._bind()
+        if self._bound is not None:
+            self._fill_tables(self._bound)
+
+    def _fill_tables(self, bound: Bound) -> None:
+        found = [
+            table[: self._length]
+            for table in rotary_tables(bound.causal_lm.model.rotary_emb, bound.dtype, self._length)
+        ]
+        with torch.inference_mode(False):
+            if self._tables is None:
+                first, second = (table.to(self._layout.device, copy=True) for table in found)
+                self._tables, self._filled = (first, second), found
+            elif any(
+                new is not old and not torch.equal(new, old) for new, old in zip(found, self._filled, strict=True)
+            ):
+                for table, new in zip(self._tables, found, strict=True):
+                    table.copy_(new)
+                self._filled = found
+
+    def _logits(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, attended: AttendedRows, keep: Tensor | None
+    ) -> Tensor:
+        assert self._bound is not None
+        assert self._tables is not None
+        layout, cache, model = self._layout, self._cache, self._bound.causal_lm
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            layer = layout.layer_of[module]
+            # Read by address, as a graph does that outlives the pool: the same kernel for both.
+            cells = cache.addresses[2 * layer : 2 * layer + 2]
+            self._paged.write(key, value, *cache.layer(layer), slots, cells=cells)
+            return paged_attention(query, cells, attended, key.shape[1], module.scaling, layout.calls[layer].window)
+
+        hidden = hidden_of(model.model, ids, positions, self._tables, attend)
+        if keep is not None:
+            hidden = hidden[keep]
+        return linear(norm(hidden, model.model.norm), model.lm_head.weight)

@@ -1,0 +1,59 @@
+"""Huge pages under the parameters of a model on a CPU: a decode step reads all of them, mostly waiting for page tables.
+
+Linux 6.1 and later collapse pages of 4 KiB into one of 2 MiB in place (`MADV_COLLAPSE`, madvise(2)). Addresses and content
+stay: neither the optimizer nor a view of a parameter notices. Elsewhere, or where the administrator has turned transparent
+huge pages off, nothing happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20
+LEAST_BYTES = 16 << 20
+"""Of parameters: fewer are in the caches, or soon are."""
+_MADV_COLLAPSE = 25
+_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_log = logging.getLogger(__name__)
+
+Advise = Callable[[int, int], bool]
+"""Collapses [address, address + bytes); whether it did."""
+
+
+def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
+    """Put the memory of CPU tensors on huge pages, as far as the system can; returns how many bytes are on them.
+
+    Takes about 1.5 s per GB where the pages are small, else microseconds.
+
+    Args:
+        tensors: parameters; those on other devices are passed over.
+        advise: how to collapse; None: by madvise, where the system has it.
+    """
+    if advise is None and (advise := _madvise()) is None:
+        return 0
+    places = {(each.data_ptr(), each.nbytes) for each in tensors if each.device.type == "cpu"}
+    if sum(size for _, size in places) < LEAST_BYTES:
+        return 0
+    pages = {page for start, size in places for page in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
+    begin = time.monotonic()
+    # The first and last page of a tensor may reach beyond the mapping it lies in; such a one stays as it is.
+    done = sum(advise(page * HUGE_PAGE, HUGE_PAGE) for page in sorted(pages)) * HUGE_PAGE
+    _log.info("parameters: %d MiB on huge pages, after %.1f s", done >> 20, time.monotonic() - begin)
+    return done
+
+
+@cache
+def _madvise() -> Advise | None:
+    if sys.platform != "linux" or not _SWITCH.exists() or "[never]" in _SWITCH.read_text(encoding="ascii"):
+        return None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return lambda address, size: madvise(address, size, _MADV_COLLAPSE) == 0

@@ -1,0 +1,385 @@
+"""Exact mode's Triton half: kernels against float64, and the rollout's log-probs against the trainer's, to the bit.
+
+The kernels run in Triton's interpreter, in a process of its own (see test_triton_paged.py), and on a GPU. The interpreter
+leaves matrix products to a BLAS, which orders a row's sums by its place in the tile, as no tensor core does: here they are
+summed in the order of the depth.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout import UnsupportedModelError, exact
+from rollout.engine.exact import kernels as exact_kernels
+from rollout.engine.exact.paged_forward import PagedForward
+from rollout.engine.forward import cuda_graphs
+from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.kernels import triton_exact, triton_paged
+from rollout.engine.kernels.triton_exact import AttendedRows
+from rollout.requests.request import DynamicInferenceRequest
+from tests.engine.exact.test_exact import distance, padded, whole
+from tests.engines import at_random, finish, make_engine, pass_suspended, steps, token_ids
+from tests.models import make_model
+
+try:
+    import triton
+    import triton.backends.compiler
+    import triton.compiler
+    from triton.runtime import interpreter
+except ImportError:
+    triton = None
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::UserWarning:triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+CANNOT_LOOP = 77
+LONG = 70 if INTERPRETED else 600
+"""Tokens that make more than one part of attention."""
+KV_HEADS = 1 if INTERPRETED else 2
+DTYPES = [torch.float32, torch.bfloat16]
+CASES = [("qwen3", torch.float32, 1), ("qwen2", torch.bfloat16, 1), ("llama", torch.bfloat16, 1)]
+if not INTERPRETED:
+    CASES = [(name, dtype, 3) for name in ("qwen3", "llama", "qwen2", "mistral") for dtype in DTYPES]
+
+
+def on_the_device(test: Any) -> Any:
+    if INTERPRETED:
+        return test
+    test = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test)
+    return pytest.mark.gpu(test)
+
+
+def dot(self: object, left: Any, right: Any, sums: Any, *rest: object) -> Any:
+    """The interpreter's matrix product with every row summed in the order of the depth."""
+    product = (left.data[:, :, None] * right.data[None]).sum(1)
+    return interpreter.TensorHandle(sums.data + product, sums.dtype.scalar)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[None]:
+    """Exact mode on `DEVICE` runs on Triton's kernels."""
+    with pytest.MonkeyPatch.context() as patched:
+        if INTERPRETED:
+            patched.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+            patched.setitem(exact_kernels.BY_DEVICE, "cpu", triton_exact)
+            patched.setattr(triton_exact, "SPLIT", 64)
+            patched.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+            try:
+                triton_exact.rms_norm(torch.ones(1, 8), torch.ones(8), 1e-5)
+                triton_exact.linear(torch.ones(1, 80), torch.ones(1, 80), None)
+            except Exception as exc:
+                if "0-dimensional" in str(exc):
+                    pytest.exit("this Triton's interpreter cannot loop with this numpy", CANNOT_LOOP)
+                raise
+        yield
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-5 if found.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.double(), expected.to(found.device), atol=tolerance, rtol=tolerance)
+
+
+@on_the_device
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_and_rows_equal_float64_and_a_row_has_its_bits_alone(dtype: torch.dtype) -> None:
+    x, weight, bias = drawn(133, 70, dtype=dtype), drawn(65, 70, dtype=dtype, seed=1), drawn(65, dtype=dtype, seed=2)
+    x, weight = x / 8, weight / 8
+    found = triton_exact.linear(x, weight, bias)
+    assert_close(found, x.double() @ weight.double().T + bias.double())
+    places = torch.arange(133, device=DEVICE).flip(0) + 2
+    placed = triton_exact.linear(x, weight, bias, places, 140)
+    assert torch.equal(placed[places], found)
+    assert not placed[[0, 1, 135, 139]].any()
+    normed = triton_exact.rms_norm(x.view(133, 2, 35), bias[:35], 1e-5)
+    wide = x.double().view(133, 2, 35)
+    assert_close(normed, wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * bias[:35].double())
+    for row in (0, 64, 132):
+        only = slice(row, row + 1)
+        assert torch.equal(triton_exact.linear(x[only], weight, bias), found[only])
+        assert torch.equal(triton_exact.rms_norm(x.view(133, 2, 35)[only], bias[:35], 1e-5), normed[only])
+    assert_close(triton_exact.silu_times(x, x), nn.functional.silu(x.double()) * x.double())
+    positions, angles = torch.arange(133, device=DEVICE) % 50, drawn(50, 7, dtype=torch.float32)
+    cosines, sines = (f(angles).repeat(1, 2).to(dtype) for f in (torch.cos, torch.sin))
+    heads = x.view(133, 5, 14)
+    low, high = heads.double().chunk(2, -1)
+    turned = torch.cat((-high, low), -1) * sines[positions, None].double()
+    expected = heads.double() * cosines[positions, None].double() + turned
+    assert_close(triton_exact.rotate(heads, cosines, sines, positions), expected)
+    assert triton_exact.linear(x[:0], weight, None).shape == (0, 65)
+
+
+@on_the_device
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    [(torch.bfloat16, None), (torch.float32, 9)] + [(torch.float32, None), (torch.bfloat16, 9)] * (not INTERPRETED),
+    ids=str,
+)
+def test_attention_has_the_same_bits_packed_in_chunks_decoded_and_however_its_parts_are_spread(
+    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, heads, kv_heads, dim = (LONG, 5), 3 * KV_HEADS, KV_HEADS, 24
+    starts = np.cumsum([0, *lengths])
+    query, key, value = (
+        drawn(sum(lengths), count, dim, dtype=dtype, seed=count + seed)
+        for seed, count in enumerate((heads, kv_heads, kv_heads))
+    )
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
+    whole, _ = triton_exact.attention(query, key, value, starts, positions, 0.2, window)
+    for begin, end in pairwise(starts):
+        seen = torch.ones(end - begin, end - begin, dtype=torch.bool, device=DEVICE).tril()
+        seen &= ~seen.tril(-(window or 10**6))
+        parts = [part[begin:end].double().transpose(0, 1) for part in (query, key, value)]
+        parts[1:] = [part.repeat_interleave(heads // kv_heads, 0) for part in parts[1:]]
+        expected = nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=0.2).transpose(0, 1)
+        assert_close(whole[begin:end], expected)
+    size, table, pool = 8, np.random.default_rng(0).permutation(lengths[0] // 8 + 3), {}
+    for name, part in (("key", key), ("value", value)):
+        pool[name] = torch.full((len(table) * size, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
+        slots = [table[at // size] * size + at % size for at in range(lengths[0])]
+        # A part that is multiplied by 0 must not be NaN; what no query sees may be.
+        pool[name][slots] = part[: lengths[0]]
+    cells = torch.tensor([pool["key"].data_ptr(), pool["value"].data_ptr()], device=DEVICE)
+    blocks = torch.from_numpy(table[None].astype(np.int32)).to(DEVICE)
+    last = lengths[0] - 1
+    for spread in (0, 2**40):
+        monkeypatch.setattr(triton_exact, "SPREAD_BYTES", spread)
+        assert torch.equal(triton_exact.attention(query, key, value, starts, positions, 0.2, window)[0], whole)
+        # A row of padding, a decoding one, a chunk.
+        at, begins = [0, last, 33, 34, 35], torch.tensor([0, 1, 2, 5], dtype=torch.int32, device=DEVICE)
+        seen = torch.tensor([-1, *at[1:]], dtype=torch.int32, device=DEVICE)
+        rows = AttendedRows(blocks.expand(3, -1), begins, seen, last + 100, size, size)
+        found = triton_exact.paged_attention(query[at], cells, rows, kv_heads, 0.2, window)
+        assert not found[0].any()
+        assert torch.equal(found[1:], whole[at[1:]])
+
+
+# --- engine and trainer -----------------------------------------------------------------------------------------------
+
+
+class Rerun:
+    """A device whose records are the work itself."""
+
+    graph_bytes = 0
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def capture(self, work: Any) -> Any:
+        def replay() -> None:
+            self.replays += 1
+            work()
+
+        work()
+        return replay
+
+    def forget(self) -> None:
+        pass
+
+
+def graphed(engine: Any) -> Any:
+    """Decode steps that are captured: by CUDA, or in the interpreter by a stand-in; returns what knows how many."""
+    runner = engine.controller.runner
+    assert isinstance(runner.fused, PagedForward)
+    if INTERPRETED:
+        kernels = TritonDecode(triton_paged.load(DEVICE), engine.cache)
+        runner.graphs = cuda_graphs.GraphedDecode(
+            runner.model, runner.layout, engine.cache, 8, Rerun(), kernels, runner.fused, alone=True
+        )
+    return runner.graphs
+
+
+def sampled(model: nn.Module) -> list[DynamicInferenceRequest]:
+    """Samples after prefix hits, in chunks, decoded by graphs, among others, after suspensions, by a pool that moved."""
+    prefix = token_ids(20 if INTERPRETED else 300, seed=1)
+    engine = make_engine(model, exact=True, kv_cache_blocks=48 if INTERPRETED else 400, max_tokens_per_step=12)
+    graphs = graphed(engine)
+    engine.add_request(prefix, at_random(2))
+    ended = list(finish(engine).values())
+    engine.add_request(prefix[:13] + token_ids(4, seed=2), at_random(4, n=2, temperature=0.7))
+    engine.add_request(token_ids(7, seed=3), at_random(5, temperature=0))
+    records = steps(engine, 3)
+    for mode in ("offload",) if INTERPRETED else ("persist", "offload", "recompute"):
+        pass_suspended(engine, mode)
+        records += steps(engine, 1 if INTERPRETED else 2)
+    ended += finish(engine, records).values()
+    assert engine.stats()["prefill_tokens_saved"] > 0
+    assert graphs._replays > 0, graphs.why_not
+    return ended
+
+
+def logprobs_of(logits: Tensor, tokens: list[int], request: DynamicInferenceRequest) -> Tensor:
+    """Of the completion, from the logits [T, V] of the whole sequence, as a loss computes them on the device."""
+    start = len(request.prompt_tokens)
+    scores = logits[start - 1 : len(tokens) - 1].float() / (request.sampling_params.temperature or 1.0)
+    return scores.log_softmax(-1).gather(-1, torch.tensor(tokens[start:], device=DEVICE)[:, None])[:, 0].cpu()
+
+
+def forwards(model: nn.Module, rows: list[list[int]]) -> Iterator[list[Tensor]]:
+    """Logits of each row [T, V], the rows padded on the left, and packed; on a device also on the right, and alone."""
+    for left in (True,) if INTERPRETED else (True, False):
+        ids, mask = (each.to(DEVICE) for each in padded(rows, left=left))
+        logits = model(ids, attention_mask=mask).logits
+        assert not logits[mask == 0].any()
+        yield [logits[index][mask[index].bool()] for index in range(len(rows))]
+    ids = torch.tensor([token for row in rows for token in row], device=DEVICE)
+    positions = torch.cat([torch.arange(len(row)) for row in rows]).to(DEVICE)
+    yield list(model(ids[None], position_ids=positions[None]).logits[0].split([len(row) for row in rows]))
+    if not INTERPRETED:
+        yield [model(torch.tensor([row], device=DEVICE)).logits[0] for row in rows]
+
+
+@on_the_device
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(("name", "dtype", "layers"), CASES, ids=str)
+def test_the_first_ratio_is_one_to_the_bit_on_triton(name: str, dtype: torch.dtype, layers: int) -> None:
+    model = make_model(name, dtype=dtype, num_hidden_layers=layers).to(DEVICE)
+    requests = sampled(model)
+    rows = [whole(request) for request in requests]
+    with exact(model), torch.no_grad():
+        for logits in forwards(model, rows):
+            for request, tokens, own in zip(requests, rows, logits, strict=True):
+                assert torch.equal(logprobs_of(own, tokens, request), torch.tensor(request.generated_log_probs))
+    with torch.no_grad():
+        plain = [model(torch.tensor([row], device=DEVICE)).logits[0] for row in rows]
+    differences = [
+        (logprobs_of(own, tokens, request) - torch.tensor(request.generated_log_probs)).abs().max()
+        for request, tokens, own in zip(requests, rows, plain, strict=True)
+    ]
+    assert 0 < max(differences) < (1e-3 if dtype == torch.float32 else 1)
+
+
+def gradients(model: nn.Module, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Of a weighted sum of log-probs at the real tokens."""
+    model.zero_grad()
+    logprobs = model(ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+    weights = torch.linspace(-1, 1, ids.shape[1] - 1, device=DEVICE) * mask[:, 1:]
+    (logprobs.gather(-1, ids[:, 1:, None])[..., 0] * weights).sum().backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+@on_the_device
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("name", ["mistral"] if INTERPRETED else ["mistral", "qwen3", "qwen2"])
+def test_gradients_through_triton_are_those_of_the_model_in_float64(name: str) -> None:
+    model = make_model(name, num_hidden_layers=1).to(DEVICE)
+    ids, mask = (each.to(DEVICE) for each in padded([token_ids(n, n) for n in (19, 17, 3)], left=False))
+    truth = gradients(copy.deepcopy(model).double(), ids, mask)
+    with exact(model):
+        assert distance(gradients(model, ids, mask), truth) < 2e-4
+
+
+@on_the_device
+@pytest.mark.usefixtures("served")
+def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
+    model = make_model("qwen3", num_hidden_layers=1, vocab_size=1026).to(DEVICE)
+    with pytest.raises(UnsupportedModelError, match="1,026 is no multiple of 4"), exact(model):
+        pass
+    with pytest.raises(UnsupportedModelError, match="1,026 is no multiple of 4"):
+        make_engine(model, exact=True)
+    odd = make_model("qwen3", num_hidden_layers=1, head_dim=6, num_key_value_heads=1, dtype=torch.bfloat16).to(DEVICE)
+    with pytest.raises(UnsupportedModelError, match="block_size_tokens=1 a multiple of 8"):
+        make_engine(odd, exact=True, block_size_tokens=1)
+
+
+# --- without a device -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
+@pytest.mark.timeout(1600)
+def test_all_of_this_holds_in_tritons_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton or bits"],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=1500, check=False,
+    )  # fmt: skip
+    if done.returncode == CANNOT_LOOP:
+        pytest.skip("this Triton's interpreter cannot loop with this numpy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
+@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In 16 bits tensor cores multiply, and loads of a tile are of 16 bytes, though the pool is found by its address."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from rollout.engine.kernels import triton_exact_kernels as code  # needs Triton
+
+    kind, narrow = f"*{dtype}", dtype == "bf16"
+    plan = triton_exact._plan(2, 128, torch.bfloat16 if narrow else torch.float32)
+    tile = triton_exact._tile(torch.bfloat16 if narrow else torch.float32)
+    found = {
+        "product": (
+            {"x": kind, "weight": kind, "bias": kind, "places": "*i64", "out": kind},
+            {"biased": True, "placed": False, "widen": False, "band": 8,
+             "block_rows": tile.rows, "block_columns": tile.columns, "block_depth": tile.depth},
+            tile.warps, tile.stages,
+        ),
+        "attend": (
+            {"query": kind, "cells": "*i64", "peaks": "*fp32", "totals": "*fp32", "sums": "*fp32", "scale": "fp32"}
+            | dict.fromkeys(("table", "begins", "positions"), "*i32"),
+            {"group": 2, "kv_heads": 8, "tokens": plan.rows // 2, "rows": plan.rows, "span": plan.span,
+             "split": triton_exact.SPLIT, "window": 0, "dim": 128, "padded_dim": 128, "widen": False},
+            plan.warps, plan.stages,
+        ),
+        "fold": (
+            {"positions": "*i32", "peaks": "*fp32", "totals": "*fp32", "sums": "*fp32", "out": kind},
+            {"split": triton_exact.SPLIT, "heads": 16, "lines": 32, "dim": 128, "padded_dim": 128}, 4, 3,
+        ),
+        "rms_norm": (
+            {"x": kind, "weight": kind, "out": kind, "epsilon": "fp32"},
+            {"width": 1000, "padded_width": 1024, "rows": 1}, 2, 3,
+        ),
+        "rotate": (
+            {"x": kind, "cosines": kind, "sines": kind, "positions": "*i64", "out": kind},
+            {"heads": 8, "lines": 32, "half": 64, "padded_half": 64}, 4, 3,
+        ),
+        "silu_times": ({"gate": kind, "up": kind, "out": kind}, {"block": 1024}, 4, 3),
+    }  # fmt: skip
+    for name, how in found.items():
+        ptx = compiled(getattr(code, name), *how)
+        if name in ("product", "attend"):
+            assert ("wgmma" in ptx) == narrow
+            assert ptx.count("cp.async.cg" if narrow else "ld.global.v4") > 0
+            assert ptx.count("ld.global.b16") <= (0 if name == "attend" else 8)
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], warps: int, stages: int) -> str:
+    """PTX for an H100, as for tensors and widths that 16 divides."""
+    names = list(inspect.signature(kernel).parameters)
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [name for name in names if signature[name].startswith("*") or name in ("depth", "columns")]
+    source = triton.compiler.ASTSource(
+        triton.jit(kernel), signature, {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )  # fmt: skip
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])

@@ -1,0 +1,156 @@
+"""What a generation knows of its rows beside TRL's own tensors: kept tokens and expert routes, for the log-prob pass.
+
+They travel with TRL's tensors, which it shuffles and splits. Routes are replayed in every forward of the pass, and after one
+with gradient until the end of the training step, whose backward computes the routers again under checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rollout.engine.forward.replay import Routed, RoutedTree, replay
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.tree import PackedTree
+
+_IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_routed_experts"
+
+
+@dataclass(frozen=True)
+class _RoutedRows:
+    """Rows of a forward, as `rollout.replay` takes them."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    routed_experts: Tensor
+
+
+class GeneratedRows:
+    """Kept tokens and routes of the rows of the forward that is to come.
+
+    Args:
+        trainer: the GRPOTrainer.
+        kept: whether kept tokens are replayed.
+        routes: whether routes are.
+    """
+
+    def __init__(self, trainer: Any, *, kept: bool, routes: bool) -> None:
+        self._trainer = trainer
+        self._kept = kept
+        self._routes = routes
+        self._now: dict[str, Tensor] = {}
+        self._step: ExitStack | None = None
+
+    # --- from the generation to the forward ---------------------------------------------------------------------
+
+    def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
+        """Take the rows of a generation, for the scoring that follows; a failed row is a single token."""
+        self._now = {}
+        if self._kept:
+            sets = [
+                (list(row), [1] * len(row)) if lost or request.generated_kept_tokens is None
+                else (request.generated_kept_tokens.ids.tolist(), request.generated_kept_tokens.counts.tolist())
+                for request, row, lost in zip(batch, completions, failed, strict=True)
+            ]  # fmt: skip
+            device = self._trainer.accelerator.device
+            self._now |= {
+                name: _padded([each[part] for each in sets], device) for part, name in enumerate((_IDS, _COUNTS))
+            }
+        if self._routes and batch.routed_experts is not None:
+            # On the host: the routers take those of a forward to their device. A column more for a failed row's token.
+            routes = pad(batch.routed_experts.cpu(), (0, 0, 0, 0, 0, 1), value=-1)
+            routes[torch.tensor(failed)] = -1
+            self._now[_ROUTES] = routes
+
+    def scored(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        """Add the rows to what TRL keeps of a generation."""
+        now, self._now = self._now, {}
+        return outputs | now
+
+    def loss(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `_compute_loss`, so that the rows of its forward are known."""
+
+        def computed(model: Any, inputs: dict[str, Any]) -> Any:
+            self._now = {name: inputs[name] for name in (_IDS, _COUNTS, _ROUTES) if name in inputs}
+            try:
+                return compute(model, inputs)
+            finally:
+                self._now = {}
+
+        return computed
+
+    def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """(ids, counts) of the kept tokens, int32 [N, S] and [N, completion], padded with 0."""
+        return self._now[_IDS][rows], self._now[_COUNTS][rows]
+
+    # --- routes -------------------------------------------------------------------------------------------------
+
+    def routes(self, rows: slice) -> Tensor | None:
+        """int16 [N, W, layers, k] of the tokens of each row from its first on; None: not replayed."""
+        return self._now[_ROUTES][rows] if _ROUTES in self._now else None
+
+    @contextmanager
+    def routed(self, model: Any, input_ids: Tensor, real: Tensor, rows: slice) -> Iterator[None]:
+        """A block in which the forward of these padded rows is replayed, if routes are."""
+        routes = self.routes(rows)
+        if routes is None:
+            yield
+            return
+        sampled = (routes >= 0).flatten(1).any(1)
+        with self._replayed(_RoutedRows(input_ids, real, real & sampled.to(real.device)[:, None], routes), model):
+            yield
+
+    @contextmanager
+    def routed_tree(self, model: Any, packed: PackedTree) -> Iterator[None]:
+        """A block in which the forward of a tree is replayed, if routes are."""
+        if packed.routed_experts is None:
+            yield
+            return
+        with self._replayed(packed, model):
+            yield
+
+    def pass_over_rows(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap TRL's own log-prob pass, so that routes are replayed in it."""
+
+        def computed(model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with self.routed(model, input_ids, attention_mask.bool(), slice(None)):
+                return compute(model, input_ids, attention_mask, *args, **kwargs)
+
+        return computed
+
+    def training_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `training_step`, so that its backward is inside of the replay."""
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as self._step:
+                try:
+                    return step(*args, **kwargs)
+                finally:
+                    self._step = None
+
+        return stepped
+
+    @contextmanager
+    def _replayed(self, routed: Routed | RoutedTree, model: Any) -> Iterator[None]:
+        if self._step is not None and torch.is_grad_enabled():
+            self._step.enter_context(replay(routed, model))
+            yield
+        else:
+            with replay(routed, model):
+                yield
+
+
+def _padded(rows: list[list[int]], device: Any) -> Tensor:
+    """int32 [N, longest], padded with 0."""
+    padded = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded).to(device)
