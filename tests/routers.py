@@ -1,14 +1,36 @@
-"""Routers that choose otherwise while a rollout samples than in the trainer's forward, as rounding makes them do."""
+"""Routes that the routers of a trainer's forward would not choose: of a rollout, and of requests from elsewhere."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from rollout.engine.forward.routers import routers_of
+from rollout.manager.batch import RolloutBatch
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.state import FinishReason, Status
+
+
+def batch_of(*requests: DynamicInferenceRequest, version: int = 0) -> RolloutBatch:
+    return RolloutBatch.from_requests(requests, policy_version=version, pad_token_id=0)
+
+
+def elsewhere(model: PreTrainedModel, prompt: list[int], completion: list[int], number: int) -> DynamicInferenceRequest:
+    """An ended request with routes that no router of `model` would choose."""
+    shape = routers_of(model).shape
+    draw = np.random.default_rng(number)
+    rows = len(prompt) + len(completion) - 1
+    routes = draw.permuted(np.tile(np.arange(shape.num_experts), (rows, shape.num_layers, 1)), axis=-1)
+    return DynamicInferenceRequest(
+        request_id=number, prompt_tokens=prompt, generated_tokens=completion,
+        generated_log_probs=[-1.0] * len(completion), routing_indices=routes[..., : shape.top_k].astype(np.uint8),
+        status=Status.COMPLETED, finish_reason=FinishReason.LENGTH,
+    )  # fmt: skip
 
 
 class LowestExperts(TorchFunctionMode):

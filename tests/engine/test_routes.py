@@ -20,18 +20,15 @@ from transformers import PreTrainedModel
 import rollout
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.routers import routers_of
-from rollout.engine.forward.tree_forward import TreeAttachment
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from rollout.manager.batch import RolloutBatch
-from rollout.manager.tree import pack_tree
 from rollout.requests.growth import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.state import FinishReason, Status
 from tests import replay_table
 from tests.engines import finish, greedily, make_engine, pass_suspended, shared_model, steps, token_ids
 from tests.rollouts import trainer_logprobs_of, update
-from tests.routers import LowestExperts
+from tests.routers import batch_of, elsewhere
 from tests.zoo.small_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -62,25 +59,8 @@ def assert_routes(model: PreTrainedModel, request: DynamicInferenceRequest) -> N
     np.testing.assert_array_equal(recorded, routes_of(model, tokens))
 
 
-def batch_of(*requests: DynamicInferenceRequest, version: int = 0) -> RolloutBatch:
-    return RolloutBatch.from_requests(requests, policy_version=version, pad_token_id=0)
-
-
 def moe_engine(**options: Any) -> DynamicInferenceEngine:
     return make_engine("qwen3_moe", record_routes=True, **options)
-
-
-def elsewhere(model: PreTrainedModel, prompt: list[int], completion: list[int], number: int) -> DynamicInferenceRequest:
-    """An ended request with routes that no router of `model` would choose."""
-    shape = routers_of(model).shape
-    draw = np.random.default_rng(number)
-    rows = len(prompt) + len(completion) - 1
-    routes = draw.permuted(np.tile(np.arange(shape.num_experts), (rows, shape.num_layers, 1)), axis=-1)
-    return DynamicInferenceRequest(
-        request_id=number, prompt_tokens=prompt, generated_tokens=completion,
-        generated_log_probs=[-1.0] * len(completion), routing_indices=routes[..., : shape.top_k].astype(np.uint8),
-        status=Status.COMPLETED, finish_reason=FinishReason.LENGTH,
-    )  # fmt: skip
 
 
 # --- every architecture -----------------------------------------------------------------------------------------------
@@ -324,90 +304,6 @@ def test_two_checkpointed_forwards_before_their_backward_are_refused(foreign: Ro
     with pytest.raises(RuntimeError, match="call backward after each forward"), rollout.replay(foreign, model):
         (trainer_logprobs_of(model, foreign).sum() + trainer_logprobs_of(model, foreign).sum()).backward()
     assert all("forward" not in vars(router) for router in routers_of(model).modules)
-
-
-# --- prefix trees -----------------------------------------------------------------------------------------------------
-
-
-def twin_of(request: DynamicInferenceRequest, number: int) -> DynamicInferenceRequest:
-    """Of the same prompt with the same experts, and another completion."""
-    twin = copy.copy(request)
-    assert request.routing_indices is not None
-    twin.request_id, twin.generated_tokens, twin.generated_log_probs = number, token_ids(2, 9), [-1.0] * 2
-    twin.routing_indices = request.routing_indices[: len(twin.prompt_tokens) + 1]
-    return twin
-
-
-WITH_TREES = [name for name in replay_table.MIXTURES if name != "gpt_oss"]
-"""Tree attention refuses attention sinks."""
-
-
-@pytest.mark.parametrize("name", WITH_TREES)
-def test_over_a_tree_log_probs_and_gradients_are_those_of_replayed_padded_rows(name: str) -> None:
-    model, prompt = small(name), token_ids(6, 1)
-    # Rows 0 and 1 have the same prompt and other experts; 2 and 3 have all in common but their completions.
-    rows = [elsewhere(model, prompt, token_ids(4, 2 + row), row) for row in range(3)]
-    batch = batch_of(*rows, twin_of(rows[2], 3))
-
-    def gradient() -> list[torch.Tensor]:
-        found = [weight.grad for weight in model.parameters()]
-        model.zero_grad()
-        return [each for each in found if each is not None]
-
-    with rollout.replay(batch, model):
-        padded = trainer_logprobs_of(model, batch)[batch.response_mask]
-    padded.sum().backward()
-    right = gradient()
-    packed = batch.tree()
-    assert len(packed) == 3 * (6 + 4) + 2, "a prompt is shared where its experts are the same"
-    with TreeAttachment(model), rollout.replay(packed, model):
-        found = packed.logprobs_of(model(**packed.inputs).logits)[batch.response_mask]
-        found.sum().backward()
-    torch.testing.assert_close(found, padded, atol=1e-5, rtol=0)
-    for ours, theirs in zip(gradient(), right, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    with TreeAttachment(model), torch.no_grad():
-        live = packed.logprobs_of(model(**packed.inputs).logits)[batch.response_mask]
-    assert (live - padded).abs().max() > 0.01, "replay has an effect"
-
-
-def test_a_tree_of_a_rollout_replays_it_under_checkpointing_too() -> None:
-    model = copy.deepcopy(shared_model("qwen3_moe"))
-    model.gradient_checkpointing_enable()
-    engine = make_engine(model, record_routes=True)
-    with LowestExperts(model):
-        batch = batch_of(*engine.generate([token_ids(9, 1), token_ids(5, 2)], replay_table.DRAWN.replace(n=3)))
-    for packed in (*batch.trees(20), batch.tree()):
-        with TreeAttachment(model), rollout.replay(packed, model):
-            logprobs = batch.replay_logprobs(model(**packed.inputs).logits, packed)
-            logprobs.sum().backward()
-        mask = batch.response_mask[packed.rows][:, : logprobs.shape[1]]
-        wanted = batch.logprobs[packed.rows][:, : logprobs.shape[1]]
-        torch.testing.assert_close(logprobs[mask], wanted[mask], atol=1e-5, rtol=0)
-
-
-def test_a_tree_that_is_not_that_of_the_forward_or_has_rows_without_routes_is_refused(foreign: RolloutBatch) -> None:
-    model = shared_model("qwen3_moe")
-    forked = batch_of(foreign[0], twin_of(foreign[0], 1))
-    with TreeAttachment(model):
-        with rollout.replay(foreign.tree(), model), pytest.raises(ValueError, match=r"that are not the .* of the tree"):
-            model(**forked.tree().inputs)
-        with rollout.replay(forked, model), pytest.raises(ValueError, match=r"by replay\(packed, model\)"):
-            model(**forked.tree().inputs)
-    spoilt = copy.copy(foreign[1])
-    spoilt.routing_indices = None
-    with (
-        pytest.raises(ValueError, match="row 1 of the batch has tokens without routes"),
-        rollout.replay(batch_of(foreign[0], spoilt, foreign[2]).tree(), model),
-    ):
-        pass
-    spoilt.error = "ValueError: broken"
-    with rollout.replay(batch_of(foreign[0], spoilt, foreign[2]).tree(), model):
-        pass
-    with pytest.raises(ValueError, match=r"routed_experts of shape .*: must be \[N, at least 9"):
-        pack_tree(
-            foreign.input_ids, foreign.attention_mask.bool(), foreign.response_mask, None, foreign.routed_experts[:, :3]
-        )
 
 
 # --- refused by name --------------------------------------------------------------------------------------------------
