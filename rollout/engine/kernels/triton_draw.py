@@ -154,7 +154,9 @@ class _Call:
         """The fewest tokens, likeliest first, that weigh `wanted`; `counts`: so many tokens."""
         rounds = self._bits // 4
         reached = torch.zeros(rounds, self._rows, 16, dtype=torch.int64, device=peak.device)
-        low = torch.zeros(rounds + 1, self._rows, dtype=torch.int64, device=peak.device)
+        # Of an even number: Triton compiles a kernel separately for addresses that are no multiple of 16.
+        even = torch.zeros(rounds + 1, self._rows + self._rows % 2, dtype=torch.int64, device=peak.device)
+        low = even[:, : self._rows]
         for number in range(rounds):
             last = max(0, number - 1)
             self._kernels.narrow[self._grid](
