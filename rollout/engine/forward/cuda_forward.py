@@ -1,6 +1,6 @@
 """Triton forward of a Llama-like decoder on CUDA, over the module's own parameters: the twin of the C++ one.
 
-What it may stand in for is decided as for that (`fused_forward.Bound`), before every step. Matrix products are torch's, on
+What it may stand in for is decided as for that (`fused_binding.Bound`), before every step. Matrix products are torch's, on
 the module's parameters where they lie; between them run the kernels of `triton_layers` and the paged attention: thirteen
 kernels a layer instead of some fifty-six, rounded where the module rounds. An eager step and a captured one run the same
 code.
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
-from rollout.engine.forward.fused_forward import Bound, BoundForward, Unfusable, bypassed
+from rollout.engine.forward.fused_binding import Bound
+from rollout.engine.forward.fused_checks import Unfusable, bypassed
+from rollout.engine.forward.fused_forward import BoundForward
 from rollout.engine.forward.model_support import AttentionCall, ModelLayout
 from rollout.engine.kernels import triton_layers
 from rollout.engine.kernels.rows import PagedRows
@@ -113,7 +115,8 @@ class CudaForward(BoundForward):
         attention: Callable[[PagedRows], PagedAttention],
         decode: TritonDecode | None,
     ) -> None:
-        super().__init__(model, layout, cache)
+        # What exact mode has a training forward for is what this computes too: no live adapters, four families.
+        super().__init__(model, layout, cache, exact=True)
         self._attention = attention
         self._decode = decode
         self._layers: list[_Layer] = []

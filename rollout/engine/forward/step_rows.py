@@ -1,4 +1,4 @@
-"""Arrays of a scheduled step: the positions that its forward computes, and the rows that are sampled."""
+"""Arrays of a scheduled step: token ids, positions and block tables."""
 
 from __future__ import annotations
 
@@ -20,12 +20,3 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
     tables, *others = table.block_tables(step.rows, width)
     ids = table.tokens[step.rows[entries], positions].astype(np.int64)
     return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))
-
-
-def distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The sampled entries without duplicates, and for each sample the index of its entry."""
-    if not step.prefills:
-        entries = step.sampled_entries.astype(np.int64)
-        return entries, entries
-    entries, repeats = np.unique(step.sampled_entries, return_inverse=True)
-    return entries.astype(np.int64), repeats

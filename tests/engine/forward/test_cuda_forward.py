@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import families
 from rollout.engine.forward.cuda_forward import FAMILIES, CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
@@ -311,10 +312,8 @@ def test_a_capture_that_fails_costs_the_fused_graphs_alone(monkeypatch, caplog) 
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_it_serves_the_families_that_the_cpus_forward_serves_and_no_others() -> None:
-    from rollout.engine.forward import fused_forward
-
-    assert set(FAMILIES) <= {f"{name}ForCausalLM" for name in fused_forward._FAMILIES}
+def test_it_serves_the_families_without_adapters_that_exact_mode_serves() -> None:
+    assert set(FAMILIES) == {f"{family.name}ForCausalLM" for family in families.FAMILIES if family.exact}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
