@@ -232,6 +232,18 @@ def test_what_is_added_to_the_module_takes_part_and_graphs_of_both_forwards_live
 
 
 @on_the_device
+def test_an_adapter_that_acts_is_left_to_the_module() -> None:
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(
+        small("qwen3"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    engine = engine_of(tuned)
+    assert why_not(engine) == "LoRA acts in a projection"
+    with tuned.disable_adapter():
+        assert why_not(engine) == ""
+
+
+@on_the_device
 def test_weights_changed_in_place_are_read_by_the_graphs_there_are() -> None:
     model = small("llama")
     engine = engine_of(model)
