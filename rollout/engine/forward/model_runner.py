@@ -358,10 +358,10 @@ class ModelRunner:
         causal = None
         if rows.seen is not None and self.vision.causal_without_window:
             causal = [self._attention(replace(each, seen=None)) for each in groups]
+        attention = [self._attention(each) for each in groups]
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
-            layout.chunks, write, causal,
-        )  # fmt: skip
+            self.cache, layout.layer_of, slots, attention, layout.mask_windows, layout.chunks, write, causal
+        )
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
@@ -374,9 +374,8 @@ class ModelRunner:
         return logits
 
     def _recording(self, slots: Tensor) -> AbstractContextManager[object]:
-        if self._routers is None:
-            return nullcontext()
-        return self._routers.recorded(partial(self.cache.write_routes, slots))
+        write = partial(self.cache.write_routes, slots)
+        return nullcontext() if self._routers is None else self._routers.recorded(write)
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
         plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
