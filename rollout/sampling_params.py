@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -20,6 +21,14 @@ LARGEST, LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tin
 
 MAX_KEPT_TOKENS = 4096
 """Largest `top_k` with `return_kept_tokens`: bounds what is stored per token to 16 KiB."""
+
+ADAPTER_NAME = "None or a name of at most 256 characters, without whitespace, control characters and '='"
+_ADAPTER_NAME = re.compile(r"[^\s\x00-\x1f\x7f=\ud800-\udfff]{1,256}")
+
+MAX_SALT = 1024
+"""Characters of a `cache_salt`."""
+_SEPARATOR = "\0" * (MAX_SALT + 1)
+"""Stands between adapter and salt in a `prefix_share`: longer than any salt, so that no salt names an adapter's share."""
 
 ORDINARY_LOGIT = 1e6
 """Assumed upper bound of the absolute logits of a working model."""
@@ -109,6 +118,10 @@ class SamplingParams:
     """Name of a share of the prefix cache, of at most 1024 characters: KV is reused among requests of equal salt only, so
     that the time of a reply tells nothing about the prompts of others. None: the share without a name."""
 
+    adapter: str | None = None
+    """Name of a LoRA adapter that the engine has loaded (`LLM.load_lora_adapter`), to compute the sample with. None: the
+    model as it stands."""
+
     def __post_init__(self) -> None:
         for name, (convert, rule) in _RULES.items():
             given = getattr(self, name)
@@ -168,6 +181,11 @@ class SamplingParams:
             [f"logit_bias {bias:g}"] * (bias != 0)
             + [f"{name} {value:g}" for name, value in named.items() if value != 1]
         )
+
+    @property
+    def prefix_share(self) -> str | None:
+        """What KV of equal tokens is kept apart by in the prefix cache; None: nothing."""
+        return prefix_share(self.cache_salt, self.adapter)
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed, validated again."""
@@ -255,8 +273,22 @@ def _biases(value: Any) -> dict[int, float] | None:
 def _salt(value: Any) -> str | None:
     if value is None:
         return None
-    _demand(isinstance(value, str) and len(value) <= 1024)
+    _demand(isinstance(value, str) and len(value) <= MAX_SALT)
     value.encode()  # a lone surrogate has no hash
+    return str(value)
+
+
+def prefix_share(cache_salt: str | None, adapter: str | None) -> str | None:
+    """`SamplingParams.prefix_share` of these fields."""
+    if adapter is None:
+        return cache_salt
+    return f"{adapter}{_SEPARATOR}{cache_salt or ''}"
+
+
+def _adapter(value: Any) -> str | None:
+    if value is None:
+        return None
+    _demand(isinstance(value, str) and _ADAPTER_NAME.fullmatch(value) is not None)
     return str(value)
 
 
@@ -299,6 +331,7 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "return_kept_tokens": (_truth, "True or False"),
     "structured": (StructuredOutput.read, "None or a StructuredOutput"),
     "cache_salt": (_salt, "None or a text of at most 1024 characters"),
+    "adapter": (_adapter, ADAPTER_NAME),
 }
 
 

@@ -77,6 +77,7 @@ NAN, INF = math.nan, math.inf
 REFUSED = {
     "structured": [1, "a", {"pattern": "a"}],
     "cache_salt": [1, b"a", "x" * 1025, "\ud800"],
+    "adapter": [1, "", "a b", "a=b", "a\0", "x" * 257],
     "n": [0, -1, 1.0, "1", None, True, 2**31],
     "temperature": [-1, -1e-9, NAN, INF, "1", None, True, 1e-9, 10**400, 1e39],
     "top_k": [-1, 1.5, None, True],

@@ -13,9 +13,10 @@ from rollout.engine.context import MemoryMove
 from rollout.engine.inspection import EngineInspection
 from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.weights.folder import load_weights
-from rollout.errors import ConfigError, EngineStateError
+from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import MAX_VERSION
+from rollout.sampling_params import SamplingParams
 from rollout.state import ControlSignal, EngineState, FinishReason, KVCacheManagementMode, Mode, Status
 
 T = TypeVar("T")
@@ -168,6 +169,57 @@ class EngineControl(EngineInspection):
                     "there as the trainer does (torch.distributed.checkpoint, say), and call weights_updated() on every rank"
                 )
             return load_weights(self.model, folder)
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
+        """Load a LoRA adapter from a folder, as PEFT saves it, for requests with `SamplingParams.adapter=name`.
+
+        Takes the place of a loaded one of that name, whose requests go on with it; `weights_updated` is to follow then.
+
+        Returns:
+            Number of layers that it changes.
+
+        Raises:
+            ConfigError: the name is malformed, or the adapter does not fit the model; nothing was changed.
+            UnsupportedModelError: requests for this model cannot name adapters.
+        """
+        SamplingParams(adapter=name)
+        with self.locked():
+            self._lifecycle.refuse_when_stopped()
+            self._refuse_adapters()
+            if self.adapters.load(name, folder):
+                self.context.allocator.drop_cached()
+            return self.adapters.num_layers(name)
+
+    def unload_adapter(self, name: str) -> int:
+        """Unload an adapter: requests that name it end with an error, which says so. Harmless when repeated.
+
+        Returns:
+            Number of samples that have ended by it.
+        """
+        with self.locked():
+            scheduler = self.context.scheduler
+            keys = {sample.key for sample in scheduler if sample.params.adapter == name}
+            for sample in scheduler.remove(keys.__contains__):
+                why = f"RequestAbortedError: request {sample.key[0]}: adapter {name!r} was unloaded"
+                self._ledger.end(sample, FinishReason.ABORT, why)
+            self.adapters.unload(name)
+        self._moved()
+        return len(keys)
+
+    def _refuse_adapters(self) -> None:
+        runner, why = self.controller.runner, None
+        if self.weights.collective or self.weights.tensor_parallel_mesh is not None:
+            why = "its weights are spread over the ranks"
+        elif runner.exact:
+            why = "exact mode runs the fused forward only, which has no adapters (InferenceConfig.exact)"
+        elif runner.states is not None:
+            why = "it has recurrent layers"
+        elif self.controller.takes_images:
+            why = "it takes images"
+        elif self._adapters.present(self.installation.module_epoch):
+            why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
+        if why is not None:
+            raise UnsupportedModelError(f"load_adapter() into {type(self.model).__name__}: {why}")
 
     def take_ended(
         self, keys: Callable[[tuple[int, int]], bool] = lambda key: True

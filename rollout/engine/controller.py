@@ -141,11 +141,11 @@ class TextGenerationController:
             raise InvalidRequestError(f"prompt token {bad}: must lie in [0, {self.layout.vocab_size})")
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check sampling parameters against the vocabulary; compile `structured`.
+        """Check sampling parameters against the vocabulary and the loaded adapters; compile `structured`.
 
         Raises:
-            InvalidRequestError: `structured` does not compile; a `logit_bias` or `stop_token_ids` id is outside the
-                vocabulary; or `min_tokens` with the stop ids leaves no token to draw.
+            InvalidRequestError: `adapter` is not loaded; `structured` does not compile; a `logit_bias` or `stop_token_ids`
+                id is outside the vocabulary; or `min_tokens` with the stop ids leaves no token to draw.
         """
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             bad = next((token for token in tokens if token >= self.layout.vocab_size), None)
@@ -153,6 +153,7 @@ class TextGenerationController:
                 raise InvalidRequestError(f"{name} of token {bad}: must lie in [0, {self.layout.vocab_size})")
         if params.structured is not None:
             self.constraints.check(params.structured)
+        self.runner.adapters.check(params.adapter)
         if params.min_tokens and len(stops := self.stop_ids(params)) >= self.layout.vocab_size:
             left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
             if not left:
@@ -198,11 +199,12 @@ class TextGenerationController:
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
 
     def admit(self, sample: Sample) -> None:
-        """Write a sample's parameters into the sampling table and the constraints, in its row."""
+        """Write a sample's parameters into the sampling table, the constraints and the adapters, in its row."""
         request = sample.request
         key = stream_key(int(request.seed or 0), sample.record.sample_index)
         self.runner.sampling.set(sample.row, sample.params, key)
         self.constraints.set(sample.row, sample.params.structured)
+        self.runner.adapters.set(sample.row, sample.params.adapter)
 
     def forward_logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""

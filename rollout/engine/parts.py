@@ -20,6 +20,7 @@ from rollout.engine.controller import TextGenerationController
 from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.paged_forward import run_exactly
 from rollout.engine.failures import FailureContainment
+from rollout.engine.forward.adapters import LoraAdapters
 from rollout.engine.forward.attention import Installation
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
@@ -89,6 +90,8 @@ class EngineParts:
             self.group = self._join_group()
             """Ranks that compute every step together, each with its shard of the weights; None: this rank alone."""
             self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
+            self.adapters = LoraAdapters(self.weights.sampled)
+            """LoRA adapters that requests may name."""
             with self.whole_weights(), self._under_autocast():
                 self._build()
 
@@ -142,8 +145,10 @@ class EngineParts:
             int(self.config.image_cache_memory_gb * 1024**3),
             min(self.config.max_tokens_per_step, self.max_sequence_length),
             alone=self.group is None,
-            recurrent=self.states is not None,
         )
+        # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
+        captured = self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None
+        graphed_rows = self.config.max_requests * captured * (self.states is None)
         runner = ModelRunner(
             model,
             layout,
@@ -153,12 +158,9 @@ class EngineParts:
             fused=self.config.fused_forward,
             split=self.weights.tensor_parallel_mesh is not None,
             exact=self.config.exact,
-            # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
-            graphed_rows=self.config.max_requests
-            * (not self.config.exact)
-            * (self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None)
-            * (self.states is None),
+            graphed_rows=0 if self.config.exact else graphed_rows,
             routers=routers,
+            adapters=self.adapters,
             leader=self.leader,
             autocast=self._autocast,
             states=self.states,
@@ -170,11 +172,7 @@ class EngineParts:
                     "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
                 )
             if kernels_on(layout.device) is triton_exact:
-                run_exactly(
-                    runner,
-                    self.max_sequence_length,
-                    self.config.max_requests * (self.config.cuda_graphs and self.weights.fixed_addresses),
-                )
+                run_exactly(runner, self.max_sequence_length, graphed_rows)
             runner.refuse_inexact()
         self.controller = TextGenerationController(model, tokenizer, layout, runner, self.config.image_folder)
         self._order = 0

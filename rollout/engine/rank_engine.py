@@ -63,6 +63,12 @@ class RankEngine(HeldEngine, Protocol):
     def load_weights(self, folder: str) -> int:
         """Load the weights of a folder; returns the number of tensors."""
 
+    def load_adapter(self, name: str, folder: str) -> int:
+        """Load a LoRA adapter; returns the number of layers that it changes."""
+
+    def unload_adapter(self, name: str) -> int:
+        """Unload an adapter; returns the number of samples that have ended by it."""
+
     def weights_updated(self, version: int | None = None) -> int:
         """Announce changed weights."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from os import PathLike
@@ -33,6 +33,7 @@ from rollout.llm.model_loading import load
 from rollout.llm.requests import LLMRequests
 from rollout.llm.service import EngineService
 from rollout.llm.update_hold import UpdateHold
+from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, Mode
 from rollout.threads.loop_thread import LoopThread
 
@@ -88,6 +89,7 @@ class LLMParts(LLMRequests):
             self._loop.close()
             raise
         self._hold = UpdateHold(self._engine)
+        self._adapters_change = threading.Lock()
         # Threads that still compute while the interpreter ends would crash it.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -153,8 +155,7 @@ class LLMParts(LLMRequests):
     @property
     def world_size(self) -> int:
         """Engines that compute for this LLM: one in direct mode, every rank's with a coordinator."""
-        world = None if self.direct else World.of_torch()
-        return 1 if world is None else world.size
+        return 1 if self._job is None else self._job.world_size
 
     def flush_prefix_cache(self) -> int:
         """Drop cached blocks that no request holds, with a coordinator those of every rank; returns their number.
@@ -245,7 +246,65 @@ class LLMParts(LLMRequests):
             raise ConfigError(f"load_weights(version={version}): the policy version is {present} and only rises")
         running = self.state is EngineState.RUNNING
         size = self.world_size
-        return self._job.control(lambda client: _load_everywhere(client, size, str(folder), chosen, running)).result()
+        return self._job.control(
+            lambda client: _load_everywhere(client, size, lambda: client.load_weights(str(folder)), chosen, running)
+        ).result()
+
+    def load_lora_adapter(self, name: str, folder: str | PathLike[str], *, replace: bool = False) -> int:
+        """Load a LoRA adapter from a folder, as PEFT saves it, on every rank: requests name it by `SamplingParams.adapter`.
+
+        The model stays as it is, and so do requests that name no adapter.
+
+        Args:
+            replace: take the place of a loaded adapter of that name, whose requests go on with this one; the policy version
+                moves by 1 then.
+
+        Returns:
+            The policy version.
+
+        Raises:
+            ConfigError: there is one of that name and `replace` is False; or it does not fit the model; nothing was changed.
+            ControlError: it does not fit, or is not there, on some of several ranks; names them. No rank has it then.
+            UnsupportedModelError: requests for this model cannot name adapters.
+            RuntimeError: not the primary rank.
+        """
+        self._refuse_in_group("load_lora_adapter")
+        self._refuse_unless_primary("load_lora_adapter")
+        with self._adapters_change:
+            replaced = name in self.lora_adapters
+            if replaced and not replace:
+                raise ConfigError(f"adapter {name!r} is loaded already: unload it first, or pass replace=True")
+            if self._job is None or self.world_size == 1:
+                with self.engine.locked():
+                    self.engine.load_adapter(name, folder)
+                    return self.weights_updated() if replaced else self.policy_version
+            self.loop.refuse_inside("load_lora_adapter()")
+            SamplingParams(adapter=name)
+            present, size, running = self.policy_version, self.world_size, self.state is EngineState.RUNNING
+            version = present + 1 if replaced else None
+            self._job.control(
+                lambda client: _load_adapter_everywhere(client, size, name, str(folder), version, running)
+            ).result()
+            return present if version is None else version
+
+    def unload_lora_adapter(self, name: str) -> int:
+        """Unload an adapter on every rank. Requests that name it end with `RequestAbortedError`.
+
+        Returns:
+            Number of samples that have ended by it.
+
+        Raises:
+            InvalidRequestError: there is no such adapter.
+            ControlError: engines are late; names them.
+            RuntimeError: not the primary rank.
+        """
+        self._refuse_unless_primary("unload_lora_adapter")
+        with self._adapters_change:
+            self.engine.adapters.check(name)
+            if self._job is None:
+                return self.engine.unload_adapter(name)
+            self.loop.refuse_inside("unload_lora_adapter()")
+            return self._job.control(lambda client: client.unload_adapter(name)).result()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -277,12 +336,31 @@ class LLMParts(LLMRequests):
             atexit.unregister(self._at_exit)
 
 
-async def _load_everywhere(client: InferenceClient, size: int, folder: str, version: int, running: bool) -> int:
+async def _load_adapter_everywhere(
+    client: InferenceClient, size: int, name: str, folder: str, version: int | None, running: bool
+) -> None:
+    def load() -> Awaitable[None]:
+        return client.load_adapter(name, folder)
+
+    try:
+        if version is None:
+            await load()
+        else:
+            await _load_everywhere(client, size, load, version, running)
+    except ControlError as exc:
+        if len(exc.engines) < size:
+            await client.unload_adapter(name)
+        raise
+
+
+async def _load_everywhere(
+    client: InferenceClient, size: int, load: Callable[[], Awaitable[None]], version: int, running: bool
+) -> int:
     if running:
         await client.pause_engines()
     try:
         try:
-            await client.load_weights(folder)
+            await load()
         except ControlError as exc:
             if len(exc.engines) < size:
                 # The others have new weights: cached KV of the old ones must not be used.

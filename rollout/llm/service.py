@@ -61,6 +61,7 @@ class EngineService(JobRequests):
         self._closing = threading.Lock()
         world = World.of_torch()
         rank = 0 if world is None else world.rank
+        self.world_size = 1 if world is None else world.size
         self.is_primary = rank == 0
         # All requests come from the rank that launched it: without that rank it has nothing to do.
         job = JobCoordinator(coordinator.replace(outlive_launcher=False), engine, world)

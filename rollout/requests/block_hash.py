@@ -40,7 +40,7 @@ def compute_block_hashes_batched(
         prompt_tokens: token ids (a list, a numpy array or a torch tensor of one dimension). A partly filled last block
             gets no hash.
         block_size: tokens per block.
-        salt: `SamplingParams.cache_salt`: equal prompts of different salts have different hashes.
+        salt: `SamplingParams.prefix_share`: equal prompts of different salts have different hashes.
 
     Raises:
         ConfigError: `block_size` is below 1, or the tokens are not integers of one dimension.

@@ -30,7 +30,7 @@ from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, Ro
 from rollout.server.admin import add_admin_routes
 from rollout.server.bodies import ReplyBody
 from rollout.server.chat_template.conversation import Conversation
-from rollout.server.control import UpdateWeightsRequest, add_control_routes
+from rollout.server.control import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest, add_control_routes
 from rollout.server.docs_page import docs_page
 from rollout.server.errors import ErrorReply, describe, documented
 from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary, cross_origin
@@ -53,7 +53,7 @@ conversation sent back with these ids is continued from them instead of being to
 
 
 class ModelReply(ReplyBody):
-    """A served model."""
+    """A served model, or a LoRA adapter of it."""
 
     id: str
     """Name of the model in requests."""
@@ -63,10 +63,14 @@ class ModelReply(ReplyBody):
     owned_by: str = "rollout"
     max_model_len: int
     """Maximum length of prompt + completion, in tokens."""
+    parent: str | None = None
+    """The model that a LoRA adapter belongs to; null for the model itself."""
+    root: str
+    """Folder of a LoRA adapter; the name of the model itself."""
 
 
 class ModelListReply(ReplyBody):
-    """List with the one served model."""
+    """List of the served model and its LoRA adapters."""
 
     object: str = "list"
     data: list[ModelReply]
@@ -84,7 +88,8 @@ class HealthReply(ReplyBody):
 
 _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest,
-    ResponsesRequest, SGLangRequest, PauseGeneration, AbortRequest, UpdateWeightsRequest,
+    ResponsesRequest, SGLangRequest, PauseGeneration, AbortRequest, UpdateWeightsRequest, LoadAdapterRequest,
+    UnloadAdapterRequest,
 )  # fmt: skip
 """Bodies that endpoints parse themselves."""
 
@@ -147,20 +152,22 @@ def bare_app(serving: Serving) -> FastAPI:
 def add_model_routes(app: FastAPI, serving: Serving) -> None:
     """Register `/v1/models` and `/v1/models/{model}`."""
 
-    def the_model() -> ModelReply:
-        return ModelReply(id=serving.model_name, created=serving.created, max_model_len=serving.llm.max_sequence_length)
+    def described(name: str) -> ModelReply:
+        base = None if name == serving.model_name else serving.model_name
+        room = serving.llm.max_sequence_length
+        folder = None if base is None else serving.llm.lora_adapters[name]
+        return ModelReply(id=name, created=serving.created, max_model_len=room, parent=base, root=folder or name)
 
     @app.get("/v1/models", tags=["models"])
     async def models() -> ModelListReply:
-        """List the served model."""
-        return ModelListReply(data=[the_model()])
+        """List the served model and the loaded LoRA adapters."""
+        return ModelListReply(data=[described(name) for name in (serving.model_name, *serving.llm.lora_adapters)])
 
     # A model name may contain slashes, which some clients send unescaped.
     @app.get("/v1/models/{model:path}", tags=["models"], responses=documented(404))
     async def model(model: str) -> ModelReply:
         """Return a model by its name."""
-        serving.check_model(model)
-        return the_model()
+        return described(serving.adapter_of(model) or serving.model_name)
 
 
 def add_watching_routes(app: FastAPI, serving: Serving) -> None:

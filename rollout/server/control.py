@@ -2,22 +2,26 @@
 
 /pause  /resume  /is_paused  /sleep  /wake_up  /is_sleeping     the engines of every rank, as /admin does it
 /reset_prefix_cache  /update_weights  /server_info  /get_world_size  /version
+/v1/load_lora_adapter  /v1/unload_lora_adapter                  also without /v1 (SGLang's), and below /admin
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from importlib.metadata import version as version_of
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query
-from pydantic import Field
+from pydantic import Field, JsonValue
 from starlette.requests import Request
 
+from rollout.engine.forward.adapters import MAX_ADAPTERS
+from rollout.engine.weights.lora_folder import MAX_RANK
 from rollout.requests.spans import MAX_VERSION
 from rollout.server.admin import EngineReply, FlushReply, conflict, engine_now
 from rollout.server.bodies import ReplyBody, body_of, documented_body
-from rollout.server.errors import bad_request, documented
+from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.openai.schema import Body
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
@@ -40,6 +44,52 @@ class UpdateWeightsRequest(Body):
     """true: abort open requests first. Otherwise they go on under the new weights."""
     flush_cache: bool | None = None
     """Accepted, without effect: cached KV of earlier weights is never reused."""
+    torch_empty_cache: bool | None = None
+    """Accepted, without effect: nothing is allocated for an update."""
+    recapture_cuda_graph: bool | None = None
+    """Accepted, without effect: graphs are captured again where the weights have moved."""
+    is_async: Literal[False] | None = None
+    """The reply comes when the weights are loaded."""
+    keep_pause: Literal[False] | None = None
+    """Engines that were running go on; pause them first, and they stay paused."""
+
+
+class LoadAdapterRequest(Body):
+    """Body of `/v1/load_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    """Name of the adapter as the `model` of requests, without whitespace and '='."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=3072)]
+    """Folder on the server's machine, as PEFT's `save_pretrained` leaves it."""
+    load_inplace: bool | None = None
+    """true: take the place of a loaded adapter of that name, whose requests go on with this one under the next policy
+    version. Otherwise it is an error if there is one."""
+    base_model_name: str | None = None
+    """Null, or the name of the served model."""
+    is_3d_lora_weight: Literal[False] | None = None
+    """Adapters of fused experts are not served."""
+    pinned: bool | None = None
+    """Accepted, without effect: adapters stay loaded until they are unloaded."""
+
+
+class UnloadAdapterRequest(Body):
+    """Body of `/v1/unload_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    """Name of the adapter."""
+    lora_int_id: JsonValue = None
+    """Accepted, without effect: the name says which."""
+
+
+class AdapterReply(ReplyBody):
+    """Result of loading or unloading a LoRA adapter."""
+
+    success: bool = True
+    message: str
+    policy_version: int
+    """Policy version, which an adapter that takes the place of another has raised."""
+    aborted: int = 0
+    """Number of samples that have ended because their adapter was unloaded."""
 
 
 class PausedReply(ReplyBody):
@@ -125,6 +175,29 @@ class Control:
             version = await asyncio.to_thread(self._llm.load_weights, folder, order.version)
         return WeightsReply(success=True, message=f"loaded {folder}", policy_version=version)
 
+    async def load_adapter(self, order: LoadAdapterRequest) -> AdapterReply:
+        """Load a LoRA adapter from a folder."""
+        served = self._serving.model_name
+        if order.lora_name == served:
+            raise bad_request(
+                f"lora_name={served!r}: the model itself has this name; choose another", param="lora_name"
+            )
+        if order.base_model_name not in (None, served):
+            raise bad_request(f"base_model_name={order.base_model_name!r}: must be {served!r}", param="base_model_name")
+        with conflict():
+            load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
+            version = await asyncio.to_thread(load, order.lora_name, order.lora_path)
+        return AdapterReply(message=f"loaded {order.lora_name!r} from {order.lora_path}", policy_version=version)
+
+    async def unload_adapter(self, order: UnloadAdapterRequest) -> AdapterReply:
+        """Unload a LoRA adapter; requests that name it end with an error."""
+        if order.lora_name not in self._llm.lora_adapters:
+            raise ApiError(404, f"lora_name={order.lora_name!r}: no such adapter is loaded", param="lora_name")
+        with conflict():
+            ended = await asyncio.to_thread(self._llm.unload_lora_adapter, order.lora_name)
+        version = self._llm.policy_version
+        return AdapterReply(message=f"unloaded {order.lora_name!r}", policy_version=version, aborted=ended)
+
     @property
     def world_size(self) -> int:
         """Number of engines."""
@@ -183,6 +256,24 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
             """Load the weights of a folder of safetensors; running requests go on under them."""
             return await control.load(await body_of(serving, request, UpdateWeightsRequest))
 
+    for prefix in ("/v1", "", "/admin"):
+
+        @router.post(
+            f"{prefix}/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest), responses=documented(400)
+        )
+        async def load_lora_adapter(request: Request) -> AdapterReply:
+            """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
+            return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
+
+        @router.post(
+            f"{prefix}/unload_lora_adapter",
+            openapi_extra=documented_body(UnloadAdapterRequest),
+            responses=documented(400, 404),
+        )
+        async def unload_lora_adapter(request: Request) -> AdapterReply:
+            """Unload a LoRA adapter on every rank; its requests end with a 409 that says so."""
+            return await control.unload_adapter(await body_of(serving, request, UnloadAdapterRequest))
+
     _add_descriptions(router, serving, control)
     app.include_router(router)
 
@@ -207,7 +298,7 @@ def _add_descriptions(router: APIRouter, serving: Serving, control: Control) -> 
                 "tensor_parallel_size": control.tensor_parallel_size,
                 "data_parallel_size": control.world_size,
             },
-            "lora_config": None,
+            "lora_config": {"max_loras": MAX_ADAPTERS, "max_cpu_loras": MAX_ADAPTERS, "max_lora_rank": MAX_RANK},
             "weight_transfer_config": None,
         }
         return {"vllm_config": config, "policy_version": serving.llm.policy_version}

@@ -80,15 +80,20 @@ class Serving:
 
     # --- may this request be served? ----------------------------------------------------------------------------
 
-    def check_model(self, name: str) -> None:
-        """Check that `name` is the served model's name.
+    def adapter_of(self, model: str | None, field: str = "model") -> str | None:
+        """The LoRA adapter that `model` of a request names; None: it names the served model, or nothing.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, there is no such model.
         """
-        if name != self.model_name:
-            message = f"model={name!r}: not served here; the model is {self.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        if model is None or model == self.model_name:
+            return None
+        adapters = self.llm.lora_adapters
+        if model not in adapters:
+            loaded = "".join(f", {name!r}" for name in adapters)
+            message = f"{field}={model!r}: not served here; there is {self.model_name!r}{loaded}"
+            raise ApiError(404, message, param=field, code="model_not_found")
+        return model
 
     def admit(self, request: Request, samples: int, *, wait_while_suspended: bool = True) -> None:
         """Admit a request: count its samples as open until the request ends.

@@ -120,7 +120,8 @@ class SGLangRequest(RequestFields):
     stream: Literal[False] | None = None
     """Streams are served by `/v1/completions` and `/inference/v1/generate`."""
     image_data: Absent = None
-    lora_path: Absent = None
+    lora_path: str | None = None
+    """Name of a loaded LoRA adapter. Null: the model itself, or what `model` names."""
     return_routed_experts: bool | None = None
     """Include `routed_experts` in `meta_info`: base64 of int32 [positions, layers, k], the positions of prompt and
     completion but the last. Needs an engine with `record_routes`."""
@@ -262,6 +263,7 @@ def _prepared(
         wanted = body.sampling_params.max_new_tokens
         params = body.sampling_params.sampling_params(
             cache_salt=body.cache_salt,
+            adapter=serving.adapter_of(body.lora_path, "lora_path") or serving.adapter_of(body.model),
             max_tokens=calls.tokens_left(serving, prompt, DEFAULT_NEW_TOKENS if wanted is None else wanted),
             logprobs=body.top_logprobs_num or 0 if body.return_logprob else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -41,8 +42,8 @@ def _same_bits(run: Run, model: PreTrainedModel, case: dict[str, object]) -> lis
             found = captured(engine)
         rows = [[*request.prompt_tokens, *request.generated_tokens] for request in done]
         with exact(model), torch.no_grad():
-            for layout, logits in (("padded", _padded(run, model, rows)), ("packed", _packed(run, model, rows))):
-                worst = max(_difference(*each) for each in zip(logits, rows, done, strict=True))
+            for layout, forward in (("padded", _padded), ("packed", _packed)):
+                worst = max(_difference(*each) for each in zip(forward(run, model, rows), rows, done, strict=True))
                 run.say("exact", **case, **found, cuda_graphs=graphs, layout=layout, worst=worst, same_bits=worst == 0)
             alone = [model(torch.tensor([row], device=run.device)).logits[0] for row in rows[:4]]
             worst = max(_difference(*each) for each in zip(alone, rows, done, strict=False))
@@ -93,24 +94,20 @@ def _batch(run: Run, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return ids.to(run.device), mask.to(run.device)
 
 
-def _padded(run: Run, model: PreTrainedModel, rows: list[list[int]]) -> list[Tensor]:
+def _padded(run: Run, model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Tensor]:
     """Logits of each row, four rows at once: a whole batch of a real vocabulary does not fit."""
-    found = []
     for start in range(0, len(rows), 4):
         ids, mask = _batch(run, rows[start : start + 4])
-        found += list(model(ids, attention_mask=mask, use_cache=False).logits)
-    return found
+        yield from model(ids, attention_mask=mask, use_cache=False).logits
 
 
-def _packed(run: Run, model: PreTrainedModel, rows: list[list[int]]) -> list[Tensor]:
-    found: list[Tensor] = []
+def _packed(run: Run, model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Tensor]:
     for start in range(0, len(rows), 4):
         part = rows[start : start + 4]
         ids = torch.tensor([token for row in part for token in row], device=run.device)
         positions = torch.cat([torch.arange(len(row)) for row in part]).to(run.device)
         logits = model(ids[None], position_ids=positions[None], use_cache=False).logits[0]
-        found += logits.split([len(row) for row in part])
-    return found
+        yield from logits.split([len(row) for row in part])
 
 
 def _difference(logits: Tensor, row: list[int], request: DynamicInferenceRequest) -> float:

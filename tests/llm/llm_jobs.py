@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rollout.config import CoordinatorConfig, InferenceConfig
-from rollout.errors import ConnectionLostError
+from rollout.errors import ConnectionLostError, ControlError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
 from tests.engines import at_random, token_ids
@@ -23,13 +23,17 @@ PATIENCE_S = 60.0
 """Guards against hanging, no more."""
 
 
+def small() -> Any:
+    return make_model("qwen3", num_hidden_layers=2)
+
+
 def an_llm(*, use_coordinator: bool = True, **options: Any) -> LLM:
     config = InferenceConfig(
         kv_cache_blocks=512, block_size_tokens=4, max_requests=8, max_tokens_per_step=64, verify_model=False
     )
     coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=10.0, progress_interval=4)
     options = {"coordinator_config": coordinator} | options if use_coordinator else options
-    return LLM(make_model("qwen3", num_hidden_layers=2), None, config, use_coordinator=use_coordinator, **options)
+    return LLM(small(), None, config, use_coordinator=use_coordinator, **options)
 
 
 def asks_and_computes(rank: int) -> dict[str, Any]:
@@ -78,6 +82,32 @@ def pauses_and_goes_on(rank: int) -> list[str]:
         states.append(f"version {llm.policy_version}")
     assert_nothing_is_left()
     return states
+
+
+def names_an_adapter(rank: int, base: str) -> dict[str, Any]:
+    """An adapter reaches all ranks or none, and so do its replacement and its end; `base` holds the adapters a and b."""
+    answer: dict[str, Any] = {"mixed": [], "versions": []}
+    with an_llm() as llm:
+        if rank:
+            llm.wait_for_shutdown(PATIENCE_S)
+        else:
+            os.chdir(base)
+            try:
+                llm.load_lora_adapter("x", "a")  # a relative folder, which is not there on the other rank
+            except ControlError as exc:
+                answer["refused"] = (len(exc.engines), llm.lora_adapters)
+            llm.load_lora_adapter("x", f"{base}/a")
+            for _ in range(2):
+                params = [at_random(20, seed=seed, adapter="x" if seed % 2 else None) for seed in range(16)]
+                results = llm.generate([token_ids(5, seed=seed) for seed in range(16)], params)
+                answer["mixed"].append([result.generated_tokens for result in results])
+                answer["versions"].append(llm.load_lora_adapter("x", f"{base}/b", replace=True))
+            pending = llm.submit(token_ids(5), at_random(400, adapter="x", n=6))
+            answer["ended"] = llm.unload_lora_adapter("x")
+            answer["errors"] = [sample.error for sample in pending.result(PATIENCE_S)]
+        answer["made"] = llm.stats()["generated_tokens"]
+    assert_nothing_is_left()
+    return answer
 
 
 def loses_a_rank(rank: int) -> list[list[int]] | None:

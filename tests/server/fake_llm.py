@@ -145,6 +145,7 @@ class FakeLLM:
             takes_images=False,
         )
         self.config = SimpleNamespace(record_routes=False)
+        self.lora_adapters: dict[str, str] = {}
         self.max_sequence_length = 4096
         self.state = EngineState.RUNNING
         self.policy_version = 0

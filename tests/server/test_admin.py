@@ -11,7 +11,8 @@ from rollout.state import EngineState, KVCacheManagementMode
 from tests.server.fake_llm import served
 from tests.server.test_app import ASK, DEADLINE_S, KEY, asked, error_of, read_all, wait_for_requests
 
-PATHS = ("pause", "unpause", "suspend", "resume", "weights_updated", "flush_prefix_cache", "abort")
+PATHS = ("pause", "unpause", "suspend", "resume", "weights_updated", "flush_prefix_cache", "abort",
+         "load_lora_adapter", "unload_lora_adapter")  # fmt: skip
 
 
 @pytest.fixture

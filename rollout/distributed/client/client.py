@@ -18,7 +18,13 @@ from rollout.distributed.client.connection import ClientConnection
 from rollout.distributed.client.futures import Delta, GroupTokens, Readers, RequestFuture, RequestStream
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.submission import Prompt, RequestOptions
-from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, SET_VERSION
+from rollout.distributed.protocol.fields import (
+    FLUSH_PREFIX_CACHE,
+    LOAD_ADAPTER,
+    LOAD_WEIGHTS,
+    SET_VERSION,
+    UNLOAD_ADAPTER,
+)
 from rollout.distributed.protocol.messages import Shutdown, Stretch
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
@@ -213,6 +219,19 @@ class InferenceClient(ClientConnection):
             ControlError: the folder does not fit, or is not there, on the engines it names; the others have loaded it.
         """
         await self._control(LOAD_WEIGHTS, folder, timeout_s)
+
+    async def load_adapter(self, name: str, folder: str, timeout_s: float | None = None) -> None:
+        """Load the LoRA adapter of a folder into every engine, as `SamplingParams.adapter=name`.
+
+        Raises:
+            ControlError: it does not fit, or is not there, on the engines it names; the others have loaded it.
+        """
+        await self._control(LOAD_ADAPTER, f"{name}={folder}", timeout_s)
+
+    async def unload_adapter(self, name: str, timeout_s: float | None = None) -> int:
+        """Unload an adapter from every engine; returns how many samples have ended by it."""
+        done = await self._control(UNLOAD_ADAPTER, name, timeout_s)
+        return int((done or {})["amount"])
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
         """Snapshot of the coordinator: states, queue, ranks, clients, barrier; `parse_status` makes it typed.

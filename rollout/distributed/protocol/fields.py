@@ -21,6 +21,12 @@ FLUSH_PREFIX_CACHE = "flush_prefix_cache"
 LOAD_WEIGHTS = "load_weights"
 """Control call that loads the weights of the folder given as its argument into every engine's module, in any state; the
 version is set by `SET_VERSION` afterwards."""
+LOAD_ADAPTER = "load_adapter"
+"""Control call that loads a LoRA adapter, given as `NAME=FOLDER`, into every engine, in any state."""
+UNLOAD_ADAPTER = "unload_adapter"
+"""Control call that unloads the adapter of this name from every engine, and ends its requests there, in any state."""
+UPKEEP = (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, LOAD_ADAPTER, UNLOAD_ADAPTER)
+"""Control calls that change no engine's state."""
 
 Check = Callable[[Any], bool]
 
@@ -120,7 +126,7 @@ Versions = Annotated[
     Rule("per sample [version of the prompt, version, count, version, count, …], counts above 0", _all_runs),
 ]
 Columns = Annotated[dict[str, list[Any]], Rule("a table of columns", _is(dict))]
-Signal = Annotated[str, Rule("a control signal", _in([*ControlSignal, SET_VERSION, FLUSH_PREFIX_CACHE, LOAD_WEIGHTS]))]
+Signal = Annotated[str, Rule("a control signal", _in([*ControlSignal, SET_VERSION, *UPKEEP]))]
 Argument = Annotated[
     int | str | None,
     Rule("None, a string of at most 4,096 characters or an integer", lambda v: v is None or _path(v) or is_count(v)),

@@ -26,7 +26,7 @@ from rollout.distributed.protocol.request import Update as Update
 from rollout.distributed.protocol.stretch import Stretch as Stretch
 from rollout.errors import ConnectionLostError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 # --- session ----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,8 @@ class CommandAck(Message):
     policy_version: wire.Count
     error: wire.OptionalText = None
     amount: wire.Count = 0
-    """Number of blocks dropped by `flush_prefix_cache`, of tensors loaded by `load_weights`."""
+    """Number of blocks dropped by `flush_prefix_cache`, of tensors loaded by `load_weights`, of layers changed
+    by `load_adapter`, of samples ended by `unload_adapter`."""
 
 
 @dataclass(slots=True)

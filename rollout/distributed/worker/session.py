@@ -21,7 +21,13 @@ from typing import cast
 
 import numpy as np
 
-from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, SET_VERSION
+from rollout.distributed.protocol.fields import (
+    FLUSH_PREFIX_CACHE,
+    LOAD_ADAPTER,
+    LOAD_WEIGHTS,
+    SET_VERSION,
+    UNLOAD_ADAPTER,
+)
 from rollout.distributed.protocol.frames import MAX_STRETCHES, LostFramesError
 from rollout.distributed.protocol.messages import (
     Assign,
@@ -41,6 +47,8 @@ from rollout.engine.rank_engine import RankEngine
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import unpack_msgpack
+from rollout.requests.image_request import with_images
+from rollout.requests.images import ImageInputs, ImagePrompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, Mode
@@ -159,7 +167,8 @@ class RankSession:
 
     def _queue(self, message: Assign, number: int, wanted: list[int]) -> dict[int, Known]:
         params = _params(message.params).replace(seed=message.seed)
-        prompt = np.frombuffer(message.prompt, "<i4").tolist()
+        prompt: list[int] = np.frombuffer(message.prompt, "<i4").tolist()
+        images = ImageInputs.unpack(message.images) if message.images else None
         # The coordinator has no wall clock: 0 means now.
         arrival_time = message.arrival_time or None
         known: dict[int, Known] = {}
@@ -173,12 +182,14 @@ class RankSession:
             if not delta.count:
                 continue
             request = delta.to_request(number, prompt, params, priority=message.priority, arrival_time=arrival_time)
+            request = with_images(request, images)
             self._engine.add_record(DynamicInferenceRequestRecord.from_request(request))
             known[index] = (delta.count, delta.prompt_version, len(request.events))
         fresh = [index for index in wanted if index not in known]
         if fresh:
+            asked = prompt if images is None else ImagePrompt(prompt, images)
             self._engine.add_request(
-                prompt, params, request_id=number, samples=fresh, priority=message.priority, arrival_time=arrival_time
+                asked, params, request_id=number, samples=fresh, priority=message.priority, arrival_time=arrival_time
             )
         return known
 
@@ -200,12 +211,23 @@ class RankSession:
     def _command(self, message: Command) -> Records:
         mark(message.signal, track=COORDINATOR, argument=message.argument)
         error, foreign, amount = None, [], 0
+
+        def unload() -> Records:
+            nonlocal amount
+            amount = self._engine.unload_adapter(str(message.argument))
+            return []
+
         try:
             if message.signal == FLUSH_PREFIX_CACHE:
                 amount = self._engine.flush_prefix_cache()
                 foreign = self.report((), steps=0)
             elif message.signal == LOAD_WEIGHTS:
                 amount = self._engine.load_weights(str(message.argument))
+            elif message.signal == LOAD_ADAPTER:
+                name, _, folder = str(message.argument).partition("=")
+                amount = self._engine.load_adapter(name, folder)
+            elif message.signal == UNLOAD_ADAPTER:
+                foreign = self._control(unload)
             else:
                 foreign = self._control(lambda: self._signal(message.signal, message.argument))
         except Exception as exc:  # noqa: BLE001 - any error is reported to the coordinator

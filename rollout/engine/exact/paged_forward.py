@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from rollout.engine.exact.operations import linear
 from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
-from rollout.engine.forward.fused_forward import Bound, BoundForward
+from rollout.engine.forward.fused_binding import Bound
+from rollout.engine.forward.fused_forward import BoundForward
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.rotary_tables import rotary_tables
@@ -73,30 +75,32 @@ class PagedForward(BoundForward):
     """
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
-        super().__init__(model, layout, cache)
+        super().__init__(model, layout, cache, exact=True)
         self._paged = paged
         self._length = length
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
         """Logits [len(keep), V]; see `BoundForward`."""
-        device = self._layout.device
-        tokens, positions, slots, kept = upload_together((ids, rows.positions, rows.slots, keep), device)
-        table, begins, seen = upload_together(
-            [array.astype(np.int32) for array in (rows.tables, rows.offsets, rows.positions)], device
+        device, size, groups = self._layout.device, self._cache.block_size, rows.groups()
+        tokens, positions, kept, *slots = upload_together(
+            (ids, rows.positions, keep, *(each.slots for each in groups)), device
         )
-        attended = AttendedRows(
-            table, begins, seen, int(rows.positions.max()) + 1, self._cache.block_size, self._cache.block_size
-        )
-        return self._logits(tokens, positions, slots, attended, kept)
+        arrays = (rows.offsets, rows.positions, *(each.tables for each in groups))
+        begins, seen, *tables = upload_together([array.astype(np.int32) for array in arrays], device)
+        longest = int(rows.positions.max()) + 1
+        attended = [AttendedRows(table, begins, seen, longest, size, size) for table in tables]
+        return self._logits(tokens, positions, list(zip(slots, attended, strict=True)), kept)
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Logits [B, V] of a decode step whose inputs stay at one address: nothing here waits for the host."""
-        count, columns = inputs.tables.shape
         size = self._cache.block_size
-        begins = torch.arange(count + 1, dtype=torch.int32, device=self._layout.device)
-        attended = AttendedRows(inputs.tables, begins, inputs.seen, columns * size, size, size)
-        return self._logits(inputs.ids, inputs.positions, inputs.slots, attended, None)
+        begins = torch.arange(len(inputs.seen) + 1, dtype=torch.int32, device=self._layout.device)
+        groups = [
+            (slots, AttendedRows(table, begins, inputs.seen, table.shape[1] * size, size, size))
+            for slots, table in inputs.groups
+        ]
+        return self._logits(inputs.ids, inputs.positions, groups, None)
 
     def release(self) -> None:
         """There is nothing to release: the caching allocator keeps what a step needs."""
@@ -115,22 +119,22 @@ class PagedForward(BoundForward):
             if self._tables is None:
                 first, second = (table.to(self._layout.device, copy=True) for table in found)
                 self._tables, self._filled = (first, second), found
-            elif any(
-                new is not old and not torch.equal(new, old) for new, old in zip(found, self._filled, strict=True)
-            ):
+            elif not all(map(torch.equal, found, self._filled)):
                 for table, new in zip(self._tables, found, strict=True):
                     table.copy_(new)
                 self._filled = found
 
     def _logits(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, attended: AttendedRows, keep: Tensor | None
+        self, ids: Tensor, positions: Tensor, groups: Sequence[tuple[Tensor, AttendedRows]], keep: Tensor | None
     ) -> Tensor:
+        """`groups`: slot mapping [P] of each group of layers, and what its queries attend to."""
         assert self._bound is not None
         assert self._tables is not None
         layout, cache, model = self._layout, self._cache, self._bound.causal_lm
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             layer = layout.layer_of[module]
+            slots, attended = groups[cache.group_of(layer)]
             # Read by address, as a graph does that outlives the pool: the same kernel for both.
             cells = cache.addresses[2 * layer : 2 * layer + 2]
             self._paged.write(key, value, *cache.layer(layer), slots, cells=cells)

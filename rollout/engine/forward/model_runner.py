@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rollout.engine.forward.adapters import LoraAdapters, Names
 from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
 from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
@@ -33,7 +34,7 @@ from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
-from rollout.engine.kernels.triton_trial import Heads, tried_out
+from rollout.engine.kernels.triton_trial import tried_out
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
@@ -64,6 +65,7 @@ class ModelRunner:
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
+        adapters: those that requests may name.
         split: whether the weights are split over a tensor-parallel group, which the fused forward does not serve.
         leader: has the other members of a tensor-parallel group compute every step too; None: there are none, or this rank
             is one of them.
@@ -83,6 +85,7 @@ class ModelRunner:
         graphed_rows: int = 0,
         autocast: torch.dtype | None = None,
         routers: Routers | None = None,
+        adapters: LoraAdapters,
         split: bool = False,
         leader: Leader | None = None,
         states: StatePool | None = None,
@@ -97,11 +100,10 @@ class ModelRunner:
         if self.paged is not None and not exact:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
-        serves = fused and not split
         self.fused: BoundForward | None = None
         """Runs the steps of a model that it serves, in place of the module's forward."""
-        if serves and self._library:
-            self.fused = FusedForward(model, layout, cache, self._library)
+        if fused and not split and routers is None and self._library is not None:
+            self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
         self.exact = exact
         self.graphs: GraphedDecode | None = None
         # Graphs need a separate workspace, which `release_workspace` must not free.
@@ -118,6 +120,7 @@ class ModelRunner:
         self.constraints: Constraints | None = None
         self.workspace = Workspace()
         self._routers = routers
+        self.adapters = adapters
         self._leader = leader
         self.states = states
 
@@ -128,16 +131,14 @@ class ModelRunner:
         """
         self.move_states(step.state_moves)
         ids, packed = pack(step, self.table)
-        entries, repeats = _distinct(step)
+        entries, repeats = step.distinct_entries()
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = self._prompt_spans(step, packed, wanted)
-        images = self._images(step, packed)
-        if images is not None:
-            packed = replace(packed, seen=images.seen)
+        packed, images = self.pictured(step, packed, self.table)
         work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
         if self._leader is None:
-            logits = self.compute(work, self.table.state[step.rows], images)
+            logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
         else:
             logits = self._leader.run(work, self.compute)
         start = len(entries)
@@ -156,13 +157,18 @@ class ModelRunner:
         return sampled
 
     def compute(
-        self, work: ForwardWork, states: NDArray[np.int32] | None = None, images: StepImages | None = None
+        self,
+        work: ForwardWork,
+        states: NDArray[np.int32] | None = None,
+        images: StepImages | None = None,
+        named: Names | None = None,
     ) -> Tensor:
         """Logits [len(work.keep), V], valid until the next call; every member of a tensor-parallel group calls it.
 
         Args:
             states: state slot of each sequence; not read without a state pool.
             images: those of the step; None: it has none, and in a tensor-parallel group no request has any.
+            named: adapter of each sequence; None: none has one.
         """
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
@@ -170,7 +176,7 @@ class ModelRunner:
             self.cache.zero_slots(work.zeroed_slots)
         if work.copies:
             self.cache.copy_blocks(work.copies)
-        return self.forward(work.ids, work.rows, work.keep, states, images)
+        return self.forward(work.ids, work.rows, work.keep, states, images, named)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
         """Fill KV blocks with zeros."""
@@ -203,6 +209,8 @@ class ModelRunner:
                 return cpu_library.status().described
             if self._split:
                 return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
+            if self._routers is not None:
+                return "it records the experts that its routers choose (InferenceConfig.record_routes)"
             return "InferenceConfig.fused_forward=False"
         with self.installation:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
@@ -243,9 +251,13 @@ class ModelRunner:
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def _images(self, step: ScheduledStep, packed: PagedRows) -> StepImages | None:
+    def pictured(
+        self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
+    ) -> tuple[PagedRows, StepImages | None]:
+        """The rows of a step with what its images let them see, and what images change in its forward; None: nothing."""
         with self.installation:
-            return self.vision.of_step(step, self.table, packed.offsets, packed.positions)
+            images = self.vision.of_step(step, table, rows.offsets, rows.positions)
+        return rows if images is None else replace(rows, seen=images.seen), images
 
     def forward(
         self,
@@ -254,21 +266,25 @@ class ModelRunner:
         keep: NDArray[np.int64],
         states: NDArray[np.int32] | None = None,
         images: StepImages | None = None,
+        named: Names | None = None,
     ) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call.
 
         Args:
             states: [R] state slot of each sequence, not read without a state pool; None: the first R.
             images: those of the step; None: it has none.
+            named: [R] adapter of each sequence; None: none has one.
         """
         if self._stream is not None and self._written is not None:
             self._stream().after(self._written)
             self._written = None
         rotary = rows.positions if images is None else images.positions
         with self.installation:
+            if named is not None:
+                return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
-                return self._forward_by_length(self.states, ids, rows, keep, slots)
+                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
             fused = self.fused if images is None else None
             if fused is not None and not fused.ready(self.installation.module_epoch):
                 fused = None
@@ -280,7 +296,6 @@ class ModelRunner:
                     return replayed
             if fused is not None:
                 return fused.run(ids, rows, keep)
-            keep = keep if len(keep) else rows.offsets[-1:] - 1
             return self._module_forward(ids[None], rows, keep, images=images)[0]
 
     def _forward_by_length(
@@ -290,11 +305,13 @@ class ModelRunner:
         rows: PagedRows,
         keep: NDArray[np.int64],
         states: NDArray[np.int32],
+        images: StepImages | None,
     ) -> Tensor:
         parts, places = [], []
         for group in length_groups(rows, keep, continues=self.layout.continues):
             cache = StateRows(pool, states[group.members])
-            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache)
+            pictured = None if images is None else images.part(group.positions.ravel())
+            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
             row, column = upload_together((group.row, group.column), self.layout.device)
             parts.append(logits[row, column])
@@ -310,33 +327,37 @@ class ModelRunner:
         states: StateRows | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
-        """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L], at positions `keep` of every row."""
+        """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L] at positions `keep` (none: the last) of
+        every row."""
         layout = self.layout
+        keep = keep if len(keep) else rows.offsets[-1:] - 1
         rotary = rows.positions if images is None else images.positions
         groups = rows.groups()
         tokens, positions, kept, *slots = upload_together(
-            (np.maximum(ids, 0), rotary, keep, *(each.slots for each in groups)), layout.device
+            (ids, rotary, keep, *(each.slots for each in groups)), layout.device
         )
         write = write_slots if self.paged is None else self.paged.write
+        causal = None
+        if rows.seen is not None and self.vision.causal_without_window:
+            causal = [self._attention(replace(each, seen=None)) for each in groups]
+        attention = [self._attention(each) for each in groups]
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
-            layout.chunks, write,
-        )  # fmt: skip
+            self.cache, layout.layer_of, slots, attention, layout.mask_windows, layout.chunks, write, causal
+        )
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
             if images is not None:
-                inputs = around.enter_context(self.vision.inputs(tokens[0], images))
-            at = positions.view_as(tokens) if images is None else positions.unsqueeze(-2)
+                inputs = around.enter_context(self.vision.inputs(tokens, images))
+            at = positions.view(*positions.shape[:-1], *tokens.shape)
             output = forward_with(batch, self.model, **inputs, position_ids=at, logits_to_keep=kept, **cache)
         logits: Tensor = output.logits
         return logits
 
     def _recording(self, slots: Tensor) -> AbstractContextManager[object]:
-        if self._routers is None:
-            return nullcontext()
-        return self._routers.recorded(partial(self.cache.write_routes, slots))
+        write = partial(self.cache.write_routes, slots)
+        return nullcontext() if self._routers is None else self._routers.recorded(write)
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
         plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
@@ -430,23 +451,3 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
 
 def _current_stream(device: torch.device) -> Stream:
     return CudaStream(torch.cuda.current_stream(device))
-
-
-def kernel_shapes(layout: ModelLayout) -> list[Heads]:
-    """Head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
-    found = (
-        Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
-        for shape, call in zip(layout.layers, layout.calls, strict=True)
-    )
-    sizes = range(triton_paged.MIN_HEAD_DIM, triton_paged.MAX_HEAD_DIM + 1)
-    served = layout.kv_dtype in triton_paged.DTYPES
-    return [each for each in dict.fromkeys(found) if served and each.dim in sizes and each.value_dim in sizes]
-
-
-def _distinct(step: ScheduledStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The sampled entries without duplicates, and for each sample the index of its entry."""
-    if not step.prefills:
-        entries = step.sampled_entries.astype(np.int64)
-        return entries, entries
-    entries, repeats = np.unique(step.sampled_entries, return_inverse=True)
-    return entries.astype(np.int64), repeats

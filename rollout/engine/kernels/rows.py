@@ -38,6 +38,16 @@ class PagedRows:
         """[R], one past the last position of each sequence."""
         return self.positions[self.offsets[1:] - 1] + 1
 
+    def select(self, entries: NDArray[np.int64]) -> tuple[PagedRows, NDArray[np.int64]]:
+        """Some of the sequences, in ascending order, and [P'] which of the packed positions are theirs."""
+        counts = self.counts[entries]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])
+        seen = None if self.seen is None else self.seen[chosen]
+        tables, others = self.tables[entries], tuple(each[entries] for each in self.others)
+        positions = self.positions[chosen]
+        return replace(self, offsets=offsets, positions=positions, tables=tables, others=others, seen=seen), chosen
+
     def groups(self) -> list[PagedRows]:
         """The same positions in each group of layers."""
         return [replace(self, tables=tables, others=()) for tables in (self.tables, *self.others)]

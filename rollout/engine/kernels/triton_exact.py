@@ -181,7 +181,8 @@ def paged_attention(
     # One program folds all parts, or each computes one and `fold` folds them: the same operations in the same order.
     run = 1 if parts * query.numel() * 4 <= SPREAD_BYTES else parts
     runs = -(-parts // run)
-    peaks, totals = query.new_empty(2, runs, count, heads, dtype=torch.float32)
+    # Three tensors: a slice of one might begin at no multiple of 16 bytes, and select another compiled kernel.
+    peaks, totals = (query.new_empty(runs, count, heads, dtype=torch.float32) for _ in range(2))
     sums = query.new_empty(runs, count, heads, dim, dtype=torch.float32)
     kernels, batch = _kernels(), len(rows.begins) - 1
     with _on(query):

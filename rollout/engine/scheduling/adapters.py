@@ -38,6 +38,11 @@ class AdapterSwitches:
             self._layers = [module for module in self._model.modules() if _has_switches(module)]
         return self.variant
 
+    def present(self, module_epoch: int) -> bool:
+        """Whether the model has layers with adapters, active or not."""
+        self.look(module_epoch)
+        return bool(self._layers)
+
     @property
     def variant(self) -> Variant:
         """Current variant of the layers found by the last scan."""

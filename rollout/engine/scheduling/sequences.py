@@ -7,6 +7,7 @@ owns a row while it is active; its record is updated only when it leaves the row
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -86,6 +87,8 @@ class Sequence:
     so that it gets as far in a step as any other."""
     wants_prompt_logprobs: bool = False
     """Prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
+    reusable: int = sys.maxsize
+    """Leading positions that may come from the prefix cache, beside `hashes`: logits of those behind them are wanted."""
     images: PromptImages | None = None
     """The images of its prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -123,7 +126,7 @@ class Sequence:
     def set_prompt(self, tokens: list[int], block_size: int) -> None:
         """Make `tokens`, which begin with the prompt so far, the prompt of the live segment."""
         self.tokens = np.asarray(tokens, np.int32) if self.images is None else self.images.keyed(tokens)
-        self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.cache_salt)
+        self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.prefix_share)
 
     def fitting(self, start: int, count: int) -> int:
         """The most positions, at most `count`, of a prefill chunk from `start`; 0: an image that is not cut is larger."""

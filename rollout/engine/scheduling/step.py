@@ -48,6 +48,14 @@ class ScheduledStep:
         """Number of positions computed."""
         return int(self.counts.sum())
 
+    def distinct_entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`sampled_entries` without duplicates, and [K] for each the index in them."""
+        if not self.prefills:
+            entries = self.sampled_entries.astype(np.int64)
+            return entries, entries
+        entries, repeats = np.unique(self.sampled_entries, return_inverse=True)
+        return entries.astype(np.int64), repeats
+
 
 @dataclass(frozen=True, eq=False)
 class StepTokens:

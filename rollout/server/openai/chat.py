@@ -118,6 +118,7 @@ def prepared_chat(serving: Serving, body: ChatRequest, stop: Stop) -> PreparedCh
         )
         params = body.sampling_params(
             cache_salt=body.cache_salt,
+            adapter=serving.adapter_of(body.model),
             prompt_logprobs=likeliest,
             stop=_stops(body, conversation),
             max_tokens=calls.tokens_left(serving, prompt.token_ids, body.budget),
@@ -198,7 +199,7 @@ class ChatReply:
 
     async def whole(self, request: Request, name: str | None = None) -> dict[str, Any]:
         """Return the reply once every sample has finished; `name`: its id for an abort."""
-        head = calls.reply_head(self._serving, "chat.completion", "chatcmpl")
+        head = calls.reply_head(self._serving, self._body, "chat.completion", "chatcmpl")
         groups = await calls.samples_of(self._serving, request, self._body, name or head["id"], self._asked)
         version = self._serving.llm.policy_version
         choices = [self._choice(whole(sample), version) for sample in groups[0]]
@@ -255,7 +256,7 @@ class ChatReply:
             ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
         """
         body, serving = self._body, self._serving
-        head = calls.reply_head(serving, "chat.completion.chunk", "chatcmpl")
+        head = calls.reply_head(serving, self._body, "chat.completion.chunk", "chatcmpl")
         chunks = Chunks(head, with_usage=body.wants_usage)
         streams = await calls.begin(serving, body, self._asked, growing=body.prompt_logprobs is None)
         voices: dict[int, _Voice] = {}

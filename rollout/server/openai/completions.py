@@ -61,6 +61,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
 def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None, stop: Stop) -> list[calls.Asked]:
     """Return (token ids, sampling parameters) of every prompt."""
     asked: list[calls.Asked] = []
+    adapter = serving.adapter_of(body.model)
     listed = 0
     # Validation is expensive for large parameters, and most prompts share them.
     checked: dict[int, SamplingParams] = {}
@@ -74,7 +75,7 @@ def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | 
             likeliest = listed_per_position(body.prompt_logprobs, serving.llm.controller.layout.vocab_size, listed)
             max_tokens = calls.tokens_left(serving, ids, wanted)
             if max_tokens not in checked:
-                checked[max_tokens] = calls.checked(serving, _params(body, max_tokens, likeliest))
+                checked[max_tokens] = calls.checked(serving, _params(body, max_tokens, likeliest, adapter))
             asked.append((ids, checked[max_tokens]))
         except InvalidRequestError as exc:
             where = f"prompt {place} of {len(prompts)}: " if len(prompts) > 1 else ""
@@ -90,10 +91,11 @@ def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int], stop: St
     return reader.ids(prompt, "prompt", stop)
 
 
-def _params(body: CompletionRequest, max_tokens: int, likeliest: int | None) -> SamplingParams:
+def _params(body: CompletionRequest, max_tokens: int, likeliest: int | None, adapter: str | None) -> SamplingParams:
     of_prompt = [likeliest, body.logprobs if body.echo else None]
     return body.sampling_params(
         cache_salt=body.cache_salt,
+        adapter=adapter,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in of_prompt if count is not None), default=None),
@@ -138,7 +140,7 @@ class _Reply:
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Return the reply once every sample has finished."""
-        head = calls.reply_head(self._serving, "text_completion", "cmpl")
+        head = calls.reply_head(self._serving, self._body, "text_completion", "cmpl")
         groups = await calls.samples_of(self._serving, request, self._body, head["id"], self._asked)
         version = self._serving.llm.policy_version
         choices: list[dict[str, Any]] = []
@@ -191,7 +193,7 @@ class _Reply:
             ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
         """
         body, serving = self._body, self._serving
-        head = calls.reply_head(serving, "text_completion", "cmpl")
+        head = calls.reply_head(serving, self._body, "text_completion", "cmpl")
         chunks = Chunks(head, with_usage=body.wants_usage)
         growing = body.prompt_logprobs is None and not self._echoed_logprobs
         streams = await calls.begin(serving, body, self._asked, growing=growing)

@@ -41,20 +41,19 @@ _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 
 def admit(serving: Serving, request: Request, body: RequestFields, prompts: int) -> None:
-    """Admit a request, or raise as `Serving.check_model` and `Serving.admit` do."""
-    if body.model is not None:
-        serving.check_model(body.model)
+    """Admit a request, or raise as `Serving.adapter_of` and `Serving.admit` do."""
+    serving.adapter_of(body.model)
     samples = prompts * body.samples
     serving.admit(request, samples, wait_while_suspended=body.wait_while_suspended is not False)
 
 
-def reply_head(serving: Serving, kind: str, prefix: str) -> dict[str, Any]:
+def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) -> dict[str, Any]:
     """Return the fields common to a reply and its chunks: id, object, created, model."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": serving.model_name,
+        "model": body.model or serving.model_name,
     }
 
 

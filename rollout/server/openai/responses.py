@@ -196,7 +196,7 @@ class _Reply:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._serving.model_name,
+            "model": body.model or self._serving.model_name,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "tool_choice": body.plain_tool_choice,

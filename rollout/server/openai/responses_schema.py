@@ -140,6 +140,7 @@ class ResponsesRequest(RequestFields):
             ApiError: 400, the conversation or an option is not served.
         """
         fields: dict[str, Any] = {
+            "model": self.model,
             "messages": list(messages),
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,

@@ -74,7 +74,8 @@ def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> N
     if finish_reason is None or (finish_reason in _FINISH_REASONS and not error):
         return
     if finish_reason == FinishReason.ABORT:
-        raise ApiError(409, f"choice {index} was aborted", code="aborted")
+        cause = f": {error}" if error else ""
+        raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")
     raise ApiError(500, f"choice {index} failed: {error or finish_reason}", code="sample_failed")
 
 

@@ -106,6 +106,7 @@ def _params(serving: Serving, body: GenerateRequest) -> SamplingParams:
             serving,
             asked.sampling_params(
                 cache_salt=body.cache_salt,
+                adapter=serving.adapter_of(body.model),
                 max_tokens=calls.tokens_left(serving, body.token_ids, asked.max_tokens),
                 logprobs=asked.logprobs,
                 prompt_logprobs=listed_per_position(asked.prompt_logprobs, vocab_size, len(body.token_ids)),
@@ -160,7 +161,11 @@ class _Reply:
         yield DONE
 
     def _head(self, version: int) -> dict[str, Any]:
-        return {"request_id": self._id, "model": self._serving.model_name, "policy_version": version}
+        return {
+            "request_id": self._id,
+            "model": self._body.model or self._serving.model_name,
+            "policy_version": version,
+        }
 
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {}

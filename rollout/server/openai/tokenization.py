@@ -117,8 +117,7 @@ def add_tokenization_routes(app: FastAPI, serving: Serving) -> None:
     async def tokenize(request: Request) -> TokenizeReply:
         """Tokenise a text, or a conversation as a chat request renders it."""
         body = await body_of(serving, request, TokenizeRequest)
-        if body.model is not None:
-            serving.check_model(body.model)
+        serving.adapter_of(body.model)
         known()
         ids = await off_the_loop(serving, request, len(await request.body()), lambda stop: _ids(body, stop))
         names = [str(tokenizer.convert_ids_to_tokens(token)) for token in ids] if body.return_token_strs else None
@@ -147,8 +146,7 @@ def add_tokenization_routes(app: FastAPI, serving: Serving) -> None:
     async def detokenize(request: Request) -> DetokenizeReply:
         """Return the text of tokens."""
         body = await body_of(serving, request, DetokenizeRequest)
-        if body.model is not None:
-            serving.check_model(body.model)
+        serving.adapter_of(body.model)
         most, vocab_size = room(), serving.llm.controller.layout.vocab_size
         if len(body.tokens) > most or any(token >= vocab_size for token in body.tokens):
             raise bad_request(f"tokens: must be at most {most} token ids below {vocab_size}", param="tokens")

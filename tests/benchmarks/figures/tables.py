@@ -65,11 +65,14 @@ def bookkeeping(found: Mapping[str, Any]) -> str:
     return table(
         ["a decode step, ms", *names, "Python and bookkeeping"],
         [
-            [f"{step['sequences']} sequences", *(f"{step['ms'].get(name, 0):.2f}" for name in names),
-             f"{step['bookkeeping_share']:.1%}"]
+            [
+                f"{step['sequences']} sequence{'s' * (step['sequences'] > 1)}",
+                *(f"{step['ms'].get(name, 0):.2f}" for name in names),
+                f"{step['bookkeeping_share']:.1%}",
+            ]
             for step in steps
         ],
-    )  # fmt: skip
+    )
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -86,11 +89,8 @@ def _against(row: Mapping[str, Any], peer: str, times: str = "") -> str:
         return number(cell["median"])
     ratio = row["ratios"][peer]
     better = ratio if row["higher_is_better"] else 1 / ratio
-    return (
-        f"{number(cell['median'])} ({better:.2g}{times})"
-        if better < 10
-        else f"{number(cell['median'])} ({better:.0f}{times})"
-    )
+    digits = 2 if better < 2 else 1 if better < 10 else 0
+    return f"{number(cell['median'])} ({better:.{digits}f}{times})"
 
 
 def _floor(row: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, StalenessPolicy
+from tests.adapters import saved_adapter
 from tests.engines import at_random, finish, greedily, make_engine, token_ids
 from tests.models import make_model, make_tokenizer
 
@@ -784,7 +785,7 @@ def test_a_flush_is_told_with_its_blocks_and_they_are_gone_from_the_coordinators
     rank.session.report(())
     assert rank.cached
     rank.hears(Command(3, "flush_prefix_cache", None))
-    assert rank.said[-1] == CommandAck(3, "running", 0, None, 5)
+    assert rank.said[-1] == CommandAck(3, "running", 0, None, 6)
     assert not rank.cached
 
 
@@ -799,6 +800,21 @@ def test_weights_of_a_folder_are_loaded_and_their_version_follows(tmp_path: Path
     assert all(torch.equal(expected[name], tensor) for name, tensor in rank.engine.model.state_dict().items())
     rank.hears(Command(5, "load_weights", str(tmp_path / "nowhere")))
     assert "must be a folder with model.safetensors" in (rank.take(CommandAck)[-1].error or "")
+
+
+def test_an_adapter_is_loaded_and_its_requests_end_when_it_is_unloaded(tmp_path: Path) -> None:
+    folder = saved_adapter(make_model("qwen3"), tmp_path / "a=b")
+    rank = Rank(make_engine(make_model("qwen3")))
+    rank.hears(Command(3, "load_adapter", f"x={folder}"), assign(token_ids(5), greedily(50, adapter="x", n=2)))
+    rank.hears(assign(token_ids(5), greedily(3), attempt=2, request_id=2))
+    rank.hears(Command(4, "unload_adapter", "x"), Command(5, "unload_adapter", "x"))
+    loaded, *unloaded = rank.take(CommandAck)
+    assert (loaded.error, loaded.amount) == (None, 9)
+    assert [(ack.error, ack.amount) for ack in unloaded] == [(None, 2), (None, 0)]
+    told = put_together([stretch for stretch in rank.stretches() if stretch.attempt == 1])
+    assert all("adapter 'x' was unloaded" in str(each.outcome and each.outcome.error) for each in told.values())
+    assert len(told) == 2
+    rank.finish()
 
 
 def test_a_report_of_more_requests_than_a_frame_may_hold_goes_in_several(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from rollout.engine.forward import cuda_graphs
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.kernels import triton_exact, triton_paged
 from rollout.engine.kernels.triton_exact import AttendedRows
+from rollout.engine.sampling.softmax_logprobs import softmax_logprobs
 from rollout.requests.request import DynamicInferenceRequest
 from tests.engine.exact.test_exact import distance, padded, whole
 from tests.engines import at_random, finish, make_engine, pass_suspended, steps, token_ids
@@ -51,9 +52,15 @@ LONG = 70 if INTERPRETED else 600
 """Tokens that make more than one part of attention."""
 KV_HEADS = 1 if INTERPRETED else 2
 DTYPES = [torch.float32, torch.bfloat16]
-CASES = [("qwen3", torch.float32, 1), ("qwen2", torch.bfloat16, 1), ("llama", torch.bfloat16, 1)]
+ONE_LAYER = {"num_hidden_layers": 1}
+MIXED = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True,
+         "sliding_window": 8}  # fmt: skip
+CASES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    ("qwen3", torch.float32, ONE_LAYER), ("qwen2", torch.bfloat16, MIXED), ("llama", torch.bfloat16, ONE_LAYER),
+]  # fmt: skip
 if not INTERPRETED:
-    CASES = [(name, dtype, 3) for name in ("qwen3", "llama", "qwen2", "mistral") for dtype in DTYPES]
+    CASES = [(name, dtype, {}) for name in ("qwen3", "llama", "qwen2", "mistral") for dtype in DTYPES]
+    CASES += [("qwen2", dtype, MIXED) for dtype in DTYPES]
 
 
 def on_the_device(test: Any) -> Any:
@@ -253,9 +260,9 @@ def forwards(model: nn.Module, rows: list[list[int]]) -> Iterator[list[Tensor]]:
 
 @on_the_device
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize(("name", "dtype", "layers"), CASES, ids=str)
-def test_the_first_ratio_is_one_to_the_bit_on_triton(name: str, dtype: torch.dtype, layers: int) -> None:
-    model = make_model(name, dtype=dtype, num_hidden_layers=layers).to(DEVICE)
+@pytest.mark.parametrize(("name", "dtype", "changes"), CASES)
+def test_the_first_ratio_is_one_to_the_bit_on_triton(name: str, dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    model = make_model(name, dtype=dtype, **changes).to(DEVICE)
     requests = sampled(model)
     rows = [whole(request) for request in requests]
     with exact(model), torch.no_grad():
@@ -289,6 +296,22 @@ def test_gradients_through_triton_are_those_of_the_model_in_float64(name: str) -
     truth = gradients(copy.deepcopy(model).double(), ids, mask)
     with exact(model):
         assert distance(gradients(model, ids, mask), truth) < 2e-4
+
+
+@on_the_device
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_a_row_of_torchs_log_softmax_has_the_same_bits_alone_and_divided_as_a_trainer_divides_triton(
+    temperature: float,
+) -> None:
+    logits = drawn(9, 1028 if INTERPRETED else 151936, dtype=torch.float32) * 5
+    whole = (logits / temperature).log_softmax(-1)
+    ids = torch.arange(9, device=DEVICE)[:, None] * 7
+    divisors = torch.full((9,), temperature, device=DEVICE)
+    assert torch.equal(softmax_logprobs(logits, ids, divisors), whole.gather(1, ids))
+    for row in range(9):
+        only = slice(row, row + 1)
+        assert torch.equal(softmax_logprobs(logits[only], ids[only], divisors[only]), whole[only].gather(1, ids[only]))
+        assert torch.equal((logits[only].clone() / temperature).log_softmax(-1), whole[only])
 
 
 @on_the_device

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.forward.model_runner import kernel_shapes
+from rollout.engine.forward.decode_kernels import kernel_shapes
 from rollout.engine.forward.model_support import inspect_model
 from rollout.engine.kernels.torch_paged import write_slots
 from rollout.engine.kernels.triton_trial import Heads, tried_out

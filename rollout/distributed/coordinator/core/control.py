@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.requests import NO_BARRIER, ClientPeer, RankPeer
-from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, GIVEN_UP, LOAD_WEIGHTS, SET_VERSION
+from rollout.distributed.protocol.fields import GIVEN_UP, SET_VERSION, UPKEEP
 from rollout.distributed.protocol.messages import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
 
@@ -110,7 +110,7 @@ class ControlPlane:
                 return "set_version() while stopping: allowed before; start another coordinator"
             self.policy_version = version
             return None
-        if message.signal in (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS):
+        if message.signal in UPKEEP:
             stopping = self.state is CoordinatorState.STOPPING
             return f"{message.signal} while stopping: allowed before; start another coordinator" if stopping else None
         signal = ControlSignal(message.signal)

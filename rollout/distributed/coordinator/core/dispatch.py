@@ -25,10 +25,11 @@ from rollout.errors import SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.codec import unpack_msgpack
 from rollout.requests.delta import TOKEN_BYTES
+from rollout.sampling_params import prefix_share
 from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 MAX_PARAMS_READ = 1 << 16
-"""Bytes of sampling parameters that the coordinator reads, to route a request by its `cache_salt`."""
+"""Bytes of sampling parameters that the coordinator reads, to route a request by its share of the prefix cache."""
 
 MAX_BLOCKS = 1 << 13
 """Maximum blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
@@ -285,9 +286,11 @@ class Dispatcher:
         if request.hashes is None:
             if not self.router.hashes_wanted():
                 return []
+            if request.images and not request.keyed:
+                return []
             most = MAX_BLOCKS * self._block_size * TOKEN_BYTES
-            prompt = np.frombuffer(cast(bytes, request.prompt)[:most], "<i4")
-            request.hashes = compute_block_hashes_batched(prompt, self._block_size, salt_of(request.params))
+            prompt = np.frombuffer((request.keyed or cast(bytes, request.prompt))[:most], "<i4")
+            request.hashes = compute_block_hashes_batched(prompt, self._block_size, share_of(request.params))
         return request.hashes
 
     def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
@@ -327,6 +330,7 @@ class Dispatcher:
                 request.arrival_time,
                 request.interval,
                 request.tokens.known(assignment.samples),
+                request.images,
             ),
         )
 
@@ -342,13 +346,14 @@ def _unpacked(packed: bytes) -> list[int]:
     return hashes
 
 
-def salt_of(params: bytes) -> str | None:
-    """`cache_salt` of packed sampling parameters, for routing; None also where they are malformed or very large."""
+def share_of(params: bytes) -> str | None:
+    """`prefix_share` of packed sampling parameters, for routing; None also where they are malformed or very large."""
     # Most have none: only the others are unpacked.
-    if b"cache_salt\xc0" in params or len(params) > MAX_PARAMS_READ:
+    if (b"cache_salt\xc0" in params and b"adapter\xc0" in params) or len(params) > MAX_PARAMS_READ:
         return None
     try:
-        salt = unpack_msgpack("params", params).get("cache_salt")
+        plain = unpack_msgpack("params", params)
+        salt, adapter = plain.get("cache_salt"), plain.get("adapter")
     except (SerializationError, AttributeError):
         return None
-    return salt if isinstance(salt, str) else None
+    return prefix_share(salt if isinstance(salt, str) else None, adapter if isinstance(adapter, str) else None)

@@ -16,7 +16,7 @@ import msgpack
 import pytest
 
 from rollout.distributed.client.submission import packed_params
-from rollout.distributed.coordinator.core.dispatch import MAX_PARAMS_READ, salt_of
+from rollout.distributed.coordinator.core.dispatch import MAX_PARAMS_READ, share_of
 from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
 from rollout.sampling_params import SamplingParams
 from rollout.state import PrefixCachingCoordinatorPolicy
@@ -799,4 +799,4 @@ def test_whatever_happens_every_decision_is_the_plain_argmax(monkeypatch: pytest
     (b"", None),
 ])  # fmt: skip
 def test_a_request_is_routed_by_the_hashes_of_its_salt(params: bytes, salt: str | None) -> None:
-    assert salt_of(params) == salt
+    assert share_of(params) == salt

@@ -1,0 +1,92 @@
+"""TRL's `environment_factory`: its environments play as episodes, slow tools beside other episodes' sampling.
+
+play = environment_play(WeatherEnvironment, tokenizer)  # a class with reset(**row), tools as methods, and get_reward()
+batch = manager.run(rows_of_the_dataset, play, SamplingParams(max_tokens=256), n=8)
+
+Or inside `GRPOTrainer`, instead of its argument `environment_factory`, whose turns run in lock step:
+
+GRPOTrainer(model, episode_reward, args=config, train_dataset=data, rollout_func=episode_rollout_func(manager, play, params))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from rollout.errors import InvalidRequestError
+from rollout.manager.episodes.environment import Play, called
+from rollout.manager.episodes.episode import Episode
+from rollout.requests.chat_messages import plain_arguments
+from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
+from rollout.server.chat_template.earlier_ids import ReplyDigest
+
+
+def environment_play(factory: Callable[[], Any], tokenizer: Any, max_turns: int = 16) -> Play:
+    """A coroutine function for `RolloutManager.run` that plays an environment of TRL's `environment_factory` (TRL 1.16).
+
+    Tasks are rows of the dataset, passed to `reset(**row)`, whose text is appended to the last message of `prompt`; or
+    prompts. Calls of public methods are read in the format of the tokenizer's chat template; a method that raises, or is not
+    there, is answered with the error. The reward is `get_reward()`, 0 without one. Methods that are no coroutines run on
+    threads. The episode ends with the first reply without a call, where the next prompt would not fit, or after `max_turns`.
+    """
+    conversation = Conversation(tokenizer)
+
+    async def play(episode: Episode) -> float:
+        environment = factory()
+        row = episode.task if isinstance(episode.task, Mapping) else {"prompt": episode.task}
+        seen = await called(partial(environment.reset, **row))
+        *before, asked = row.get("prompt") or [{"role": "user", "content": ""}]
+        messages = [*before, {**asked, "content": asked["content"] + (seen or "")}]
+        tools = {name: getattr(environment, name) for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
+                 if name not in ("reset", "get_reward") and not name.startswith("_")}  # fmt: skip
+        schemas = [get_json_schema(tool) for tool in tools.values()]
+        for turn in range(max_turns):
+            try:
+                prompt = conversation.render(messages, tools=schemas)
+                sample = await episode.sample(prompt.token_ids)
+            except InvalidRequestError:
+                if not turn:
+                    raise
+                break
+            reply = _reply(conversation, schemas, prompt, sample.generated_tokens, tokenizer)
+            results = await asyncio.gather(*(_result(tools, call["function"]) for call in reply["tool_calls"]))
+            messages += [reply, *results]
+            if not results:
+                break
+        return float(await called(environment.get_reward)) if hasattr(environment, "get_reward") else 0.0
+
+    return play
+
+
+async def _result(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
+    """The message that answers a call."""
+    try:
+        if call["name"] not in tools:
+            raise ValueError(f"Tool {call['name']} not found.")
+        result = await called(partial(tools[call["name"]], **plain_arguments(call["arguments"])))
+    except Exception as exc:  # noqa: BLE001 - the model is told, as TRL does
+        result = {"error": str(exc)}
+    return {"role": "tool", "name": call["name"], "content": str(result)}
+
+
+def _reply(
+    conversation: Conversation, schemas: list[Any], prompt: RenderedPrompt, token_ids: list[int], tokenizer: Any
+) -> dict[str, Any]:
+    """The assistant message of a completion, with the ids by which the next prompt goes on from it token for token."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    make = conversation.parser_for(schemas, None)
+    parser = None if make is None else make()
+    pieces = [] if parser is None else [*parser.push(text), *parser.finish()]
+    content = text if parser is None else "".join(piece.content for piece in pieces)
+    calls = [{"type": "function", "function": {"name": piece.tool_call.name, "arguments": piece.tool_call.arguments}}
+             for piece in pieces if piece.tool_call is not None]  # fmt: skip
+    digest = ReplyDigest()
+    digest.add(content, calls)
+    rollout = {"prompt_token_ids": prompt.token_ids, "prompt_digest": prompt.digest, "token_ids": token_ids,
+               "content_digest": digest.hexdigest()}  # fmt: skip
+    return {"role": "assistant", "content": content, "tool_calls": calls, "rollout": rollout}
