@@ -165,12 +165,12 @@ class InferenceConfig(_Options):
     """Record one GENERATED_TOKEN event per token, at a cost in Python time per token."""
 
     fused_forward: bool = True
-    """On a CPU, run Llama-like decoders through a fused C++ forward that reads the module's parameters in place. False:
-    run the module's own forward."""
+    """Run decoders of known families through a fused forward that reads the module's parameters in place: C++ on a CPU,
+    with LoRA too, Triton on CUDA (Llama, Mistral, Qwen2, Qwen3). False: run the module's own forward."""
 
     exact: bool = False
     """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a
-    CPU or a CUDA device, for the models of the fused C++ forward; others are refused."""
+    CPU or a CUDA device, for Llama, Mistral, Qwen2 and Qwen3; others are refused."""
 
     record_routes: bool = False
     """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for

@@ -109,6 +109,9 @@ METRICS: dict[str, Metric] = {
     "rollout/groups_discarded": _counter(
         "groups", "groups that were dropped when scored: generate_scored and run(keep=...)", total=True
     ),
+    "rollout/episode_turns_dropped": _counter(
+        "turns", "turns of before a restart that their environment did not ask for again", total=True
+    ),
     "rollout/requests_finished": _counter("requests", "requests that ended with a result", total=True),
     "rollout/requests_truncated": _counter("requests", "finished requests that were cut off by their token budget"),
     "rollout/requests_failed": _counter("requests", "requests that ended with an error", "ledger.requests_failed"),
@@ -184,6 +187,11 @@ METRICS: dict[str, Metric] = {
         "share of the required prompt positions that needed no forward",
         ("rollout/prefill_tokens_saved",),
         ("rollout/prefill_tokens_saved", "rollout/prefill_tokens_computed"),
+    ),
+    "rollout/prefix_tail_tokens": _counter(
+        "tokens",
+        "prompt positions of these whose KV was copied from the partly filled last block of an ended request",
+        "queues.prefix_tail_tokens",
     ),
     "rollout/prefix_hits_refused_version": _counter(
         "blocks",

@@ -12,12 +12,18 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GptOssConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -65,12 +71,25 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama4": lambda: Llama4TextConfig(**SMALL, head_dim=16, attention_chunk_size=8, intermediate_size_mlp=96,
                                        num_local_experts=4, interleave_moe_layer_step=2, no_rope_layer_interval=2),
 }  # fmt: skip
+"""Of every kind of attention, state and MLP; many tests run all of them."""
+
+MORE_CONFIGS: dict[str, Callable[[], Any]] = {
+    "olmo2": lambda: Olmo2Config(**SMALL),
+    "olmo3": lambda: Olmo3Config(**SMALL, sliding_window=8,
+                                 layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    "phi3": lambda: Phi3Config(**SMALL, rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+                                                         "partial_rotary_factor": 0.5}),
+    "glm": lambda: GlmConfig(**SMALL, head_dim=16, attention_bias=True),
+    "glm4": lambda: Glm4Config(**SMALL, head_dim=16),
+    "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+"""Other arrangements of the same parts, for the fused forward."""
 
 
 def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A random model whose logits are spread out, so that greedy choices are not ties."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = (CONFIGS | MORE_CONFIGS)[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

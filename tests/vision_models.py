@@ -14,11 +14,18 @@ from transformers import (
     Gemma3Config,
     Gemma3ImageProcessorPil,
     Gemma3Processor,
+    Gemma4Config,
     Idefics3Config,
+    Lfm2VlConfig,
+    LlavaNextConfig,
+    MuseGlimmerConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2_5_VLProcessor,
     Qwen2VLConfig,
+    Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -27,15 +34,27 @@ from tests.models import SMALL, VOCAB
 
 IMAGE = 90
 """Id of the placeholder."""
+VIDEO = 91
+"""Id of the placeholder of videos."""
 TEXT_END = 89
 """Ids of text in prompts lie in [3, TEXT_END)."""
-MARKS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 92, "vision_end_token_id": 93}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
-NO_MARKS = {IMAGE: -100.0, 91: -100.0}
+NO_MARKS = {IMAGE: -100.0, VIDEO: -100.0}
 """`logit_bias` under which no placeholder is sampled: the trainer's forward would take one for an image."""
 PATCHES = {"depth": 2, "hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
           "patch_size": 4}  # fmt: skip
+GEMMA4 = SMALL | {
+    "head_dim": 16, "global_head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4, "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
+    "pad_token_id": 5,
+}  # fmt: skip
+POOLED = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+          "position_embedding_size": 16}  # fmt: skip
+GEMMA4_MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": 92, "eoi_token_id": 93,
+                "audio_token_id": 94, "boa_token_id": 95, "eoa_token_index": 96}  # fmt: skip
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
@@ -52,10 +71,40 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         vision_config=PATCHES | {"num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48,
                                  "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     ),
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config=SMALL | MROPE | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                                     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        vision_config=PATCHES | {"num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48,
+                                 "num_position_embeddings": 16}, **MARKS,
+    ),
     "gemma3": lambda: Gemma3Config(
         text_config=SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16,
                              "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
         vision_config=SIGLIP, image_token_index=IMAGE, boi_token_index=92, eoi_token_index=93, mm_tokens_per_image=4,
+    ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=GEMMA4 | {"use_bidirectional_attention": "vision"}, vision_config=POOLED, **GEMMA4_MARKS,
+    ),
+    "gemma4_small": lambda: Gemma4Config(
+        text_config=GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}, vision_config=POOLED,
+        **GEMMA4_MARKS,
+    ),
+    "lfm2_vl": lambda: Lfm2VlConfig(
+        text_config=SMALL | {"model_type": "lfm2", "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        vision_config={"model_type": "siglip2_vision_model", "num_patches": 16} | SIGLIP, image_token_id=IMAGE,
+        projector_hidden_size=32,
+    ),
+    "llava_next": lambda: LlavaNextConfig(
+        text_config=SMALL | {"model_type": "mistral"}, image_token_index=IMAGE,
+        vision_config=SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16, "patch_size": 8},
+        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
+    ),
+    "muse_glimmer": lambda: MuseGlimmerConfig(
+        text_config=SMALL | {"head_dim": 12, "sliding_window": 8, "num_hidden_layers": 4}, image_token_id=IMAGE,
+        video_token_id=VIDEO, out_hidden_size=128, projector_hidden_size=48,
+        vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                       "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8},
     ),
     "idefics3": lambda: Idefics3Config(
         text_config=SMALL | {"model_type": "llama"}, vision_config=SIGLIP, image_token_id=IMAGE, scale_factor=2,
@@ -76,9 +125,12 @@ def make_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
-    if hasattr(model.model, "multi_modal_projector"):
+    if name == "gemma3":
         # transformers starts it at zero, which would make all images alike.
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    if name == "llava_next":
+        # Its tower gets hooks from transformers at its first use, after which embeddings are made anew once.
+        model.get_image_features(**picture(name, "a")[0])
     return model.train()
 
 
@@ -95,27 +147,50 @@ TEMPLATE = (
 )
 
 
-def make_processor() -> Gemma3Processor:
-    """Gemma 3's processor for its tiny model: one token per character, four placeholders per image."""
+def make_vision_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, and those that stand for and around images."""
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {chr(code): code - 29 for code in range(32, 119)}
-    vocab |= {"<img>": IMAGE, "<unk>": 91, "<boi>": 92, "<eoi>": 93}
+    vocab |= {"<img>": IMAGE, "<video>": VIDEO, "<boi>": 92, "<eoi>": 93, "<unk>": 94}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\w+>|."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        extra_special_tokens={"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+        extra_special_tokens={"image_token": "<img>", "video_token": "<video>", "boi_token": "<boi>",
+                              "eoi_token": "<eoi>"},
         chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+def make_processor() -> Gemma3Processor:
+    """Gemma 3's processor for its tiny model: four placeholders per image."""
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    return Gemma3Processor(image_processor=images, tokenizer=fast, image_seq_length=4)
+    return Gemma3Processor(image_processor=images, tokenizer=make_vision_tokenizer(), image_seq_length=4)
+
+
+class _WithoutVideo(Qwen2_5_VLProcessor):  # type: ignore[misc]
+    """Without a video processor, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
+        """Take what is given."""
+        return type(argument)
+
+
+def make_qwen_processor() -> Qwen2_5_VLProcessor:
+    """Qwen2.5-VL's processor for its tiny model: one to four placeholders per image, by its size."""
+    size = {"shortest_edge": 64, "longest_edge": 256}
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    tokenizer = make_vision_tokenizer()
+    template = TEMPLATE.replace("<boi>", "<boi><img><eoi>")
+    return _WithoutVideo(image_processor=images, tokenizer=tokenizer, video_processor=None, chat_template=template)
 
 
 def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict[str, torch.Tensor]:
     """What a processor returns for one prompt: input_ids [1, P], attention_mask, and the images' tensors.
 
     Args:
-        parts: a number is so many random tokens of text; a text names an image, and equal names are equal images.
+        parts: a number is so many random tokens of text; a text names an image, and equal names are equal images. A name
+            that begins with "clip" is that of a video, of three frames; behind "@" may stand its seconds per frame.
     """
     text = np.random.default_rng(seed)
     ids: list[int] = []
@@ -123,6 +198,13 @@ def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict
     for part in parts:
         if isinstance(part, int):
             ids += text.integers(3, TEXT_END, part).tolist()
+        elif part.startswith("clip"):
+            clip, frames, count = video(name, part)
+            images.append(clip)
+            # One run, or one per frame with its time, in text, before it.
+            runs = [[VIDEO] * frames * count] if name.startswith("qwen2") else [[VIDEO] * count] * frames
+            for at, run in enumerate(runs):
+                ids += [*[40 + at] * (len(runs) > 1), 92, *run, 93]
         else:
             image, count = picture(name, part)
             images.append(image)
@@ -130,18 +212,54 @@ def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
     if images:
         dim = 1 if name in ("idefics3", "smolvlm") else 0
-        inputs |= {key: torch.cat([image[key] for image in images], dim=dim) for key in images[0]}
+        names = dict.fromkeys(key for image in images for key in image)
+        inputs |= {key: torch.cat([image[key] for image in images if key in image], dim=dim) for key in names}
     return inputs
+
+
+def video(name: str, label: str) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Tensors of one random video, how many frames it has, and how many placeholders each takes."""
+    content, _, speed = label.partition("@")
+    random = torch.Generator().manual_seed(sum(content.encode()))
+    grid = torch.tensor([[3, 4, 4]])
+    tensors = {
+        "pixel_values_videos": torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=random),
+        "video_grid_thw": grid,
+    }
+    if name == "qwen2_5_vl":
+        tensors["second_per_grid_ts"] = torch.tensor([float(speed or 1.0)])
+    return tensors, 3, 4
 
 
 def picture(name: str, label: str) -> tuple[dict[str, torch.Tensor], int]:
     """Tensors of one random image, and how many placeholders it takes."""
     random = torch.Generator().manual_seed(sum(label.encode()))
-    if "qwen" in name:
+    if "qwen" in name or name == "muse_glimmer":
         grid = torch.tensor([[1, 4, 2 * (2 + ord(label[0]) % 2)]])
         rows = int(grid.prod())
         pixels = torch.randn(rows, 3 * 2 * 4 * 4, generator=random)
         return {"pixel_values": pixels, "image_grid_thw": grid}, rows // 4
+    if "gemma4" in name:
+        # As its processor does: filled up to the most patches that an image may have.
+        wide, most = 4 + 2 * (ord(label[0]) % 2), 32
+        at = torch.full((1, most, 2), -1)
+        at[0, : 4 * wide] = torch.cartesian_prod(torch.arange(4), torch.arange(wide)).flip(-1)
+        pixels = torch.rand(1, most, 3 * 4 * 4, generator=random)
+        pixels[0, 4 * wide :] = 0
+        return {"pixel_values": pixels, "image_position_ids": at}, wide
+    if name == "lfm2_vl":
+        height, width = 4, 2 * (2 + ord(label[0]) % 2)
+        mask = (torch.arange(32) < height * width).long()[None]
+        pixels = torch.randn(1, 32, 3 * 4 * 4, generator=random) * mask[..., None]
+        return {
+            "pixel_values": pixels, "spatial_shapes": torch.tensor([[height, width]]), "pixel_attention_mask": mask,
+        }, height * width // 4  # fmt: skip
+    if name == "llava_next":
+        # The whole image, and one or two rows of squares; a line ends with an embedding of its own.
+        rows = 1 + ord(label[0]) % 2
+        squares = torch.randn(1, 5, 3, 16, 16, generator=random)
+        squares[0, 1 + 2 * rows :] = 0
+        return {"pixel_values": squares, "image_sizes": torch.tensor([[16 * rows, 32]])}, 4 + 2 * rows * 5
     pixels = torch.randn(1, 3, 16, 16, generator=random)
     if name == "gemma3":
         return {"pixel_values": pixels}, 4
@@ -155,11 +273,12 @@ def trainer_inputs(
     """Arguments of the trainer's forward for a prompt of `picture_prompt` and its completion."""
     ids = torch.cat([inputs["input_ids"], torch.tensor([list(completion)], dtype=torch.long)], dim=1)
     whole = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    kind = {"gemma3": "token_type_ids"}.get(name, "mm_token_type_ids" if "qwen" in name else None)
+    marked = "qwen" in name or "gemma4" in name
+    kind = {"gemma3": "token_type_ids"}.get(name, "mm_token_type_ids" if marked else None)
     if kind is not None:
         types = torch.zeros_like(ids)
         prompt = inputs["input_ids"]
-        types[:, : prompt.shape[1]] = (prompt == IMAGE).long()
+        types[:, : prompt.shape[1]] = (prompt == IMAGE).long() + 2 * (prompt == VIDEO).long()
         whole[kind] = types
     return whole
 
@@ -181,19 +300,26 @@ def greedy_with_images(
 
 
 def logprobs_with_images(
-    model: PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], completion: Sequence[int]
+    model: PreTrainedModel,
+    name: str,
+    inputs: dict[str, torch.Tensor],
+    completion: Sequence[int],
+    *,
+    prompt: bool = False,
 ) -> torch.Tensor:
-    """[len(completion)] log-probs by the trainer's own forward, fp32, with `NO_MARKS`."""
+    """[len(completion)] log-probs by the trainer's own forward, fp32, with `NO_MARKS`; `prompt`: of the prompt, without."""
     model.eval()
     with torch.no_grad():
         logits = model(**trainer_inputs(name, inputs, completion), use_cache=False).logits[0].float()
     model.train()
     if "qwen" in name:
         model.model.rope_deltas = None
+    if prompt:
+        return logits[:-1].log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
     start = inputs["input_ids"].shape[1]
     logits[:, list(NO_MARKS)] += torch.tensor(list(NO_MARKS.values()))
     predicted = logits[start - 1 : -1].log_softmax(-1)
     return predicted.gather(1, torch.tensor(list(completion))[:, None])[:, 0]
 
 
-assert VOCAB > 93
+assert VOCAB > 96

@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from itertools import groupby
 from types import TracebackType
 from typing import Any
 
@@ -44,6 +43,7 @@ from trainer_hooks.trl_config import (
     warn_of_shaping,
 )
 from trainer_hooks.trl_forward import own_forward
+from trainer_hooks.trl_images import prompt_groups
 from trainer_hooks.trl_logprobs import LogprobPass, attach_trees, check_tree
 from trainer_hooks.trl_replay import replayed
 from trainer_hooks.trl_rows import GeneratedRows
@@ -114,7 +114,7 @@ class TrlAttachment:
 
         Args:
             prompts: token ids.
-            images: must be None.
+            images: of each prompt; None: none has any.
             num_generations: ignored; TRL has already repeated every prompt this often.
             profiler: context entered around sampling.
 
@@ -122,23 +122,23 @@ class TrlAttachment:
             Prompts, completions, log-probs and token ids, the last two with one entry per token.
 
         Raises:
-            ValueError: `images` is not None.
+            InvalidRequestError: images do not fit the model or the placeholders of their prompt.
             RolloutFailedError: a completion has failed.
         """
-        if images is not None:
-            raise ValueError("these prompts have images, and this rollout samples text alone: use TRL's own generation")
         with profiler or nullcontext():
-            completions, logprobs = self.sample(prompts)
+            completions, logprobs = self.sample(prompts, images)
         each = [[[token] for token in completion] for completion in completions]
         return prompts, completions, [[[value] for value in row] for row in logprobs], each
 
-    def sample(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float | None]]]:
+    def sample(
+        self, prompts: list[list[int]], images: list[Any] | None = None
+    ) -> tuple[list[list[int]], list[list[float | None]]]:
         """Return completions and their log-probs (see `sampling_params`); None replaces a log-prob that is not finite.
 
         With `on_error="mask"`, a failed row is one end-of-sequence token.
         """
         params = sampling_params(self.trainer, replay=self._replays_kept)
-        groups = [(prompt, sum(1 for _ in equal)) for prompt, equal in groupby(prompts)]
+        groups = prompt_groups(self.trainer, prompts, images)
         with self.trainer.accelerator.autocast(), own_forward(self.rollout.model):
             batch = self.rollout.generate(
                 [prompt for prompt, _ in groups],
@@ -176,7 +176,9 @@ class TrlAttachment:
         """
         prompt_ids, images, _ = self.trainer._tokenize_prompts(prompts)
         if images is not None:
-            raise ValueError("these prompts have images, and this rollout samples text alone: use TRL's own generation")
+            raise ValueError(
+                "TRL takes no images back from a rollout_func: use attach(trainer, rollout, on_error='raise')"
+            )
         completions, logprobs = self.sample(prompt_ids)
         output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
         if any(self._failed):

@@ -15,6 +15,7 @@ from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.state import KVCacheManagementMode
+from trainer_hooks.trl_images import placeholders
 
 _SEAMS = (
     "rollout_func",
@@ -50,6 +51,17 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     Raises:
         ConfigError: an option is unsupported, or a value is out of range.
     """
+    params = _asked(trainer)
+    if replay:
+        return params.replace(return_kept_tokens=True)
+    if banned := placeholders(trainer):
+        # As TRL's own generation does. The trained distribution keeps them, with a probability that the log-probs include.
+        params = params.replace(logit_bias=dict.fromkeys(banned, -100.0) | (params.logit_bias or {}))
+    return params.replace(logprobs_mode="tempered") if banned or _shaping(params) else params
+
+
+def _asked(trainer: Any) -> SamplingParams:
+    """What GRPOConfig asks for, of one completion."""
     asked = {
         "temperature": trainer.temperature,
         "top_p": trainer.top_p,
@@ -72,10 +84,7 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
         asked[known] = value
     # The trainer's end-of-sequence ids instead of the engine's: TRL uses them to decide whether a completion was cut off.
     stop = (*trainer.eos_token_ids, *(asked.pop("stop_token_ids", None) or ()))
-    params = SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
-    if replay:
-        return params.replace(return_kept_tokens=True)
-    return params.replace(logprobs_mode="tempered") if _shaping(params) else params
+    return SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
 
 
 def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -> None:
@@ -84,7 +93,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
     Args:
         why_not_replayed: why kept tokens are not replayed, with the cure; "": there are none.
     """
-    params = sampling_params(trainer)
+    params = _asked(trainer)
     # Greedy completions of a prompt are all equal: no training signal, so no warning is needed.
     if params.top_k != 1 and (names := _shaping(params)):
         shown = ", ".join(f"{name}={getattr(params, name)!r}" for name in names)

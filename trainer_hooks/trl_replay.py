@@ -7,6 +7,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.sampling_params import MAX_KEPT_TOKENS, SamplingParams
 from trainer_hooks.trl_config import sampling_params
+from trainer_hooks.trl_images import is_vision
 
 
 def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
@@ -51,6 +52,8 @@ def _why_not(trainer: Any, params: SamplingParams) -> str | None:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"
         )
+    if is_vision(trainer):
+        return "with a processor: kept tokens are replayed for text alone; set top_k=0, top_p=1.0 and min_p=None"
     if params.top_k > MAX_KEPT_TOKENS:
         return f"with top_k={params.top_k}: sets hold at most {MAX_KEPT_TOKENS} tokens; lower it"
     if trainer.args.use_liger_kernel and hasattr(trainer, "compute_liger_loss"):

@@ -34,15 +34,8 @@ def refuse_what_is_not_served(record: DynamicInferenceRequestRecord, routes: Rou
         InvalidRequestError: names the field, its value and what to do instead.
     """
     for request in record:
-        if (
-            isinstance(request, VLMInferenceRequest)
-            and request.imgs is None
-            and (request.num_tiles or request.image_inputs)
-        ):
-            field, cure = (
-                "num_tiles" if request.num_tiles else "image_inputs",
-                "there is no image; give imgs, or clear it",
-            )
+        if isinstance(request, VLMInferenceRequest) and request.images is None and request.num_tiles:
+            field, cure = "num_tiles", "there is no image; give imgs, or clear it"
         elif request.routing_indices is not None and (why := _refused_routes(request, routes)) is not None:
             field, cure = "routing_indices", why
         elif request.encoder_prompt is not None:
@@ -329,7 +322,7 @@ def _image_fields(images: ImageInputs | None, pictured: PromptImages | None, len
     counts = [item.count for item in pictured.items]
     tile = math.gcd(*counts)
     return {
-        "imgs": images.tensors[PIXELS],
+        "imgs": images.tensors.get(PIXELS),
         "image_inputs": {name: value for name, value in images.tensors.items() if name != PIXELS},
         "num_img_embeddings_per_tile": tile,
         "num_tiles": [count // tile for count in counts],

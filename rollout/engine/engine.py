@@ -30,6 +30,7 @@ from rollout.engine.scheduling.adapters import described
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import InvalidRequestError, RequestError, UnsupportedModelError
+from rollout.requests.images import ImagePrompt
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
@@ -168,8 +169,10 @@ class DynamicInferenceEngine(GroupMember):
         params = sampling_params or SamplingParams()
         number = self._next_request_id
         tokens = self.controller.tokenize(prompt)
-        self._admission.images(number, tokens)
+        pictured = self._admission.images(number, tokens)
         self._check(number, tokens, params)
+        if pictured is not None and isinstance(tokens, ImagePrompt):
+            tokens.keyed = pictured.keyed(tokens).tobytes()
         return tokens
 
     def _check(self, number: int, tokens: list[int], params: SamplingParams) -> None:

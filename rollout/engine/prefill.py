@@ -21,12 +21,14 @@ from torch import Tensor
 from rollout.config import InferenceConfig
 from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext
-from rollout.engine.forward.model_runner import ModelRunner, pack
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.step_rows import pack
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.requests.images import ImageInputs, ImagePrompt
 from rollout.sampling_params import SamplingParams
 from rollout.threads.interrupts import interrupt_deferred
 
@@ -46,7 +48,9 @@ class Wanted(NamedTuple):
     tokens: Sequence[int]
     """At least one."""
     positions: NDArray[np.int64]
-    """Ascending, at least one; tokens behind the last are not computed."""
+    """Ascending, at least one; tokens behind the last are not computed, unless there are images."""
+    images: ImageInputs | None = None
+    """Of the placeholders among the tokens."""
 
 
 @dataclass(eq=False)
@@ -67,17 +71,11 @@ class Prefill:
 
         Raises:
             InvalidRequestError: a sequence is empty, too long for the engine, holds an id outside the vocabulary, or
-                placeholders of images; names its index. Nothing was computed.
+                placeholders that its images do not fit; names its index. Nothing was computed.
         """
-        scheduler, index_of = self._scheduler(), {}
-        for index, each in enumerate(wanted):
-            try:
-                self._admission.check(index, list(each.tokens), _PROMPT_ONLY)
-                # Placeholders of images would be scored as if they were text.
-                self._admission.images(index, list(each.tokens))
-                index_of[self._queue(scheduler, index, each)] = index
-            except InvalidRequestError as exc:
-                raise InvalidRequestError(f"sequence {index}: {exc}") from exc
+        longest_whole = max((self._check(index, each) for index, each in enumerate(wanted)), default=0)
+        scheduler = self._scheduler(longest_whole)
+        index_of = {self._queue(scheduler, index, each): index for index, each in enumerate(wanted)}
         self._make_room(max((len(sample.tokens) for sample in index_of), default=0))
         try:
             while scheduler.waiting or scheduler.by_row:
@@ -87,10 +85,26 @@ class Prefill:
             with interrupt_deferred():
                 scheduler.remove(lambda key: True)
 
-    def _scheduler(self) -> Scheduler:
+    def _check(self, index: int, wanted: Wanted) -> int:
+        """Tokens of the longest run, an image, that one step has to compute at once.
+
+        Raises:
+            InvalidRequestError: see `run`.
+        """
+        tokens = _tokens(wanted, len(wanted.tokens))
+        try:
+            self._admission.check(index, tokens, _PROMPT_ONLY)
+            # Placeholders without images would be scored as if they were text.
+            images = self._admission.images(index, tokens)
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"sequence {index}: {exc}") from exc
+        return 0 if images is None else images.longest_whole
+
+    def _scheduler(self, longest_whole: int) -> Scheduler:
         """An empty one over the engine's blocks, whose prefix cache it shares."""
         vocabulary = self._runner.layout.vocab_size
-        most = max(1, min(self._config.max_tokens_per_step, LOGITS_BYTES // (4 * vocabulary)))
+        # No logits of an image's positions are wanted.
+        most = max(1, longest_whole, min(self._config.max_tokens_per_step, LOGITS_BYTES // (4 * vocabulary)))
         config = replace(
             self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most), speculation=False
         )
@@ -101,13 +115,13 @@ class Prefill:
         return scheduler
 
     def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
-        last, first = int(wanted.positions[-1]), int(wanted.positions[0])
+        first, last = int(wanted.positions[0]), int(wanted.positions[-1])
         sample = self._admission.group(
-            index, list(wanted.tokens[: last + 1]), _PROMPT_ONLY, order=(0, index), version=scheduler.version, prompt=None,
+            index, _tokens(wanted, last + 1), _PROMPT_ONLY, order=(0, index), version=scheduler.version, prompt=None,
             priority=0, metadata=None,
         )  # fmt: skip
         # What is found in the prefix cache has no logits.
-        sample.hashes = sample.hashes[: first // self._config.block_size_tokens]
+        sample.hashes, sample.reusable = sample.hashes[: first // self._config.block_size_tokens], first
         scheduler.add(sample)
         return sample
 
@@ -134,7 +148,8 @@ class Prefill:
         self._runner.move_states(step.state_moves)
         indices, positions, keep = _wanted_of(step, index_of, wanted)
         ids, rows = pack(step, scheduler.table)
-        logits = self._runner.forward(ids, rows, keep, scheduler.table.state[step.rows])
+        rows, images = self._runner.pictured(step, rows, scheduler.table)
+        logits = self._runner.forward(ids, rows, keep, scheduler.table.state[step.rows], images)
         finite = take(indices, positions, logits[: len(keep)])
         memory = np.zeros(0, np.int32)
         if not finite:
@@ -144,6 +159,11 @@ class Prefill:
         scheduler.update(step, _NOTHING_SAMPLED)
         self._runner.move_states(scheduler.take_state_moves())
         scheduler.blocks.poison(memory)
+
+
+def _tokens(wanted: Wanted, count: int) -> list[int]:
+    """The first `count` tokens; with images all of them, since every placeholder needs its image."""
+    return list(wanted.tokens[:count]) if wanted.images is None else ImagePrompt(wanted.tokens, wanted.images)
 
 
 def _wanted_of(

@@ -20,7 +20,6 @@ from rollout.engine.controller import TextGenerationController
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
 from rollout.llm.prompts import normalized
-from rollout.requests.images import refuse_images
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each
@@ -255,10 +254,7 @@ class LLMRequests(ABC):
 
     def _tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt that can be served; raises what `submit` raises."""
-        tokens = self.engine.check_request(prompt, params)
-        if not self.direct:
-            refuse_images(tokens, "an LLM without use_coordinator")
-        return tokens
+        return self.engine.check_request(prompt, params)
 
     def _checked(self, position: int, prompt: Prompt, params: SamplingParams) -> list[int]:
         try:

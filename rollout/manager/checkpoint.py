@@ -14,6 +14,8 @@ import msgpack
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, SerializationError
 from rollout.manager.backend import Backend
+from rollout.manager.episodes.player import EpisodePlayer
+from rollout.manager.episodes.saved import SAVED_GROUPS, portable
 from rollout.manager.groups import GroupLedger
 from rollout.manager.recovery import GroupJournal
 from rollout.requests.codec import INT, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
@@ -21,7 +23,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 from rollout.requests.spans import MAX_VERSION
 
-FORMAT = 4
+FORMAT = 5
 
 
 def save(
@@ -30,8 +32,10 @@ def save(
     groups: GroupLedger,
     updates_per_round: int,
     journal: GroupJournal,
+    player: EpisodePlayer,
 ) -> dict[str, Any]:
-    """The state of a rollout: versions, the groups, their samples that have come back, and records of the others."""
+    """The state of a rollout: versions, the groups, their samples that have come back, records of the others, episodes."""
+    number, played = player.save()
     fields = {
         "model": engine.controller.layout.described,
         "policy_version": engine.policy_version,
@@ -40,6 +44,7 @@ def save(
         "groups": [list(group) for group in groups.sizes()],
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in backend.snapshot() if record.request_id in groups],
+        "episodes": SAVED_GROUPS.encode((number, portable(played))),
     }
     # Last: a checkpoint that failed must not count among those for which the journal keeps its files.
     fields["journal"] = journal.checkpoint(engine.policy_version)
@@ -48,12 +53,13 @@ def save(
 
 
 def load(
-    state: Any, engine: DynamicInferenceEngine, backend: Backend, journal: GroupJournal
+    state: Any, engine: DynamicInferenceEngine, backend: Backend, journal: GroupJournal, player: EpisodePlayer
 ) -> tuple[GroupLedger, int]:
     """Restore what `save` made, where nothing is in flight. If it raises, nothing is in flight afterwards.
 
     Args:
         journal: of the run that made it, with the groups that were finished since; restored too.
+        player: restored too.
 
     Returns:
         The groups, and the updates per round.
@@ -81,6 +87,7 @@ def load(
         # Groups finished after a checkpoint that failed to load must not be given out.
         journal.restore("", 0)
         raise
+    player.load(*loaded["episodes"])
     return groups, int(loaded["updates_per_round"])
 
 
@@ -190,6 +197,7 @@ _FIELDS = {
     "updates_per_round": INT,
     "journal": STR,
     "groups": list_of(Codec(list, _decode_group)),
+    "episodes": SAVED_GROUPS,
     "finished": list_of(REQUEST),
     "unfinished": list_of(Codec(DynamicInferenceRequestRecord.serialize, DynamicInferenceRequestRecord.deserialize)),
 }

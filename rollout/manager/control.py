@@ -69,7 +69,7 @@ class ManagerControl:
         self._suspension = Suspension(engine, self._metrics)
         self._step_began: float | None = None
         """Seconds since the epoch at the last `before_optimizer_step` without a `weights_updated` after it."""
-        self._player = EpisodePlayer(self._loop.samples, engine.check_request, self.config.seed, clock)
+        self._player = EpisodePlayer(self._loop.samples, engine.check_request, self.config.seed, clock, engine.tap)
         self._closed = False
         watch(self)
 
@@ -348,7 +348,8 @@ class ManagerControl:
         vision = self.engine.controller.runner.vision
         if vision.family is None or vision.image_token is None:
             return None
-        return ImageLayout(vision.image_token, vision.family.token_types)
+        video = vision.video_token if vision.family.serves_video else None
+        return ImageLayout(vision.image_token, vision.family.token_types, vision.family.tiled, video)
 
     def _handed_out(self, batch: Batch, on_error: OnError) -> Batch:
         self._metrics.batch(batch)

@@ -24,11 +24,15 @@ class ImageLayout:
 
     Attributes:
         placeholder: token id.
+        tiled: whether tensors of a row are [1, tiles, …].
+        video: token id of the placeholder of videos; None: there is none.
         token_types: argument of the forward that marks the placeholders; None: it needs none.
     """
 
     placeholder: int
     token_types: str | None
+    tiled: bool = False
+    video: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +41,7 @@ class BatchImages:
 
     Attributes:
         tensors: per row what its prompt brought, shared by the samples of a group; None: a row of text.
-        placeholders: bool [N, T], where the images' embeddings go.
+        placeholders: uint8 [N, T], 1 where embeddings of images go, 2 where those of videos go, 0 elsewhere.
         sampled: int64 [N], placeholders that were sampled, to which no image belongs.
     """
 
@@ -64,12 +68,14 @@ class BatchImages:
         images = [row.images if isinstance(row, VLMInferenceRequest) else None for row in rows]
         if layout is None or not any(images):
             return None
-        marks = input_ids == layout.placeholder
+        kinds = (input_ids == layout.placeholder).astype(np.uint8)
+        if layout.video is not None:
+            kinds[input_ids == layout.video] = 2
         return cls(
             layout,
             tuple(None if each is None else each.tensors for each in images),
-            torch.from_numpy(marks & ~sampled).to(device),
-            torch.from_numpy((marks & sampled).sum(1)).to(device),
+            torch.from_numpy(np.where(sampled, 0, kinds)).to(device),
+            torch.from_numpy((sampled & (kinds > 0)).sum(1)).to(device),
         )
 
     def to(self, device: torch.device | str) -> BatchImages:
@@ -90,20 +96,30 @@ class BatchImages:
         index = torch.tensor(list(rows), dtype=torch.long, device=device)
         if self.sampled[index].any():
             wrong = [row for row in rows if self.sampled[row]]
+            of_video = "" if self.layout.video is None else f", or {self.layout.video} of a video"
+            bias = {token: -100 for token in (self.layout.placeholder, self.layout.video) if token is not None}
             raise ValueError(
-                f"rows {wrong}: a placeholder of an image (token {self.layout.placeholder}) was sampled, and the model's "
-                "forward would look for its image: leave these rows out, or sample with "
-                f"SamplingParams(logit_bias={{{self.layout.placeholder}: -100}})"
+                f"rows {wrong}: a placeholder of an image (token {self.layout.placeholder}{of_video}) was sampled, and the "
+                "model's forward would look for its image: leave these rows out, or sample with "
+                f"SamplingParams(logit_bias={bias})"
             )
         joined = {}
         for name in {name: None for each in named for name in each}:
             parts = [each[name] for each in named if name in each]
-            tiled = named[0][PIXELS].ndim == TILED_DIMENSIONS
-            joined[name] = _tiled(parts, [each is not None for each in chosen]) if tiled else torch.cat(parts)
+            tiled = self.layout.tiled and named[0][PIXELS].ndim == TILED_DIMENSIONS
+            joined[name] = _tiled(parts, [each is not None for each in chosen]) if tiled else _filled(name, parts)
         found = {name: value.to(device) for name, value in joined.items()}
         if self.layout.token_types is not None:
             found[self.layout.token_types] = self.placeholders[index].long()
         return found
+
+
+def _filled(name: str, parts: list[Tensor]) -> Tensor:
+    """Parts behind each other. Images of unequal numbers of squares are filled up with zeros, which models leave out."""
+    if name != PIXELS or parts[0].ndim != TILED_DIMENSIONS:
+        return torch.cat(parts)
+    most = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, [0] * 7 + [most - part.shape[1]]) for part in parts])
 
 
 def _tiled(parts: Iterable[Tensor], present: Sequence[bool]) -> Tensor:

@@ -313,11 +313,20 @@ class RolloutManager(ManagerScoring):
         with self.engine.locked():
             self._loop.take_ended()
             return checkpoint.save(
-                self.engine, self._backend, self._groups, self._pacer.updates_per_round, self._journal
+                self.engine,
+                self._backend,
+                self._groups,
+                self._pacer.updates_per_round,
+                self._journal,
+                self._player,
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
+
+        Episodes go on with the next `run`, in new environments; turns that had ended are not sampled again. An environment
+        with a method `restore` is told its turns and its answers; any other is played again, and a completion stands if it
+        is asked for with the same prompt (see docs/episodes.md).
 
         If it raises, nothing is in flight.
 
@@ -332,9 +341,14 @@ class RolloutManager(ManagerScoring):
 
     def _load(self, state: dict[str, Any]) -> None:
         self._loop.take_ended()
-        if self._groups or self._backend.snapshot():
-            raise EngineStateError(f"load_state_dict() with {len(self._groups)} groups in flight: use a fresh manager")
-        self._loop.groups, updates_per_round = checkpoint.load(state, self.engine, self._backend, self._journal)
+        if self._groups or self._backend.snapshot() or len(self._player):
+            raise EngineStateError(
+                f"load_state_dict() with {len(self._groups)} groups in flight and {len(self._player)} groups of episodes in "
+                "play: use a fresh manager"
+            )
+        self._loop.groups, updates_per_round = checkpoint.load(
+            state, self.engine, self._backend, self._journal, self._player
+        )
         self._pacer = StalenessPacer(self.config.max_staleness, updates_per_round)
         self._rewards = {}
         self._loop.sync_metrics()

@@ -1,4 +1,4 @@
-"""Journal access of a manager: appends finished groups, finds them again after a restart.
+"""Journal access of a manager: appends finished groups and turns of episodes, finds them again after a restart.
 
 Always true: a group that has ended is appended once, whole, or tried again with the next one; or it is in a checkpoint
 made since. A group that failed is not appended: after a restart it is tried anew. After a restart each finished group is
@@ -27,6 +27,7 @@ from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 
 Samples = list[DynamicInferenceRequest]
+_TURN = b"turn:"
 
 
 class GroupJournal:
@@ -67,6 +68,11 @@ class GroupJournal:
             self._journal.append(samples, key)
             del self._unwritten[0]
 
+    def add_turn(self, prompt: Any, params: SamplingParams, turn: DynamicInferenceRequest) -> None:
+        """Have the next `write` append a turn of an episode."""
+        if self._journal is not None:
+            self._unwritten.append((_turn_key(prompt, params), [turn]))
+
     def checkpoint(self, version: int) -> str:
         """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal.
 
@@ -92,9 +98,9 @@ class GroupJournal:
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:
             for group in self._journal.since(mark):
-                if group.samples:
+                if group.samples and not group.key.startswith(_TURN):
                     by_id[group.samples[0].request_id] = group.place
-                    by_key[group.key].append(group.place)
+                by_key[group.key].append(group.place)
         self._version, self._by_id, self._by_key = version, by_id, by_key
 
     def in_flight(self, group_id: int, tokens: list[int], params: SamplingParams) -> Samples | None:
@@ -119,6 +125,11 @@ class GroupJournal:
                 return group
         return None
 
+    def turn(self, prompt: Any, params: SamplingParams, request_id: int) -> DynamicInferenceRequest | None:
+        """A turn of an episode that ended after the checkpoint, from now on under this id; None: it has to be sampled."""
+        group = self.submitted(_turn_key(prompt, params), request_id) if self._by_key else None
+        return None if group is None else group.samples[0]
+
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
         """Return unused groups of `submitted`, in the order they were given out."""
         for group in reversed(list(groups)):
@@ -137,6 +148,11 @@ class GroupJournal:
 
     def _known_here(self, runs: Iterable[tuple[int, int]]) -> VersionSpans:
         return VersionSpans((min(version, self._version), count) for version, count in runs)
+
+
+def _turn_key(prompt: Any, params: SamplingParams) -> bytes:
+    # The seed among the parameters is of the episode and the turn.
+    return _TURN + key_of(prompt, params, None)
 
 
 def key_of(prompt: Any, params: SamplingParams, metadata: Any) -> bytes:

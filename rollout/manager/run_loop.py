@@ -220,7 +220,7 @@ class RunLoop:
 
     def _step(self, timeout_s: float, patient: bool) -> None:
         with self._engine.locked():
-            self.samples.apply(self._backend)
+            self.samples.apply(self._backend, self.journal)
         if patient and self._backend.idle:
             self.samples.wait(min(timeout_s, PATIENCE_S))
             return
@@ -235,8 +235,10 @@ class RunLoop:
     def _take(self, results: list[DynamicInferenceRequest]) -> None:
         taken = []
         for result in results:
-            if self.samples.take(result):
+            if (sample := self.samples.take(result)) is not None:
                 self._metrics.result(result)
+                if sample.owner is not None and result.error is None:
+                    self.journal.add_turn(sample.tokens, sample.params, result)
             elif self.groups.take(result):
                 taken.append(result)
         for result in taken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from rollout.engine.scheduling.planner import blocks_for
 from rollout.errors import ConfigError
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.token_logprobs import token_entropies
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.images import ImageInputs
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 Sequences = Sequence[Sequence[int] | Tensor]
@@ -128,6 +129,8 @@ class _Plan:
     """[N]: parameters of rows whose log-probs are of the distribution that was sampled from, and not of all tokens."""
     top_k: int
     entropy: bool
+    images: list[ImageInputs | None] = field(default_factory=list)
+    """[N]; empty: there are none."""
 
     @classmethod
     def of(
@@ -168,11 +171,13 @@ class _Plan:
             params = [request.sampling_params for request in batch]
             warm = [1.0 if one.greedy or one.logprobs_mode == "raw" else one.temperature for one in params]
             replayed = [one if _of_set(request) else None for one, request in zip(params, batch, strict=True)]
-        return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy)
+        images = [each.images if isinstance(each, VLMInferenceRequest) else None for each in batch]
+        return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy, images)
 
     def run(self, engine: DynamicInferenceEngine, *, of_own: bool) -> TokenScores:
         rows = np.flatnonzero(self.mask.any(1))
-        wanted = [Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1) for row in rows]
+        images = self.images or [None] * len(self.tokens)
+        wanted = [Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, images[row]) for row in rows]
         results = _Results(self, engine.controller.runner.exact, min(self.top_k, engine.controller.layout.vocab_size))
 
         def take(indices: NDArray[np.int64], positions: NDArray[np.int64], logits: Tensor) -> bool:

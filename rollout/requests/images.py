@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import integer_array
+from rollout.requests.codec import TENSORS, unpack_msgpack
 
 if TYPE_CHECKING:
     import torch
 
 PIXELS = "pixel_values"
+SIZES = "image_sizes"
+"""Beside `pixel_values` [images, squares, channels, height, width]."""
 TILED_DIMENSIONS = 5
 """Of `pixel_values` [1, tiles, channels, height, width]."""
 _RECOMPUTED = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
@@ -37,11 +42,26 @@ class ImageInputs:
         """32 bytes: BLAKE2b of names, dtypes, shapes and contents."""
         return digest_of(self.tensors)
 
+    def pack(self) -> bytes:
+        """msgpack of the tensors, exactly."""
+        packed: bytes = msgpack.packb(TENSORS.encode(dict(self.tensors)))
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> ImageInputs:
+        """The inverse of `pack`.
+
+        Raises:
+            SerializationError: malformed.
+        """
+        return cls(TENSORS.decode(unpack_msgpack("images", packed)))
+
     def begins_with(self, earlier: ImageInputs) -> bool:
         """Whether the first images are those of `earlier`."""
         # Tiles of images lie along the second dimension, behind that of the batch.
-        dim = 1 if self.tensors[PIXELS].ndim == TILED_DIMENSIONS else 0
-        return self.tensors.keys() == earlier.tensors.keys() and all(
+        tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS and SIZES not in self.tensors
+        dim = 1 if tiled else 0
+        return self.tensors.keys() >= earlier.tensors.keys() and all(
             len(part.shape) == len(self.tensors[name].shape)
             and digest_of(
                 {name: self.tensors[name].narrow(dim, 0, min(part.shape[dim], self.tensors[name].shape[dim]))}
@@ -57,26 +77,19 @@ class ImagePrompt(list[int]):
     Args:
         token_ids: every image's placeholder repeated once per embedding, as processors return them.
         images: the tensors of all images, in the order of their placeholders.
+        keyed: little-endian int32, the token ids with a key of its image in place of every placeholder, which block hashes
+            are made of; empty: only the engine knows it.
     """
 
-    def __init__(self, token_ids: Iterable[int], images: ImageInputs) -> None:
+    def __init__(self, token_ids: Iterable[int], images: ImageInputs, keyed: bytes = b"") -> None:
         super().__init__(token_ids)
         self.images = images
+        self.keyed = keyed
 
 
 def images_of(tokens: object) -> ImageInputs | None:
     """The images that token ids carry; None: they carry none."""
     return tokens.images if isinstance(tokens, ImagePrompt) else None
-
-
-def refuse_images(tokens: object, cure: str) -> None:
-    """Refuse a prompt with images where the coordinator would have to carry them.
-
-    Raises:
-        InvalidRequestError: it has images.
-    """
-    if isinstance(tokens, ImagePrompt):
-        raise InvalidRequestError(f"the prompt has images, which no coordinator carries between ranks; use {cure}")
 
 
 def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:

@@ -410,7 +410,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     imgs: torch.Tensor | None = None
     """`pixel_values` of all images, in the layout of the model's image processor."""
     image_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The image processor's other tensors, by name: `image_grid_thw` (Qwen-VL), `pixel_attention_mask` (Idefics 3)."""
+    """The processor's other tensors, by name: `image_grid_thw`, `pixel_values_videos` (Qwen-VL), `pixel_attention_mask`."""
     num_tiles: list[int] = field(default_factory=list)
     """Tiles of each image that the vision tower encodes on its own; set at admission."""
     decoder_seq_length: int | None = None
@@ -426,8 +426,9 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
     @property
     def images(self) -> ImageInputs | None:
-        """All tensors of its images; None: it has none."""
-        return None if self.imgs is None else ImageInputs({PIXELS: self.imgs, **self.image_inputs})
+        """All tensors of its images and videos; None: it has none."""
+        tensors = self.image_inputs if self.imgs is None else {PIXELS: self.imgs, **self.image_inputs}
+        return ImageInputs(tensors) if tensors else None
 
 
 def _decode_request(plain: Any) -> DynamicInferenceRequest:

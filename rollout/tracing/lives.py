@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from rollout.requests.record import DynamicInferenceRequestRecord
     from rollout.requests.request import DynamicInferenceRequest
 
-WAITING, PREFILL, DECODE, PREEMPTED, HELD = "waiting", "prefill", "decode", "preempted", "held"
-STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD)
+WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL = "waiting", "prefill", "decode", "preempted", "held", "tool"
+STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL)
 """In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV, and the
-engine stands still."""
+engine stands still; it has ended, and its episode waits for a tool."""
 
 
 @dataclass(frozen=True)

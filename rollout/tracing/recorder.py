@@ -9,6 +9,7 @@ to lists only, so that any thread may report. After `MAX_ROWS` steps or samples 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +76,7 @@ class EngineLog:
         lives: of samples that have ended.
         controls: control calls and weight updates.
         states: (time, value of the `EngineState`), from the beginning on.
+        tools: request id → when an episode began to wait for the tool that its turn asked for, and when it went on.
         dropped: rows beyond `MAX_ROWS`.
     """
 
@@ -84,6 +86,7 @@ class EngineLog:
         self.lives: list[Life] = []
         self.controls: list[Span] = []
         self.states: list[tuple[float, str]] = [(clock(), state)]
+        self.tools: dict[int, tuple[float, float]] = {}
         self.dropped = 0
         self._marks: list[float] = []
 
@@ -118,6 +121,16 @@ class EngineLog:
             self.dropped += 1
             return
         self.lives.append(life_of(record, self.clock()))
+
+    def tool_begins(self, request_id: int) -> None:
+        """The episode of this turn begins to wait for a tool; from any thread."""
+        if len(self.tools) < MAX_ROWS:
+            self.tools[request_id] = (self.clock(), math.inf)
+
+    def tool_ends(self, request_id: int) -> None:
+        """The episode of this turn goes on, or ends; without effect where the trace began later."""
+        if (wait := self.tools.get(request_id)) is not None:
+            self.tools[request_id] = (wait[0], self.clock())
 
     def instant(self, name: str, **args: Any) -> None:
         """Something happened to the engine, now."""
@@ -186,6 +199,7 @@ class TraceRecorder:
         for of in list(self._phases):
             self.phase(of, None, None)
         for tap, log in list(self._of_tap.items()):
+            log.tools = {turn: (start, min(end, self.ended)) for turn, (start, end) in log.tools.copy().items()}
             log.lives += [life_of(record, self.ended) for record in tap.engine.traced_records()]
         self._of_tap.clear()
 

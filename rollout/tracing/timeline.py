@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, WAITING, Life
+from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, TOOL, WAITING, Life
 from rollout.tracing.recorder import EngineLog, Span, StepRow, TraceRecorder
 
 FORMAT = "rollout-trace-1"
@@ -28,6 +28,7 @@ RANKS_FROM = 10
 ENGINES_PER_RANK = 100
 COLORS = {
     WAITING: "grey", PREFILL: "rail_response", DECODE: "good", PREEMPTED: "terrible", HELD: "white",
+    TOOL: "thread_state_iowait",
 }  # fmt: skip
 """Names of the palette that the format has."""
 
@@ -142,6 +143,11 @@ def _process(pid: int, title: str, log: EngineLog, around: list[Span], base: flo
     held = _held(log, around, end)
     for number, life in enumerate(sorted(log.lives, key=lambda life: (life.start, life.request_id, life.sample_index))):
         yield from _sample(pid, SAMPLES + number, life, held, base)
+        if (wait := log.tools.get(life.request_id)) is not None:
+            start, until = max(wait[0], life.end, base), wait[1]
+            yield _slice(pid, SAMPLES + number, TOOL, start, max(start, until), base, {}, cat="state") | {
+                "cname": COLORS[TOOL]
+            }
 
 
 def _spans(pid: int, around: list[Span], controls: list[Span], base: float) -> Iterator[Event]:

@@ -10,6 +10,9 @@ answers with 8 tokens. Lengths and delays are the same both ways.
                 its tokens per second to those of lock step (a `run` of a fixed set ends with its slowest tools)
     lock step   `generate` for turn k of all episodes, then all their tools at once (the slowest ends the turn)
 
+    ideal       `tests.benchmarks.episode_bound`: what the steps of the run cost, what the same schedule takes with nothing
+                between steps, and the least that any schedule takes
+
     busy        share of the time in which the engine has work (a completion is open) that is spent in its steps
     recomputed  prompt tokens of later turns that were computed, not found in the prefix cache, though an earlier turn of the
                 episode had them (those of a last, partly filled block), as a share of all of them
@@ -35,6 +38,8 @@ from rollout.config import InferenceConfig
 from rollout.manager.episodes.environment import StepResult
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
+from rollout.tracing import recorder as tracing
+from tests.benchmarks.episode_bound import StepCost, bound, same_schedule
 
 OBSERVATION = list(range(10, 18))
 PROMPT = 32
@@ -89,7 +94,7 @@ class Busy:
             self._open_since = time.perf_counter()
         return self._open(*args)
 
-    def _taken(self, result: Any) -> bool:
+    def _taken(self, result: Any) -> Any:
         taken = self._take(result)
         if not len(self._rollout._loop.samples) and self._open_since is not None:
             self.open_s += time.perf_counter() - self._open_since
@@ -97,8 +102,8 @@ class Busy:
         return taken
 
 
-def overlapped(rollout: RolloutManager, plan: Plan) -> tuple[float, float, float]:
-    """Seconds, busy share, recomputed share."""
+def overlapped(rollout: RolloutManager, plan: Plan) -> tuple[float, float, float, StepCost]:
+    """Seconds, busy share, recomputed share, cost of the steps."""
     busy = Busy(rollout)
 
     class Tool:
@@ -119,14 +124,18 @@ def overlapped(rollout: RolloutManager, plan: Plan) -> tuple[float, float, float
             prompt = [*episode.tokens, *step.observation]
         return 0.0
 
+    recorder = tracing.start("episodes")
     started = time.perf_counter()
-    batch = rollout.run(range(len(plan.prompts)), play, progress=False)
+    try:
+        batch = rollout.run(range(len(plan.prompts)), play, progress=False)
+    finally:
+        tracing.stop(recorder)
     seconds = time.perf_counter() - started
     assert int(batch.response_mask.sum()) == plan.tokens
     pairs = [pair for episode in batch.episodes for pair in pairwise(episode.turns)]
     known = sum(earlier.total_length - 1 for earlier, _ in pairs)
     recomputed = sum(earlier.total_length - 1 - turn.num_cached_tokens for earlier, turn in pairs)
-    return seconds, busy.steps_s / busy.open_s, recomputed / known
+    return seconds, busy.steps_s / busy.open_s, recomputed / known, StepCost.of(recorder.engines[0].steps)
 
 
 def steady(rollout: RolloutManager, plan: Plan) -> float:
@@ -188,7 +197,7 @@ def main() -> None:
     for _ in range(options.rounds):
         with RolloutManager(model, config=config) as rollout:
             rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-            seconds, busy, recomputed = overlapped(rollout, plan)
+            seconds, busy, recomputed, cost = overlapped(rollout, plan)
         with RolloutManager(model, config=config) as rollout, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rate = steady(rollout, plan)
@@ -196,16 +205,25 @@ def main() -> None:
         with RolloutManager(model, config=config) as rollout:
             rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
             lock_step = in_lock_step(rollout, plan)
+        ideal = same_schedule(cost, plan, len(OBSERVATION))
+        work, alone = bound(cost, plan, len(OBSERVATION))
+        least = max(work, alone)
+        most = lock_step / least
         found.append(
             {
                 "run_s": seconds, "lock_step_s": lock_step, "steady_ratio": rate * lock_step / plan.tokens, "busy": busy,
-                "recomputed": recomputed,
+                "recomputed": recomputed, "ideal_s": ideal, "least_s": least,
             }
         )  # fmt: skip
         print(
             f"run {seconds:.1f} s, {plan.tokens / seconds:.0f} tokens/s, busy {busy:.1%}, recomputed {recomputed:.2%}; "
             f"lock step {lock_step:.1f} s, {plan.tokens / lock_step:.0f} tokens/s; ratio {lock_step / seconds:.2f}; "
             f"steady {rate:.0f} tokens/s, ratio {rate * lock_step / plan.tokens:.2f}"
+        )
+        print(
+            f"a step takes {cost.step * 1e3:.2f} ms + {cost.token * 1e3:.3f} ms per token + {cost.prompt * 1e3:.3f} ms per "
+            f"prompt token: this schedule without overhead {ideal:.1f} s, ratio {lock_step / ideal:.2f}; all tokens in full "
+            f"steps {work:.1f} s, the longest episode alone {alone:.1f} s: no schedule has a ratio above {most:.2f}"
         )
     if options.json is not None:
         options.json.write_text(json.dumps(found), encoding="utf-8")

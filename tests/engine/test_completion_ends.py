@@ -28,7 +28,8 @@ from tests.models import make_model, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-both = pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+"""Through the fused forward; through the module."""
 
 
 def logits_of(name: str, tokens: list[int]) -> torch.Tensor:

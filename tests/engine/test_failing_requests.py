@@ -36,7 +36,8 @@ from tests.models import VOCAB, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-both = pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+"""Through the fused forward; through the module."""
 
 
 # --- a step that raises -----------------------------------------------------------------------------------------------

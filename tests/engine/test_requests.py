@@ -33,7 +33,8 @@ from tests.models import VOCAB, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-both = pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+"""Through the fused forward; through the module."""
 
 
 # --- refused at admission ---------------------------------------------------------------------------------------------

@@ -243,9 +243,9 @@ def sealed(state: State, data: bytes) -> State:
 MALFORMED: list[tuple[Callable[[State], Any], str]] = [
     (lambda state: None, "state: None arrived where a dict"),
     (lambda state: [state], "state: .* where a dict"),
-    (lambda state: {}, r"state\.format: None arrived where 4"),
-    (lambda state: {**state, "format": 1}, r"state\.format: 1 arrived where 4, the format that this version reads"),
-    (lambda state: {"format": 4, "checksum": 1}, r"state\.data: missing"),
+    (lambda state: {}, r"state\.format: None arrived where 5"),
+    (lambda state: {**state, "format": 1}, r"state\.format: 1 arrived where 5, the format that this version reads"),
+    (lambda state: {"format": 5, "checksum": 1}, r"state\.data: missing"),
     (
         lambda state: {**state, "data": state["data"][:-9]},
         r"state\.checksum: \d+ arrived where .* a byte of it was damaged",

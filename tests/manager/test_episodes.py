@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import random
 import threading
@@ -387,12 +388,12 @@ def test_tokens_depend_on_the_episode_and_not_on_how_fast_its_tools_are(frozen):
     assert tokens_with(itertools.repeat(0.0)) == tokens_with(itertools.cycle([0.005, 0.0, 0.001]))
 
 
-def test_no_block_of_an_earlier_turn_is_computed_twice_within_a_version(rollout):
+def test_no_token_of_an_earlier_turn_is_computed_twice_within_a_version(rollout):
     batch = rollout.run(range(3, 9), Echo, tokens(7))
     for episode in batch.episodes:
         for earlier, turn in itertools.pairwise(episode.turns):
-            # The last token's KV is computed by nobody; only whole blocks (of four tokens here) are shared.
-            assert turn.num_cached_tokens == (earlier.total_length - 1) // 4 * 4
+            # The KV of the last token was never computed.
+            assert turn.num_cached_tokens == earlier.total_length - 1
 
 
 # --- the batch, whatever happens ------------------------------------------------------------------------------------
@@ -407,7 +408,8 @@ class Adventure:
 
     async def __call__(self, episode) -> float:
         rng = random.Random(f"{self.seed} {episode.task} {episode.index}")
-        seen = self.seen.setdefault((episode.group_id, episode.index), [])
+        # After a restart it is played again.
+        seen = self.seen[episode.group_id, episode.index] = []
 
         async def sample(prompt: list[int]) -> list[int]:
             turn = await episode.sample(prompt, tokens(rng.randint(1, 5)))
@@ -435,10 +437,27 @@ class Adventure:
         return rng.random()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, model):
+def trainer_logprobs(model, turn) -> torch.Tensor:
+    """Of the completion of a turn, by the model's own forward."""
+    ids = torch.tensor([[*turn.prompt_tokens, *turn.generated_tokens]])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[len(turn.prompt_tokens) - 1 :, 0]
+
+
+@pytest.mark.parametrize(
+    ("seed", "name", "mode", "restarts"),
+    [
+        (0, "qwen3", "persist", False), (1, "qwen3", "offload", True), (2, "qwen3", "recompute", False),
+        (3, "qwen3_next", "offload", True), (4, "qwen3_moe", "persist", True),
+    ],
+)  # fmt: skip
+def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, name, mode, restarts):
+    model = make_model(name, num_hidden_layers=2) if name == "qwen3" else make_model(name)
+    of_version = [copy.deepcopy(model)]
     adventure = Adventure(seed)
-    rollout = make_rollout(model, kv_cache_blocks=48, max_requests=8)
+    options = {"kv_cache_blocks": 48, "max_requests": 8, "kv_cache_management_mode": mode}
+    rollout = make_rollout(model, **options)
     batches = []
     for round_ in range(4):
         last = round_ == 3
@@ -446,8 +465,17 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, mo
         batches.append(rollout.run(tasks, adventure, n=2, min_groups=None if last else 2))
         with rollout.suspended():
             update(model, rollout, seed=round_, size=0.05)
+        of_version.append(copy.deepcopy(model))
+        if restarts and round_ == 1:
+            state = rollout.state_dict()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                rollout.close()
+            rollout = make_rollout(model, **options)
+            rollout.load_state_dict(state)
     expected: list[tuple] = []
     found: list[tuple] = []
+    checked = 0
     for batch in batches:
         for episode in batch.episodes:
             assert episode.error is None
@@ -456,6 +484,11 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, mo
                 for at, token in enumerate(completion):
                     before = (*prompt, *completion[:at])
                     expected.append((key, before, token, round(logprobs[at], 5), versions[at]))
+            for turn in episode.turns:
+                if len({*turn.policy_versions.tolist(), *(version for version, _ in turn.kv_spans.runs)}) == 1:
+                    exact = trainer_logprobs(of_version[turn.policy_version], turn)
+                    torch.testing.assert_close(torch.tensor(turn.generated_log_probs), exact, atol=1e-4, rtol=0)
+                    checked += 1
         for row in range(len(batch)):
             episode = batch.episodes[batch.episode_ids[row]]
             ids = batch.input_ids[row].tolist()
@@ -466,11 +499,13 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, mo
     assert Counter(found) == Counter(expected)
     assert len(expected) > 100
     assert len({version for *_, version in expected}) >= 3
+    assert checked > 30
+    assert rollout.engine.stats()["prefix_tail_tokens"] > 0
     assert_nothing_leaked(rollout)
     rollout.close()
 
 
-def test_a_manager_with_episodes_in_play_saves_its_other_groups(small):
+def test_a_manager_with_episodes_in_play_saves_its_other_groups_beside_them(small):
     async def play(episode):
         await episode.sample([4, 5], tokens(300))
         return 0.0
@@ -481,5 +516,6 @@ def test_a_manager_with_episodes_in_play_saves_its_other_groups(small):
     state = small.state_dict()
     with make_rollout(small.model) as other:
         other.load_state_dict(state)
-        assert other.groups_in_flight == 1
+        assert (other.groups_in_flight, other.episode_groups_in_play) == (1, 1)
         assert len(other.generate([], min_groups=1)) == 1
+        assert other.run([], play).response_mask.sum() == 300

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import rollout
 from rollout import InferenceConfig, RolloutManager, SamplingParams
 from rollout.errors import InvalidRequestError
 from rollout.journal.journal import Journal
 from tests.engines import token_ids
+from tests.models import VOCAB
 from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, picture_prompt, shared_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -25,10 +27,11 @@ def manager_of(name: str, **options: Any) -> RolloutManager:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_trainers_forward_of_a_batch_gives_the_log_probs_it_was_sampled_with(name: str) -> None:
-    """Rows with one, several and no images; all rows, and any part of them."""
+    """Rows with one, several and no images, and a video; all rows, and any part of them."""
     model = shared_vision_model(name)
     with manager_of(name) as manager:
-        prompts = [picture_prompt(name, [2, "a", 3, "b"]), token_ids(5), picture_prompt(name, ["c", 4])]
+        last = ["c", 4, "clip", 2] if "qwen" in name else ["c", 4]
+        prompts = [picture_prompt(name, [2, "a", 3, "b"]), token_ids(5), picture_prompt(name, last)]
         batch = manager.generate(prompts, SAMPLED)
     model.eval()
     for rows in (None, slice(2, 4), slice(1, 5), torch.tensor([5, 0])):
@@ -50,11 +53,27 @@ def test_the_trainers_forward_of_a_batch_gives_the_log_probs_it_was_sampled_with
     assert batch.to("cpu").model_inputs().keys() == batch.model_inputs().keys()
 
 
-def test_scores_of_rows_with_images_are_refused_instead_of_made_without_them() -> None:
-    with manager_of("qwen3_vl") as manager:
-        batch = manager.generate([token_ids(5), picture_prompt("qwen3_vl", [2, "a"])], SAMPLED)
-        with pytest.raises(InvalidRequestError, match=r"sequence 2: .* placeholders of images .* and no image"):
-            manager.score(batch, temperature=1.0)
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_small"])
+def test_scores_are_the_log_probs_of_the_trainers_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the logits of one step could not be those of an image, which is not cut."""
+    monkeypatch.setattr("rollout.engine.prefill.LOGITS_BYTES", 8 * VOCAB)
+    with manager_of(name) as manager:
+        prompts = [picture_prompt(name, [2, "a", 3, "b"]), token_ids(5), picture_prompt(name, ["a", 4])]
+        batch = manager.generate(prompts, SAMPLED.replace(logprobs_mode="raw"))
+        scores = manager.score(batch)
+        assert manager.engine.stats()["images_encoded"] == 2
+    torch.testing.assert_close(scores.logprobs, batch.logprobs, rtol=0, atol=1e-5)
+    other = rollout.score(shared_vision_model(name), batch)
+    torch.testing.assert_close(other.logprobs, batch.logprobs, rtol=0, atol=1e-5)
+
+
+def test_token_ids_with_placeholders_and_no_image_are_not_scored() -> None:
+    tokens = picture_prompt("qwen3_vl", [2, "a"])["input_ids"][0]
+    with (
+        manager_of("qwen3_vl") as manager,
+        pytest.raises(InvalidRequestError, match=r"sequence 1: .* placeholders of images .* and no image"),
+    ):
+        manager.score([token_ids(5), tokens])
 
 
 def test_rows_with_a_sampled_placeholder_are_named() -> None:
@@ -63,7 +82,7 @@ def test_rows_with_a_sampled_placeholder_are_named() -> None:
         bad = SAMPLED.replace(logit_bias={IMAGE: 100.0})
         batch = manager.generate([prompt, prompt], [SAMPLED, bad])
     assert "pixel_values" in batch.model_inputs(slice(0, 2))
-    with pytest.raises(ValueError, match=r"rows \[2, 3\]: a placeholder of an image \(token 90\) was sampled"):
+    with pytest.raises(ValueError, match=r"rows \[2, 3\]: a placeholder .* \(token 90, or 91 of a video\) was sampled"):
         batch.model_inputs()
 
 

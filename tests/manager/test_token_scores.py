@@ -280,11 +280,11 @@ def test_a_forward_that_raises_leaves_the_rollout_as_it_was(model, error):
     with make_rollout(model, max_tokens_per_step=16) as rollout:
         forward, left = rollout.engine.controller.runner.forward, [2]
 
-        def failing(ids, rows, keep, states):
+        def failing(*step):
             left[0] -= 1
             if not left[0]:
                 raise error("broken")
-            return forward(ids, rows, keep, states)
+            return forward(*step)
 
         rollout.engine.controller.runner.forward = failing
         with pytest.raises(error, match="broken"):

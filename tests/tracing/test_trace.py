@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from rollout.__main__ import main
 from rollout.errors import ConfigError, EngineStateError
 from rollout.manager.manager import RolloutManager
 from rollout.tracing import recorder
-from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, WAITING
+from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, TOOL, WAITING
 from rollout.tracing.reading import ReadTrace, load, read
 from rollout.tracing.timeline import merged, write
 from tests.models import make_model
@@ -220,3 +222,26 @@ def test_nothing_is_kept_while_no_trace_is_recorded(model):
     manager.generate(PROMPTS[:2], PARAMS)
     assert manager.engine.tap.log is None
     manager.close()
+
+
+def test_after_a_turn_its_track_shows_how_long_the_episode_waited_for_a_tool(model, tmp_path):
+    answered = []
+
+    async def play(episode):
+        for _ in range(2):
+            await episode.sample([5, 6, episode.task], SamplingParams(max_tokens=3, ignore_eos=True))
+            before = time.time()
+            await asyncio.sleep(0.02)
+            answered.append(time.time() - before)
+        return 1.0
+
+    with make_rollout(model) as manager, manager.trace(tmp_path / "step.json"):
+        manager.run([7, 8], play)
+    (engine,) = read([tmp_path / "step.json"]).engines
+    assert len(engine.samples) == 4
+    for sample in engine.samples:
+        *earlier, (state, start, end) = sample.states
+        assert state == TOOL
+        assert earlier[-1][2] <= start + 2e-6
+        assert sample.end <= start + 2e-6, "the request has ended before"
+        assert end - start > min(answered) / 2

@@ -19,6 +19,8 @@ from rollout.errors import InvalidRequestError, RolloutError, SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta
 from rollout.requests.events import unpack_events
+from rollout.requests.image_request import with_images
+from rollout.requests.images import ImageInputs
 from rollout.requests.record import DynamicInferenceRequestRecord, split
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -58,6 +60,10 @@ class OpenGroup:
     """Called when tokens arrive or samples end."""
     on_done: Callable[[OpenGroup], object] = noop
     """Called when the group has ended or failed."""
+    images: ImageInputs | None = None
+    """Of the prompt."""
+    keyed: bytes = b""
+    """The prompt as its block hashes are made, if it has images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
     _ended: set[int] = field(default_factory=set)
@@ -162,9 +168,8 @@ class OpenGroup:
             self._prompt_list = np.frombuffer(self.prompt_tokens or b"", "<i4").tolist()
         outcome = unpack(sample.outcome or b"")
         if outcome.block_size_tokens is not None and not self._hashes:
-            self._hashes = compute_block_hashes_batched(
-                self._prompt_list, outcome.block_size_tokens, self.params.prefix_share
-            )
+            hashed = np.frombuffer(self.keyed, "<i4") if self.keyed else self._prompt_list
+            self._hashes = compute_block_hashes_batched(hashed, outcome.block_size_tokens, self.params.prefix_share)
         request = DynamicInferenceRequest(
             request_id=self.request_id,
             sample_index=index,
@@ -199,6 +204,7 @@ class OpenGroup:
             precomputed_block_hashes=self._hashes,
         )
         request.put_events_before(unpack_events(sample.events or b""))
+        request = with_images(request, self.images)
         request.prompt_tokens = self._prompt_list
         return request
 

@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any, ClassVar, Unpack
 
@@ -49,7 +49,10 @@ from rollout.errors import (
     SerializationError,
 )
 from rollout.requests.codec import refuse
+from rollout.requests.images import ImagePrompt, processed_prompt
 from rollout.sampling_params import SamplingParams
+
+SMALLER = "let the processor make smaller images, or have every rank compute its own prompts (coordinator=False)"
 
 
 class Call:
@@ -126,7 +129,7 @@ class ClientSession:
         """Submit a group.
 
         Args:
-            prompt: text, or token ids in [0, 2**31).
+            prompt: text, token ids in [0, 2**31), or what a processor returned for one prompt with images.
             wanted: samples to compute. None: all that have not ended in `known`.
             options: see `RequestOptions`.
 
@@ -137,6 +140,8 @@ class ClientSession:
         """
         self._refuse_when_lost()
         chosen = checked(options)
+        if isinstance(prompt, Mapping):
+            prompt = processed_prompt(prompt)
         packed = prompt if isinstance(prompt, str) else int32_tokens(prompt)
         priority, timeout_s, interval = chosen["priority"], chosen["timeout_s"], chosen["interval"]
         arrived = self._clock() if chosen["arrival_time"] is None else float(chosen["arrival_time"])
@@ -145,6 +150,9 @@ class ClientSession:
             group.request_id, packed, params.n, packed_params(params), params.seed, priority, arrived, timeout_s, interval,
             min_policy_version=chosen["min_policy_version"],
         )  # fmt: skip
+        if isinstance(prompt, ImagePrompt):
+            group.images, group.keyed = prompt.images, prompt.keyed
+            message.images, message.keyed = prompt.images.pack(), prompt.keyed
         for stretch in chosen["known"]:
             _continue(group, stretch)
         if wanted is not None:
@@ -155,10 +163,11 @@ class ClientSession:
         message.known = group.known(still)
         message.wanted = still if len(still) < params.n else []
         known = sum(stretch.buffer_bytes for stretch in message.known)
-        if len(packed) + known > MAX_REQUEST_BYTES:
+        if len(packed) + len(message.images) + len(message.keyed) + known > MAX_REQUEST_BYTES:
+            pictured = f", {len(message.images)} bytes of images" if message.images else ""
             raise InvalidRequestError(
-                f"a prompt of {len(packed)} bytes with {known} known: at most {MAX_REQUEST_BYTES} fit in one request; "
-                "shorten it"
+                f"a prompt of {len(packed)} bytes{pictured} with {known} known: at most {MAX_REQUEST_BYTES} fit in one "
+                f"request; {SMALLER if pictured else 'shorten it'}"
             )
         self._send(message)
         self._next_request_id += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypedDict, get_type_hints
 
@@ -16,8 +16,10 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.delta import TOKEN_BYTES
 from rollout.sampling_params import SamplingParams
 
-Prompt = str | bytes | Sequence[int] | NDArray[Any]
-"""Text, token ids, or token ids as little-endian int32 in bytes."""
+TokenIds = bytes | Sequence[int] | NDArray[Any]
+"""Also as little-endian int32 in bytes."""
+Prompt = str | TokenIds | Mapping[str, Any]
+"""Text, token ids, or what a processor returned for one prompt with images."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -73,7 +75,7 @@ def packed_params(params: SamplingParams) -> bytes:
     return packed
 
 
-def int32_tokens(prompt: bytes | Sequence[int] | NDArray[Any]) -> bytes:
+def int32_tokens(prompt: TokenIds) -> bytes:
     """Pack token ids as little-endian int32.
 
     Raises:

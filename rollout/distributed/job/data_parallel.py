@@ -34,15 +34,12 @@ from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.admission import prompt_of
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConnectionLostError, RolloutError
-from rollout.requests.images import refuse_images
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
-
-NO_COORDINATOR = "RolloutManager(..., coordinator=False): every rank then computes its own prompts"
 
 
 class DataParallelBackend:
@@ -100,7 +97,6 @@ class DataParallelBackend:
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
         """Submit a group to the coordinator."""
         tokens = self._engine.check_request(prompt, params)
-        refuse_images(tokens, NO_COORDINATOR)
         if params.seed is None:
             params = params.replace(seed=stream_key(self._base_seed, group_id))
         text = prompt if isinstance(prompt, str) else None
@@ -117,13 +113,12 @@ class DataParallelBackend:
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
             self._engine.check_record(record)
-            refuse_images(prompt_of(record[0]), NO_COORDINATOR)
         for group_id, of_group in by_group.items():
             first = of_group[0][0]
             params = first.sampling_params.replace(seed=first.seed)
             self._open(
                 group_id,
-                first.prompt_tokens,
+                prompt_of(first),
                 first.prompt,
                 params,
                 first.metadata,

@@ -16,6 +16,8 @@ from rollout.distributed.protocol.partial import oldest_version
 from rollout.distributed.protocol.status import JobStatus
 from rollout.errors import RequestAbortedError, RolloutError, SerializationError
 from rollout.requests.delta import SampleDelta
+from rollout.requests.image_request import with_images
+from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
@@ -69,7 +71,7 @@ class OwnGroup:
                 self.group_id, self.prompt, self.params, priority=self.priority, arrival_time=self.arrival_time
             )
             request.prompt, request.metadata = self.text, self.metadata
-            requests.append(request)
+            requests.append(with_images(request, images_of(self.prompt)))
         return requests
 
     def failed(self, index: int) -> DynamicInferenceRequest:

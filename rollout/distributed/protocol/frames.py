@@ -22,11 +22,11 @@ from rollout.requests.delta import COLUMNS, TOKEN_BYTES
 MAX_FRAME_BYTES = 64 << 20
 """Maximum frame size; a longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""Maximum size of a prompt with the known tokens of its samples, so that an `Assign` fits into one frame."""
+"""Maximum size of a prompt with its images and the known tokens of its samples, so that an `Assign` fits into one frame."""
 SMALL_BYTES = 1 << 17
 """Frames up to this size are decoded without counting values."""
 LONG_BYTES = 1 << 18
-"""Prompts from this size on are encoded without copying them twice."""
+"""Prompts and images from this size on are encoded without copying them twice."""
 MAX_STRETCHES = 1 << 11
 """Maximum per frame: a stretch costs as much as fifty numbers, and 2,048 some ten milliseconds."""
 MAX_ITEMS = 1 << 19
@@ -137,7 +137,9 @@ def encode(sequence: int, message: Message) -> bytes:
         sequence: number of this frame in its direction of the connection, from 0.
     """
     row = [message.header, sequence, *_ROWS[message.header].plain(message)]
-    if (type(message) is Assign or type(message) is Submit) and len(message.prompt) >= LONG_BYTES:
+    if (type(message) is Assign or type(message) is Submit) and max(
+        len(message.prompt), len(message.images)
+    ) >= LONG_BYTES:
         return _joined(row)
     packed: bytes = msgpack.packb(row)
     return packed

@@ -26,7 +26,7 @@ from rollout.distributed.protocol.request import Update as Update
 from rollout.distributed.protocol.stretch import Stretch as Stretch
 from rollout.errors import ConnectionLostError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 # --- session ----------------------------------------------------------------------------------------------------------

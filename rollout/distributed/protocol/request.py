@@ -35,6 +35,11 @@ class Submit(Message):
     """Samples to compute if the others have ended; empty: all."""
     min_policy_version: wire.Count = 0
     """Lowest policy version of an engine that may compute it: that of the client's weights."""
+    images: wire.Blob = b""
+    """msgpack of the tensors of its images by name; empty: a prompt of text."""
+    keyed: wire.Tokens = b""
+    """The prompt with a key of its image in place of every placeholder, of which block hashes are made. Empty: the prompt;
+    with images: it is routed by load alone."""
 
 
 @dataclass(slots=True)
@@ -64,6 +69,8 @@ class Assign(Message):
     interval: wire.Count
     known: Stretches
     """Tokens computed by earlier ranks, in order; generation continues after them."""
+    images: wire.Blob = b""
+    """As submitted."""
 
 
 @dataclass(slots=True)

@@ -46,6 +46,8 @@ from rollout.engine.rank_engine import RankEngine
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import unpack_msgpack
+from rollout.requests.image_request import with_images
+from rollout.requests.images import ImageInputs, ImagePrompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, Mode
@@ -164,7 +166,8 @@ class RankSession:
 
     def _queue(self, message: Assign, number: int, wanted: list[int]) -> dict[int, Known]:
         params = _params(message.params).replace(seed=message.seed)
-        prompt = np.frombuffer(message.prompt, "<i4").tolist()
+        prompt: list[int] = np.frombuffer(message.prompt, "<i4").tolist()
+        images = ImageInputs.unpack(message.images) if message.images else None
         # The coordinator has no wall clock: 0 means now.
         arrival_time = message.arrival_time or None
         known: dict[int, Known] = {}
@@ -178,12 +181,14 @@ class RankSession:
             if not delta.count:
                 continue
             request = delta.to_request(number, prompt, params, priority=message.priority, arrival_time=arrival_time)
+            request = with_images(request, images)
             self._engine.add_record(DynamicInferenceRequestRecord.from_request(request))
             known[index] = (delta.count, delta.prompt_version, len(request.events))
         fresh = [index for index in wanted if index not in known]
         if fresh:
+            asked = prompt if images is None else ImagePrompt(prompt, images)
             self._engine.add_request(
-                prompt, params, request_id=number, samples=fresh, priority=message.priority, arrival_time=arrival_time
+                asked, params, request_id=number, samples=fresh, priority=message.priority, arrival_time=arrival_time
             )
         return known
 

@@ -18,7 +18,7 @@ from rollout.engine.exact.decoder import logits_of, output_of
 from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.packing import packing_of
 from rollout.engine.exact.served import bound_exactly
-from rollout.engine.forward.fused_forward import Unfusable, bypassed
+from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout, inspect_model
 from rollout.engine.forward.originals import Replaced
 from rollout.engine.memory.kv_cache import KVCache

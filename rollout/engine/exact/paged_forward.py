@@ -15,7 +15,8 @@ from rollout.engine.exact.operations import linear
 from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
-from rollout.engine.forward.fused_forward import Bound, BoundForward
+from rollout.engine.forward.fused_binding import Bound
+from rollout.engine.forward.fused_forward import BoundForward
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.rotary_tables import rotary_tables
@@ -61,7 +62,8 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
             graphed_rows,
             CudaDevice(device),
             TritonDecode(paged, cache),
-            forward.decode,
+            forward,
+            alone=True,
         )
 
 
@@ -73,8 +75,11 @@ class PagedForward(BoundForward):
         length: most tokens of a sequence. Cosines and sines of so many positions stay at one address, for CUDA graphs.
     """
 
+    numbers: tuple[float, ...] = ()
+    """See `DecodeForward`: what is fixed in a graph is in the signature of the module."""
+
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
-        super().__init__(model, layout, cache)
+        super().__init__(model, layout, cache, exact=True)
         self._paged = paged
         self._length = length
         self._tables: tuple[Tensor, Tensor] | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from rollout.engine.exact.kernels import kernels_on
-from rollout.engine.forward.fused_forward import Bound, Unfusable, bypassed
+from rollout.engine.forward.fused_binding import Bound
+from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.originals import Replaced
 from rollout.engine.memory.kv_cache import KVCache
@@ -18,7 +19,7 @@ def bound_exactly(model: nn.Module, layout: ModelLayout, cache: KVCache) -> Boun
     Raises:
         Unfusable, Replaced, AttributeError: why exact mode does not compute what it does.
     """
-    bound = Bound(model, layout, cache)
+    bound = Bound(model, layout, cache, exact=True)
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise Unfusable("it holds PEFT adapters")
     return bound

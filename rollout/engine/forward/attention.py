@@ -99,6 +99,7 @@ class PagedBatch:
         windows: sliding windows of layers that do not pass one themselves.
         chunks: of the layers whose attention is in chunks.
         write: writes K and V into their slots.
+        unwindowed: like `attention`, of layers without a window, where what they see differs beside; None: the same.
     """
 
     cache: KVCache
@@ -108,6 +109,7 @@ class PagedBatch:
     windows: Mapping[nn.Module, int | None]
     chunks: Mapping[nn.Module, int]
     write: CacheWrite = write_slots
+    unwindowed: Sequence[PagedAttention] | None = None
 
     def attend(
         self,
@@ -123,14 +125,16 @@ class PagedBatch:
         (key_cache, value_cache), group = self.cache.layer(layer), self.cache.group_of(layer)
         keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
         self.write(keys, values, key_cache, value_cache, self.slots[group])
-        out = self.attention[group](
+        window = self.windows.get(module, arguments.get("sliding_window"))
+        attention = self.attention if window is not None or self.unwindowed is None else self.unwindowed
+        out = attention[group](
             query.transpose(1, 2).flatten(0, 1).contiguous(),
             keys,
             values,
             key_cache,
             value_cache,
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=self.windows.get(module, arguments.get("sliding_window")),
+            window=window,
             softcap=arguments.get("softcap"),
             chunk=self.chunks.get(module),
             sinks=arguments.get(SINKS),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rollout.engine.forward.adapters import LoraAdapters, Names
 from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
 from rollout.engine.forward.cuda_capture import CudaDevice
+from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
@@ -29,7 +30,8 @@ from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.recurrent_states import StateRows
 from rollout.engine.forward.routers import Routers
-from rollout.engine.kernels import cpu_library, triton_paged
+from rollout.engine.forward.step_rows import pack
+from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
@@ -58,10 +60,12 @@ class ModelRunner:
     """Runs scheduled steps on one model.
 
     Args:
-        fused: on a CPU, try the fused forward.
+        fused: try the fused forward.
         exact: run nothing but `fused`, which on a GPU is set after construction (`exact.paged_forward`), and report
             log-probs by torch's own log-softmax.
-        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs of the module's forward.
+        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs but those of exact mode.
+        moving_weights: the modules' hooks gather weights, at other addresses each time: graphs are captured of the fused
+            forward alone, which runs no hooks, and anew where weights have moved.
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
@@ -83,6 +87,7 @@ class ModelRunner:
         fused: bool = True,
         exact: bool = False,
         graphed_rows: int = 0,
+        moving_weights: bool = False,
         autocast: torch.dtype | None = None,
         routers: Routers | None = None,
         adapters: LoraAdapters,
@@ -100,23 +105,29 @@ class ModelRunner:
         if self.paged is not None and not exact:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
-        serves = fused and not split
         self.fused: BoundForward | None = None
         """Runs the steps of a model that it serves, in place of the module's forward."""
-        if serves and self._library:
-            self.fused = FusedForward(model, layout, cache, self._library)
-        self.exact = exact
         self.graphs: GraphedDecode | None = None
+        fused = fused and not split and routers is None
+        if fused and self._library is not None:
+            self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
         # Graphs need a separate workspace, which `release_workspace` must not free.
-        if graphed_rows and self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
-            self.graphs = GraphedDecode(
-                model, layout, cache, graphed_rows, CudaDevice(layout.device), TritonDecode(kernels, cache)
-            )
+        if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
+            decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
+            if fused:
+                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
+            if graphed_rows:
+                self.graphs = GraphedDecode(
+                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights
+                )
+        self.exact = exact
         self.installation = Installation(model, autocast)
         self._stream: Callable[[], Stream] | None = None
         if layout.device.type == "cuda":
             self._stream = partial(_current_stream, layout.device)
+            triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
         self._written: Any = None
+        self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None
         self.workspace = Workspace()
@@ -136,9 +147,7 @@ class ModelRunner:
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = self._prompt_spans(step, packed, wanted)
-        images = self._images(step, packed)
-        if images is not None:
-            packed = replace(packed, seen=images.seen)
+        packed, images = self.pictured(step, packed, self.table)
         work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
         if self._leader is None:
             logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
@@ -206,15 +215,22 @@ class ModelRunner:
     def why_not_fused(self) -> str | None:
         """Why a step runs the module's own forward in the model's present state; None: it runs the fused one."""
         if self.fused is None:
-            if self.layout.device.type != "cpu":
-                return f"it is on {self.layout.device}"
-            if self._library is None:
-                return cpu_library.status().described
+            on_cpu, device = self.layout.device.type == "cpu", self.layout.device
+            if self.paged is None and self._library is None:
+                return cpu_library.status().described if on_cpu else f"Triton does not run on {device}"
             if self._split:
                 return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
-            return "InferenceConfig.fused_forward=False"
+            if self._routers is not None:
+                return "it records the experts that its routers choose (InferenceConfig.record_routes)"
+            return self._dropped or "InferenceConfig.fused_forward=False"
         with self.installation:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
+
+    def drop_fused(self, why: str) -> None:
+        """Run the module's own forward from here on."""
+        self.fused, self._dropped = None, why
+        if self.graphs is not None:
+            self.graphs.fused = None
 
     def refuse_inexact(self) -> None:
         """Refuse a model, or a state of it, that the fused forward does not serve.
@@ -252,9 +268,13 @@ class ModelRunner:
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def _images(self, step: ScheduledStep, packed: PagedRows) -> StepImages | None:
+    def pictured(
+        self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
+    ) -> tuple[PagedRows, StepImages | None]:
+        """The rows of a step with what its images let them see, and what images change in its forward; None: nothing."""
         with self.installation:
-            return self.vision.of_step(step, self.table, packed.offsets, packed.positions)
+            images = self.vision.of_step(step, table, rows.offsets, rows.positions)
+        return rows if images is None else replace(rows, seen=images.seen), images
 
     def forward(
         self,
@@ -281,14 +301,15 @@ class ModelRunner:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
             if self.states is not None:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
-                return self._forward_by_length(self.states, ids, rows, keep, slots)
+                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
             fused = self.fused if images is None else None
             if fused is not None and not fused.ready(self.installation.module_epoch):
                 fused = None
             if self.exact and fused is None:
                 self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
-                replayed = self.graphs.run(ids, rows, keep, self.installation.module_epoch, rotary)
+                epoch = self.installation.module_epoch
+                replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
                 if replayed is not None:
                     return replayed
             if fused is not None:
@@ -302,11 +323,13 @@ class ModelRunner:
         rows: PagedRows,
         keep: NDArray[np.int64],
         states: NDArray[np.int32],
+        images: StepImages | None,
     ) -> Tensor:
         parts, places = [], []
         for group in length_groups(rows, keep, continues=self.layout.continues):
             cache = StateRows(pool, states[group.members])
-            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache)
+            pictured = None if images is None else images.part(group.positions.ravel())
+            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
             row, column = upload_together((group.row, group.column), self.layout.device)
             parts.append(logits[row, column])
@@ -329,28 +352,30 @@ class ModelRunner:
         rotary = rows.positions if images is None else images.positions
         groups = rows.groups()
         tokens, positions, kept, *slots = upload_together(
-            (np.maximum(ids, 0), rotary, keep, *(each.slots for each in groups)), layout.device
+            (ids, rotary, keep, *(each.slots for each in groups)), layout.device
         )
         write = write_slots if self.paged is None else self.paged.write
+        causal = None
+        if rows.seen is not None and self.vision.causal_without_window:
+            causal = [self._attention(replace(each, seen=None)) for each in groups]
+        attention = [self._attention(each) for each in groups]
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
-            layout.chunks, write,
-        )  # fmt: skip
+            self.cache, layout.layer_of, slots, attention, layout.mask_windows, layout.chunks, write, causal
+        )
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
             if images is not None:
-                inputs = around.enter_context(self.vision.inputs(tokens[0], images))
-            at = positions.view_as(tokens) if images is None else positions.unsqueeze(-2)
+                inputs = around.enter_context(self.vision.inputs(tokens, images))
+            at = positions.view(*positions.shape[:-1], *tokens.shape)
             output = forward_with(batch, self.model, **inputs, position_ids=at, logits_to_keep=kept, **cache)
         logits: Tensor = output.logits
         return logits
 
     def _recording(self, slots: Tensor) -> AbstractContextManager[object]:
-        if self._routers is None:
-            return nullcontext()
-        return self._routers.recorded(partial(self.cache.write_routes, slots))
+        write = partial(self.cache.write_routes, slots)
+        return nullcontext() if self._routers is None else self._routers.recorded(write)
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
         plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
@@ -428,18 +453,6 @@ class ModelRunner:
             if top_ids is not None and top_values is not None:
                 for ids, scores in zip(top_ids.tolist(), top_values.tolist(), strict=True):
                     sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
-
-
-def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
-    """Token ids [P] of a step's positions and their rows: positions, slot mapping, block tables."""
-    offsets = np.zeros(len(step.rows) + 1, np.int64)
-    np.cumsum(step.counts, out=offsets[1:])
-    entries = np.repeat(np.arange(len(step.rows)), step.counts)
-    positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
-    width = -(-int((step.starts + step.counts).max()) // table.block_size)
-    tables, *others = table.block_tables(step.rows, width)
-    ids = table.tokens[step.rows[entries], positions].astype(np.int64)
-    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))
 
 
 def _current_stream(device: torch.device) -> Stream:

@@ -9,7 +9,7 @@ every twenty functions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import repeat
 from operator import is_
@@ -29,15 +29,24 @@ class Originals:
     """Checked functions and values, to be compared by identity later."""
 
     def __init__(self) -> None:
-        self._kinds: set[type] = set()
+        self._methods: set[tuple[type, str]] = set()
         self._places: set[tuple[int, str]] = set()
         self._owners: list[object] = []
         self._names: list[str] = []
         self._values: list[object] = []
+        self._items: list[tuple[Mapping[str, Any], str, object]] = []
 
     def intact(self) -> bool:
-        """Whether every recorded attribute is still the same object."""
-        return all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values))
+        """Whether every recorded attribute and item is still the same object."""
+        return all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values)) and all(
+            mapping.get(key) is value for mapping, key, value in self._items
+        )
+
+    def item(self, mapping: Mapping[str, Any], key: str) -> Any:
+        """Record and return an item (None if missing); any other object in its place counts as a change."""
+        value = mapping.get(key)
+        self._items.append((mapping, key, value))
+        return value
 
     def value(self, owner: object, name: str) -> Any:
         """Record and return an attribute (None if missing); any other object in its place counts as a change."""
@@ -55,10 +64,10 @@ class Originals:
         Raises:
             Replaced: names the first that is not original.
         """
-        if kind in self._kinds:
-            return
-        self._kinds.add(kind)
         for name in names:
+            if (kind, name) in self._methods:
+                continue
+            self._methods.add((kind, name))
             definer = next((each for each in kind.__mro__ if name in vars(each)), kind)
             function = self.value(kind, name)
             module = sys.modules.get(definer.__module__)

@@ -35,10 +35,7 @@ static void linear(const Product& p, const team::Crew& crew) {
 // use(where row's elements begin, row)
 template <typename Use>
 static void each_row(const RowWise& r, const team::Crew& crew, Use&& use) {
-    const int64_t some = std::max<int64_t>(1, GRAIN / r.width);
-    crew.share((r.rows + some - 1) / some, [&](int64_t job) {
-        for (int64_t row = job * some; row < std::min(r.rows, (job + 1) * some); row++) use(row * r.width, row);
-    });
+    rows_of(r.rows, r.width, crew, [&](int64_t row) { use(row * r.width, row); });
 }
 
 template <typename T>

@@ -3,11 +3,21 @@
 #pragma once
 
 #include "cpu_lanes.h"
+#include "cpu_team.h"
 
 // A copy inlined into each caller could be compiled to other roundings (a product and a sum contracted or not).
 #define KEPT_APART __attribute__((noinline))
 
 constexpr int64_t GRAIN = 1 << 15;  // elements of a row-wise operation below which one thread is used
+
+// use(row) for rows [0, count), of `width` elements each.
+template <typename Use>
+static void rows_of(int64_t count, int64_t width, const team::Crew& crew, Use&& use) {
+    const int64_t some = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, width));
+    crew.share((count + some - 1) / some, [&](int64_t job) {
+        for (int64_t row = job * some; row < std::min(count, (job + 1) * some); row++) use(row);
+    });
+}
 
 // Epilogue of a product: adds an optional bias and stores the sums of a row, with rows `stride` apart.
 template <typename T>
@@ -39,13 +49,56 @@ KEPT_APART static void rms_norm(const T* x, const void* weight, T* out, int64_t 
     for (; i < width; i++) store_one(out + i, load_one(w + i) * rounded<T>(load_one(x + i) * scale));
 }
 
-// Rotary embedding with halves side by side (arXiv 2104.09864, in the layout of transformers' `rotate_half`).
+// (offset + weight) * x / sqrt(mean(x^2) + epsilon), rounded once: the norm of OLMo, and with an offset of 1 that of Gemma.
 template <typename T>
-KEPT_APART static void rotate(T* x, const T* cosine, const T* sine, int64_t width) {
+KEPT_APART static void rms_norm_rounded_once(const T* x, const void* weight, float offset, T* out, int64_t width, float epsilon) {
+    const T* w = static_cast<const T*>(weight);
+    vec squares = vec{};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const vec v = load(x + i);
+        squares += v * v;
+    }
+    if (i < width) {
+        const vec v = load_first(x + i, width - i);
+        squares += v * v;
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
+    for (i = 0; i + LANES <= width; i += LANES) store(out + i, load(x + i) * scale * (load(w + i) + offset));
+    for (; i < width; i++) store_one(out + i, load_one(x + i) * scale * (load_one(w + i) + offset));
+}
+
+// weight * (x - mean(x)) / sqrt(variance(x) + epsilon) + bias, rounded once (arXiv 1607.06450).
+template <typename T>
+KEPT_APART static void layer_norm(const T* x, const void* weight, const void* bias, T* out, int64_t width, float epsilon) {
+    const T *w = static_cast<const T*>(weight), *b = static_cast<const T*>(bias);
+    const auto mean_of = [&](auto&& of) {
+        vec total = vec{};
+        float rest = 0.0f;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) total += of(load(x + i));
+        for (; i < width; i++) rest += of(load_one(x + i));
+        return (sum(total) + rest) / static_cast<float>(width);
+    };
+    const float mean = mean_of([](auto v) { return v; });
+    const float scale = 1.0f / std::sqrt(mean_of([=](auto v) { return (v - mean) * (v - mean); }) + epsilon);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const vec v = (load(x + i) - mean) * scale * load(w + i);
+        store(out + i, b ? v + load(b + i) : v);
+    }
+    for (; i < width; i++)
+        store_one(out + i, (load_one(x + i) - mean) * scale * load_one(w + i) + (b ? load_one(b + i) : 0.0f));
+}
+
+// Rotary embedding with halves side by side (arXiv 2104.09864, in the layout of transformers' `rotate_half`). Products are
+// rounded to the type of the tables.
+template <typename T, typename A>
+KEPT_APART static void rotate(T* x, const A* cosine, const A* sine, int64_t width) {
     const int64_t half = width / 2;
     const auto turn = [](auto a, auto b, auto ca, auto sa, auto cb, auto sb, auto& first, auto& second) {
-        first = rounded<T>(a * ca) - rounded<T>(b * sa);
-        second = rounded<T>(b * cb) + rounded<T>(a * sb);
+        first = rounded<A>(a * ca) - rounded<A>(b * sa);
+        second = rounded<A>(b * cb) + rounded<A>(a * sb);
     };
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -64,11 +117,64 @@ KEPT_APART static void rotate(T* x, const T* cosine, const T* sine, int64_t widt
     }
 }
 
+// Rotary embedding of neighbouring pairs, in GLM's layout; the tables have their angles in the first half.
+template <typename T, typename A>
+KEPT_APART static void rotate_pairs(T* x, const A* cosine, const A* sine, int64_t width) {
+    for (int64_t i = 0; i < width / 2; i++) {
+        const float a = load_one(x + 2 * i), b = load_one(x + 2 * i + 1), c = load_one(cosine + i), s = load_one(sine + i);
+        store_one(x + 2 * i, rounded<A>(a * c) - rounded<A>(b * s));
+        store_one(x + 2 * i + 1, rounded<A>(b * c) + rounded<A>(a * s));
+    }
+}
+
+// gate = use(gate) * up, rounded after both; without `up`, gate = use(gate).
+template <typename T, typename Use>
+static inline void through(T* gate, const T* up, int64_t width, Use&& use) {
+    const auto all = [&](auto&& finish) {
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) store(gate + i, finish(rounded<T>(use(load(gate + i))), i, LANES));
+        if (i < width) store_first(gate + i, finish(rounded<T>(use(load_first(gate + i, width - i))), i, width - i), width - i);
+    };
+    if (!up) return all([](vec v, int64_t, int64_t) { return v; });
+    all([&](vec v, int64_t i, int64_t count) { return v * (count == LANES ? load(up + i) : load_first(up + i, count)); });
+}
+
 // gate = silu(gate) * up
 template <typename T>
 KEPT_APART static void activate(T* gate, const T* up, int64_t width) {
-    const auto silu = [](vec x) { return rounded<T>(x / (1.0f + exponential(-x))); };
+    through(gate, up, width, [](vec x) { return x / (1.0f + exponential(-x)); });
+}
+
+enum Activation : int64_t { SILU, GELU_TANH };
+
+// gate = activation(gate) * up; GELU by its approximation with a hyperbolic tangent (arXiv 1606.08415).
+template <typename T>
+KEPT_APART static void activated(int64_t activation, T* gate, const T* up, int64_t width) {
+    if (activation == SILU) return activate(gate, up, width);
+    through(gate, up, width, [](vec x) {
+        return 0.5f * x * (1.0f + hyperbolic_tangent(0.797884560802865f * (x + 0.044715f * x * x * x)));
+    });
+}
+
+// x = x * factor
+template <typename T>
+static inline void scale(T* x, float factor, int64_t width) {
+    for (int64_t i = 0; i < width; i++) store_one(x + i, load_one(x + i) * factor);
+}
+
+// x = x + y
+template <typename T>
+static inline void add(T* x, const T* y, int64_t width) {
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) store(gate + i, silu(load(gate + i)) * load(up + i));
-    if (i < width) store_first(gate + i, silu(load_first(gate + i, width - i)) * load_first(up + i, width - i), width - i);
+    for (; i + LANES <= width; i += LANES) store(x + i, load(x + i) + load(y + i));
+    for (; i < width; i++) store_one(x + i, load_one(x + i) + load_one(y + i));
+}
+
+// x = most * tanh(x / most), rounded after each operation
+template <typename T>
+static inline void cap(T* x, float most, int64_t width) {
+    const auto one = [&](vec v) { return rounded<T>(hyperbolic_tangent(rounded<T>(v / most))) * most; };
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(x + i, one(load(x + i)));
+    if (i < width) store_first(x + i, one(load_first(x + i, width - i)), width - i);
 }

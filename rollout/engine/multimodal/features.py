@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rollout.engine.multimodal.families import ImageItem
+from rollout.engine.multimodal.family import ImageItem
 
 Embeddings = list[Tensor]
 

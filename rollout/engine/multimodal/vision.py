@@ -12,13 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.multimodal.families import FAMILIES, ImageItem, family_of
+from rollout.engine.multimodal.families import FAMILIES, family_of
+from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.features import FeatureCache
-from rollout.engine.scheduling.prompt_images import PromptImages, image_keys
+from rollout.engine.scheduling.prompt_images import PromptImages, image_keys, is_video
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import InvalidRequestError
 from rollout.requests.images import ImageInputs
+
+VIDEO = 2
+"""Kind of a video's placeholder, as models mark it in their token types; 1: an image's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +46,23 @@ class StepImages:
         """Whether the step differs from one of text by its positions alone, one per row."""
         return not len(self.index) and self.positions.ndim == 1 and self.seen is None
 
+    def part(self, chosen: NDArray[np.int64]) -> StepImages:
+        """The same for a forward of some of the step's positions.
+
+        Args:
+            chosen: packed positions, in the order of that forward.
+        """
+        place = np.full(self.positions.shape[-1], -1, np.int64)
+        place[chosen] = np.arange(len(chosen))
+        index = place[self.index]
+        kept = torch.from_numpy(np.flatnonzero(index >= 0))
+        return StepImages(
+            index[index >= 0],
+            [layer.index_select(0, kept.to(layer.device)) for layer in self.embeddings],
+            self.positions[..., chosen],
+            None if self.seen is None else self.seen[chosen],
+        )
+
 
 class Vision:
     """Images of one model.
@@ -50,7 +71,6 @@ class Vision:
         cache_bytes: of embeddings that are kept.
         longest_run: most positions that a step can compute at once.
         alone: whether this rank computes steps alone, and not with a tensor-parallel group.
-        recurrent: whether the model has recurrent states, so that a step's rows are not packed into one.
     """
 
     def __init__(
@@ -61,17 +81,17 @@ class Vision:
         longest_run: int,
         *,
         alone: bool = True,
-        recurrent: bool = False,
     ) -> None:
         self._model = model
         self._device = device
         self._longest_run = longest_run
         self._alone = alone
-        self._recurrent = recurrent
         self.family = family_of(model)
         config: Any = model.config
         self.image_token: int | None = getattr(config, "image_token_id", None)
-        self._video_token: int | None = getattr(config, "video_token_id", None)
+        self.video_token: int | None = getattr(config, "video_token_id", None)
+        self.causal_without_window = self.family is not None and self.family.bidirectional_in_windows
+        """Whether images see themselves in both directions in layers with a sliding window only."""
         self.features = FeatureCache(cache_bytes, self._encode)
 
     # --- admission ----------------------------------------------------------------------------------------------
@@ -97,28 +117,16 @@ class Vision:
             )
         if not self._alone:
             raise InvalidRequestError("the prompt has images, which a tensor-parallel group does not compute")
-        if self._recurrent:
-            raise InvalidRequestError(
-                f"the prompt has images, and {type(self._model).__name__} has recurrent layers, with which only text is "
-                "served; send the text alone"
-            )
-        items = self.family.items(images)
         array = np.asarray(tokens, np.int64)
-        placeholder = array == self.image_token
-        counts = [item.count for item in items]
-        places = np.flatnonzero(placeholder)
-        if len(places) != sum(counts):
-            raise InvalidRequestError(
-                f"the prompt has {len(places)} placeholders (token {self.image_token}), and its images become "
-                f"{sum(counts)} embeddings ({len(items)} images or tiles of {sorted(set(counts))} each): every image takes "
-                "as many placeholders as embeddings; use the token ids that the processor returned with the images"
-            )
-        self._refuse_video(tokens)
-        positions = self.family.positions(torch.from_numpy(array), torch.from_numpy(placeholder), images)
+        kinds = self._kinds(array)
+        items, places = self._placed(self.family.items(images), kinds)
+        positions = self.family.positions(torch.from_numpy(array), torch.from_numpy(kinds), images)
         found = PromptImages(
             items=tuple(items),
             places=places,
-            keys=image_keys([item.digest for item in items], counts),
+            keys=image_keys(
+                [item.digest for item in items], [item.count for item in items], [item.video for item in items]
+            ),
             positions=None if positions is None else positions.cpu().numpy().astype(np.int64),
             whole=_runs(places) if self.family.bidirectional else (),
         )
@@ -129,23 +137,65 @@ class Vision:
             )
         return found
 
-    def _refuse_placeholders(self, tokens: Sequence[int]) -> None:
-        if self.family is not None and self.image_token in tokens:
-            raise InvalidRequestError(
-                f"the prompt has {sum(token == self.image_token for token in tokens)} placeholders of images (token "
-                f"{self.image_token}) and no image: send what the processor returned, pixel_values included"
-            )
-        self._refuse_video(tokens)
+    def _kinds(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[P] 1 at placeholders of images, 2 at those of videos, 0 elsewhere."""
+        kinds = np.zeros(len(tokens), np.int64)
+        if self.image_token is not None:
+            kinds[tokens == self.image_token] = 1
+        if self.video_token is not None:
+            kinds[tokens == self.video_token] = VIDEO
+        return kinds
 
-    def _refuse_video(self, tokens: Sequence[int]) -> None:
-        if self.family is not None and self._video_token is not None and self._video_token in tokens:
-            raise InvalidRequestError(f"the prompt has placeholders of a video (token {self._video_token}): not served")
+    def _placed(
+        self, items: Sequence[ImageItem], kinds: NDArray[np.int64]
+    ) -> tuple[list[ImageItem], NDArray[np.int64]]:
+        """The items in the order of their placeholders, and the places of these.
+
+        Raises:
+            InvalidRequestError: a kind of placeholders does not fit its items.
+        """
+        placed: list[tuple[ImageItem, NDArray[np.int64]]] = []
+        for video, token, what in ((False, self.image_token, "image"), (True, self.video_token, "video")):
+            of_kind, places = [item for item in items if item.video == video], np.flatnonzero(kinds == 1 + video)
+            counts = [item.count for item in of_kind]
+            if len(places) != sum(counts):
+                self._refuse_video(kinds)
+                raise InvalidRequestError(
+                    f"the prompt has {len(places)} placeholders (token {token}), and its {what}s become "
+                    f"{sum(counts)} embeddings ({len(counts)} {what}s or tiles of {sorted(set(counts))} each): every {what} "
+                    "takes as many placeholders as embeddings; use the token ids that the processor returned with it"
+                )
+            placed += zip(of_kind, np.split(places, np.cumsum(counts)[:-1]), strict=False)
+        placed.sort(key=lambda each: int(each[1][0]))
+        self._refuse_video(kinds)
+        places = np.concatenate([np.zeros(0, np.int64), *(at for _, at in placed)])
+        if (np.diff(places) < 0).any():
+            raise InvalidRequestError("the prompt has placeholders of an image between those of a video")
+        return [item for item, _ in placed], places
+
+    def _refuse_placeholders(self, tokens: Sequence[int]) -> None:
+        if self.family is None:
+            return
+        for token, what in ((self.image_token, "image"), (self.video_token, "video")):
+            if token is not None and token in tokens:
+                self._refuse_video(self._kinds(np.asarray(tokens, np.int64)))
+                raise InvalidRequestError(
+                    f"the prompt has {sum(each == token for each in tokens)} placeholders of {what}s (token {token}) and no "
+                    f"{what}: send what the processor returned, pixel values included"
+                )
+
+    def _refuse_video(self, kinds: NDArray[np.int64]) -> None:
+        if (kinds == VIDEO).any() and self.family is not None and not self.family.serves_video:
+            raise InvalidRequestError(f"the prompt has placeholders of a video (token {self.video_token}): not served")
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def text_ids(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Token ids of the scheduler's arrays: the placeholder again where an image's key is."""
-        return ids if self.image_token is None else np.where(ids < 0, self.image_token, ids)
+        """Token ids of the scheduler's arrays: the placeholder again where a key is."""
+        if self.image_token is None:
+            return ids
+        plain = np.where(ids < 0, self.image_token, ids)
+        return plain if self.video_token is None else np.where(is_video(ids), self.video_token, plain)
 
     def of_step(
         self, step: ScheduledStep, table: SequenceTable, offsets: NDArray[np.int64], positions: NDArray[np.int64]
@@ -208,26 +258,28 @@ class Vision:
         """The model's inputs instead of `input_ids`, for one forward.
 
         Args:
-            tokens: int64 [P]; any id where an image's embedding goes.
+            tokens: int64 [B, L]; below 0 where an image's embedding goes.
         """
-        embeddings: Tensor = self._model.get_input_embeddings()(tokens)  # type: ignore[operator]
+        assert self.family is not None
+        inputs = self.family.embed(tokens)
         if not images.embeddings:
-            yield {"inputs_embeds": embeddings[None]}
+            yield inputs
             return
+        text = inputs["inputs_embeds"]
         index = torch.from_numpy(images.index).to(self._device)
-        first, *deeper = (each.to(embeddings.dtype) for each in images.embeddings)
-        inputs = {"inputs_embeds": embeddings.index_copy(0, index, first)[None]}
+        first, *deeper = (each.to(text.dtype) for each in images.embeddings)
+        inputs["inputs_embeds"] = text.flatten(0, 1).index_copy(0, index, first).view_as(text)
         if not deeper:
             yield inputs
             return
-        mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=self._device)
-        mask[0, index] = True
+        mask = torch.zeros(tokens.numel(), dtype=torch.bool, device=self._device)
+        mask[index] = True
 
         def deepen(module: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return args, arguments | {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
+            return args, arguments | {"visual_pos_masks": mask.view_as(tokens), "deepstack_visual_embeds": deeper}
 
         # The model's forward has no argument for these; its decoder has.
-        handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)  # type: ignore[union-attr]
+        handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)
         try:
             yield inputs
         finally:

@@ -315,6 +315,32 @@ class BlockAllocator:
             self.release(np.asarray([block], np.int32))
         return kept
 
+    def match_tail(self, chain: int, parent: int, tokens: IntArray, *, whole: bool) -> tuple[int, int]:
+        """As `PrefixIndex.find_tail`; a tail that is found is *pinned*: it gains a reference."""
+        block, common = self.index.find_tail(chain, parent, tokens, whole=whole)
+        if common:
+            self.acquire(np.asarray([block], np.int32))
+        return block, common
+
+    def register_tail(self, block: int, chain: int, parent: int, tokens: IntArray) -> bool:
+        """Index a held, partly filled block behind a chain of registered ones; False if an equal one is, or with `REF_ZERO`.
+
+        Args:
+            chain: hash of the chain.
+            parent: its last block, or `NO_BLOCK`.
+            tokens: [n] int32, those whose KV the block holds.
+        """
+        keeps = self.enable_prefix_caching and self.eviction_policy is PrefixCachingEvictionPolicy.LRU
+        return keeps and self.index.add_tail(block, chain, parent, tokens)
+
+    def evict_next(self, block: int) -> None:
+        """Put a cached leaf in front of the others that wait for eviction; nothing to do for a block that is held."""
+        if block in self._lru:
+            self._lru[block] = 0
+            self._lru.move_to_end(block, last=False)
+            if self.states is not None:
+                self.states.evict_next(block)
+
     def outdate(self) -> None:
         """Invalidate the index after a weight update. Held blocks stay with their holders."""
         self.index.outdate()

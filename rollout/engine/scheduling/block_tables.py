@@ -160,7 +160,9 @@ class BlockTables:
 
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
-    def attach_prefix(self, sequence: Sequence, hashes: list[int], budget: int, headroom: int) -> bool:
+    def attach_prefix(
+        self, sequence: Sequence, hashes: list[int], budget: int, headroom: int, *, tails: bool = False
+    ) -> bool:
         """Attach the longest cached prefix to an empty row and reserve its first chunk; False, changing nothing, if no room.
 
         With recurrent states the prefix ends at a snapshot of the state, of which the row gets a copy.
@@ -169,21 +171,24 @@ class BlockTables:
             hashes: of the prompt's blocks that may be looked up.
             budget: most positions of the first chunk.
             headroom: blocks that must stay free or evictable.
+            tails: whether a copy of an ended sequence's partly filled last block may be the end of the prefix, which takes a
+                block more while it is copied.
         """
         table, row, size = self.table, sequence.row, self.table.block_size
         found: list[int] = []
         if hashes and self.allocator.enable_prefix_caching:
             found = self.allocator.match(hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
-        count = self._usable(found, len(sequence.tokens))
-        self.allocator.release(np.asarray(found[count:], np.int32))
-        found = found[:count]
-        table.blocks[row, : len(found)] = found
-        table.num_blocks[row] = table.chained[row] = len(found)
-        table.chain[row] = (
-            hashes[len(found) - 1] if found else chain_root(sequence.request.sampling_params.prefix_share)
-        )
+        tail, common = self._match_tail(sequence, hashes, found) if tails else (NO_BLOCK, 0)
+        if not common:
+            count = self._usable(found, len(sequence.tokens))
+            self.allocator.release(np.asarray(found[count:], np.int32))
+            found = found[:count]
+        attached = [*found, tail] if common else found
+        table.blocks[row, : len(attached)] = attached
+        table.num_blocks[row], table.chained[row] = len(attached), len(found)
+        table.chain[row] = self._chain(sequence, hashes, found)
         # The last token is always computed: its logits are needed.
-        table.computed[row] = min(len(found) * size, len(sequence.tokens) - 1)
+        table.computed[row] = min(len(found) * size + common, len(sequence.tokens) - 1)
         start = int(table.computed[row])
         if self.pages is not None:
             table.seen_from[row] = self.pages.shape.first_seen(table.computed[row], size)
@@ -193,10 +198,13 @@ class BlockTables:
         if count and self.allocator.can_allocate(need + headroom) and self.reserve(row, count):
             self.allocator.count_refused(hashes[len(found) :])
             if self.states is not None:
-                table.state[row] = self.states.allocate_at(found[-1]) if found else self.states.allocate()
+                table.state[row] = self.states.allocate_at(attached[-1]) if attached else self.states.allocate()
+            if common:
+                # It has been copied. Branches come at about the same time; later ones are rare.
+                self.allocator.evict_next(tail)
             return True
         self.allocator.unview(table.seen(row), verified=True)
-        self.allocator.release(np.asarray(found, np.int32))
+        self.allocator.release(np.asarray(attached, np.int32))
         table.num_blocks[row] = table.seen_from[row] = 0
         return False
 
@@ -215,6 +223,53 @@ class BlockTables:
             # The chain may go on from before the last block that a window has passed and the pool has taken back.
             count = first + int(missing[-1])
         return count
+
+    def _chain(self, sequence: Sequence, hashes: list[int], found: list[int]) -> int:
+        """Hash of a chain of cached blocks."""
+        return hashes[len(found) - 1] if found else chain_root(sequence.request.sampling_params.prefix_share)
+
+    def _match_tail(self, sequence: Sequence, hashes: list[int], found: list[int]) -> tuple[int, int]:
+        """The tail that a prompt continues behind its cached complete blocks, pinned, and how many of its tokens."""
+        size = self.table.block_size
+        start = len(found) * size
+        tokens = sequence.tokens[start : min(start + size, len(sequence.tokens) - 1, max(start, sequence.reusable))]
+        # A state is that after all tokens, and a prefill begins at no image's middle.
+        whole = self.states is not None or sequence.images is not None
+        parent, chain = found[-1] if found else NO_BLOCK, self._chain(sequence, hashes, found)
+        tail, common = self.allocator.match_tail(chain, parent, tokens, whole=whole)
+        if common and not self._tail_usable(found, tail, start + common):
+            self.allocator.release(np.asarray([tail], np.int32))
+            return NO_BLOCK, 0
+        return tail, common
+
+    def _tail_usable(self, found: list[int], tail: int, position: int) -> bool:
+        """Whether all that a query at `position` needs is there: the state, and the KV that it sees."""
+        if self.states is not None and not self.states.has(tail):
+            return False
+        if self.pages is None:
+            return True
+        first = int(self.pages.shape.first_seen(np.asarray(position, np.int32), self.table.block_size))
+        return bool(self.pages.complete(np.asarray([*found, tail][first:], np.int32)).all())
+
+    def register_tail(self, row: int) -> None:
+        """Register the partly filled last block of a row that ends, all of whose KV has made finite logits."""
+        table, size = self.table, self.table.block_size
+        index, filled = divmod(table.computed.item(row), size)
+        # Without a token of its own its logits were never looked at.
+        if not filled or not table.current[row] or table.chained[row] != index:
+            return
+        if table.length[row] <= table.prompt_length[row]:
+            return
+        parent = table.blocks.item(row, index - 1) if index else NO_BLOCK
+        if index and not self.allocator.index.registered[parent]:
+            return
+        block, chain = table.blocks.item(row, index), table.chain.item(row)
+        tokens = table.tokens[row, index * size : index * size + filled]
+        if not self.allocator.register_tail(block, chain, parent, tokens):
+            return
+        if self.states is not None:
+            self.states.forget(table.trail.item(row))
+            self.states.keep(block, table.state.item(row))
 
     def unregistered(self, sequence: Sequence) -> list[int]:
         """Hashes of the prompt blocks that an active sequence will register."""

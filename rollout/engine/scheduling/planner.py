@@ -209,14 +209,19 @@ class StepPlanner:
         table.add(sequence)
         headroom = queues.num_active + len(sequence.siblings) if queues.num_active else 0
         headroom += self._headroom_of_deferred()
-        # A fully cached prompt needs one more block, a copy of the last one for the recomputed last token. If there is
-        # no room for it, recompute the last block instead.
+        # A fully cached prompt needs one more block, a copy of the last one for the recomputed last token, and a prefix that
+        # ends in a tail one for the copy of the tail. If there is no room for it, recompute the last block instead.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
-        for usable in (hashes, hashes[:-1]) if whole else (hashes,):
-            if queues.blocks.attach_prefix(sequence, usable, budget, headroom):
+        tails = queues.allocator.index.has_tails and not sequence.wants_prompt_logprobs
+        attempts = [*[(hashes, True)] * tails, (hashes, False), *[(hashes[:-1], False)] * whole]
+        for usable, tail in attempts:
+            if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail):
                 cached = table.computed.item(sequence.row)
                 sequence.request.num_cached_tokens = cached
                 queues.counters["prefill_tokens_saved"] += cached
+                if tail:
+                    whole_blocks = table.chained.item(sequence.row) * table.block_size
+                    queues.counters["prefix_tail_tokens"] += max(0, cached - whole_blocks)
                 count = sequence.fitting(cached, min(budget, len(sequence.tokens) - cached))
                 return queues.blocks.cut(sequence, count)
         table.remove(sequence)

@@ -2,6 +2,9 @@
 
 Always true: a lookup returns only blocks registered since the last weight update and under the current variant (adapters and
 forward settings) whose tokens and parents compare equal: a hash match alone is not trusted.
+
+A *tail* is the partly filled last block of an ended sequence. It is found by the hash of the chain before it, and copied by
+those that continue it: its own slots are never written again.
 """
 
 from __future__ import annotations
@@ -90,8 +93,10 @@ class PrefixIndex:
         self._number: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._parent: IntArray = np.full(num_blocks, NO_BLOCK, np.int32)
         self._tokens: IntArray = np.zeros((num_blocks, self._block_size), np.int32)
+        self._filled: IntArray = np.zeros(num_blocks, np.int32)
 
     def _clear_indexes(self) -> None:
+        self._tails: dict[tuple[int, int], list[int]] = {}
         self._indexes: dict[int, dict[int, int]] = {}
         self._number_of: dict[Hashable, int] = {}
         self._open()
@@ -99,7 +104,9 @@ class PrefixIndex:
     def _open(self) -> None:
         """Make `current` the index of the current variant. Numbers are not reused, since outdated blocks keep theirs."""
         if self.variant not in self._number_of:
-            for variant in [each for each, number in self._number_of.items() if not self._indexes[number]]:
+            with_tails = {number for number, _ in self._tails}
+            empty = {number for number, index in self._indexes.items() if not index} - with_tails
+            for variant in [each for each, number in self._number_of.items() if number in empty]:
                 del self._indexes[self._number_of.pop(variant)]
             self._number_of[self.variant] = self._last_number = self._last_number + 1
             self._indexes[self._last_number] = {}
@@ -149,8 +156,64 @@ class PrefixIndex:
             self.changes.add(block_hash)
         return block
 
+    def find_tail(self, chain: int, parent: int, tokens: IntArray, *, whole: bool) -> tuple[int, int]:
+        """The tail behind a chain of complete blocks that begins with most of `tokens`.
+
+        Args:
+            chain: hash of the chain.
+            parent: its last block, or `NO_BLOCK`.
+            tokens: [n] int32, what follows the chain.
+            whole: only a tail all of whose tokens are among these.
+
+        Returns:
+            (block, leading tokens in common); (`NO_BLOCK`, 0) when nothing matches.
+        """
+        tails = np.asarray(self._tails.get((self._number_of[self.variant], chain), ()), np.int32)
+        tails = tails[self._parent[tails] == parent]
+        width = min(len(tokens), self._block_size)
+        if not len(tails) or not width:
+            return NO_BLOCK, 0
+        equal = np.logical_and.accumulate(self._tokens[tails, :width] == tokens[:width], axis=1)
+        common = np.minimum(equal.sum(axis=1), self._filled[tails])
+        if whole:
+            common[common < self._filled[tails]] = 0
+        best = int(common.argmax())
+        return (tails.item(best), common.item(best)) if common[best] else (NO_BLOCK, 0)
+
+    def add_tail(self, block: int, chain: int, parent: int, tokens: IntArray) -> bool:
+        """Register a partly filled block behind a chain; False where an equal one, or the block itself, is registered."""
+        if self.registered[block] or self.find_tail(chain, parent, tokens, whole=True)[1] == len(tokens):
+            return False
+        self.registered[block] = True
+        self._hash[block] = chain
+        self._parent[block] = parent
+        self._tokens[block, : len(tokens)] = tokens
+        self._filled[block] = len(tokens)
+        number = self._number_of[self.variant]
+        self._number[block] = number
+        self._tails.setdefault((number, chain), []).append(block)
+        return True
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether lookups under some variant find a tail."""
+        return bool(self._tails)
+
+    def _remove_tail(self, block: int) -> None:
+        key = self._number.item(block), self._hash.item(block)
+        tails = self._tails.get(key, [])
+        if block in tails:
+            tails.remove(block)
+            if not tails:
+                del self._tails[key]
+        self._filled[block] = 0
+        self.registered[block] = False
+
     def remove(self, block: int) -> None:
         """Unregister a block."""
+        if self._filled[block]:
+            self._remove_tail(block)
+            return
         block_hash = self._hash.item(block)
         index = self._indexes.get(self._number.item(block), {})
         if index.get(block_hash) == block:
@@ -189,10 +252,10 @@ class PrefixIndex:
 
     def remap(self, live: IntArray, mapping: IntArray, num_blocks: int) -> None:
         """Keep the blocks `live` only, as the first of `num_blocks`, under the ids of `mapping`."""
-        kept: list[NDArray[Any]] = [self.registered, self._hash, self._number, self._tokens]
+        kept: list[NDArray[Any]] = [self.registered, self._hash, self._number, self._tokens, self._filled]
         parents = self._parent[live]
         self._allocate(num_blocks)
-        columns: list[NDArray[Any]] = [self.registered, self._hash, self._number, self._tokens]
+        columns: list[NDArray[Any]] = [self.registered, self._hash, self._number, self._tokens, self._filled]
         for new, old in zip(columns, kept, strict=True):
             new[: len(live)] = old[live]
         self._parent[: len(live)] = np.where(parents == NO_BLOCK, NO_BLOCK, mapping[parents])
@@ -200,6 +263,7 @@ class PrefixIndex:
         for index in tables:
             for block_hash, block in index.items():
                 index[block_hash] = int(mapping[block])
+        self._tails = {key: mapping[tails].tolist() for key, tails in self._tails.items()}
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Check the invariants against the block tables of all holders.
@@ -217,3 +281,8 @@ class PrefixIndex:
                 assert self.registered[block], f"the cache names block {block}, which is not registered"
                 assert self._number[block] == number, f"block {block} is findable under another variant"
                 assert self._hash[block] == block_hash, f"block {block} is found under a foreign hash"
+        for (number, chain), tails in self._tails.items():
+            for tail in tails:
+                assert self.registered[tail], f"the cache names tail {tail}, which is not registered"
+                assert 0 < self._filled[tail] < self._block_size, f"tail {tail} has {self._filled[tail]} tokens"
+                assert (self._number[tail], self._hash[tail]) == (number, chain), f"tail {tail} is found elsewhere"

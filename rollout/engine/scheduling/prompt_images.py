@@ -24,7 +24,8 @@ class PromptImages:
         items: one per image (or tile of one), each with a `digest` of its content and the `count` of its embeddings.
         places: [I] positions of the placeholders, ascending; those of an item follow each other.
         keys: [I] negative keys.
-        positions: [3, P] rotary positions of the prompt (time, height, width); None: those of text.
+        positions: [3, P + 1] rotary positions of the prompt and of the token after it (time, height, width); None: those of
+            text.
         whole: (start, stop) of the runs whose positions see each other in both directions.
     """
 
@@ -39,7 +40,7 @@ class PromptImages:
         """What is added to a position after the prompt for its rotary position."""
         if self.positions is None:
             return 0
-        return int(self.positions.max().item()) + 1 - int(self.positions.shape[1])
+        return int(self.positions[0, -1]) + 1 - int(self.positions.shape[1])
 
     @property
     def longest_whole(self) -> int:
@@ -75,8 +76,17 @@ class PromptImages:
         return last
 
 
-def image_keys(digests: Sequence[bytes], counts: Sequence[int]) -> IntArray:
-    """[sum of counts] int32 keys below 0: the words of each digest in turn, 31 bits of each."""
-    words = [np.frombuffer(digest, "<u4").astype(np.int64) & 0x7FFFFFFF for digest in digests]
+def image_keys(digests: Sequence[bytes], counts: Sequence[int], videos: Sequence[bool]) -> IntArray:
+    """[sum of counts] int32 keys below 0: the words of each digest in turn, 31 bits of each, whose lowest tells a video."""
+    words = [
+        np.frombuffer(digest, "<u4").astype(np.int64) & 0x7FFFFFFE | video
+        for digest, video in zip(digests, videos, strict=True)
+    ]
     keys = [np.resize(-1 - each, count) for each, count in zip(words, counts, strict=True)]
     return np.concatenate([*keys, np.zeros(0, np.int64)]).astype(np.int32)
+
+
+def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which of the ids, some of them keys, are keys of videos."""
+    keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
+    return keys

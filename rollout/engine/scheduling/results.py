@@ -123,6 +123,8 @@ class StepResults:
             queues.table.write_back(sequence)
             if self._drafter is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._drafter.keep(sequence)
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                queues.blocks.register_tail(sequence.row)
             held, memory = queues.table.held(sequence.row).copy(), queues.blocks.memory(sequence.row)
             if reason is FinishReason.ERROR:
                 queues.allocator.unregister(held)

@@ -7,6 +7,7 @@ owns a row while it is active; its record is updated only when it leaves the row
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -86,6 +87,8 @@ class Sequence:
     so that it gets as far in a step as any other."""
     wants_prompt_logprobs: bool = False
     """Prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
+    reusable: int = sys.maxsize
+    """Leading positions that may come from the prefix cache, beside `hashes`: logits of those behind them are wanted."""
     images: PromptImages | None = None
     """The images of its prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)

@@ -103,6 +103,15 @@ class StateSlots:
             self._snapshots[block] = taken
             self._move(slot, taken)
 
+    def has(self, block: int) -> bool:
+        """Whether there is a snapshot of this block."""
+        return block in self._snapshots
+
+    def evict_next(self, block: int) -> None:
+        """Put the snapshot of a block in front of the others that make room; nothing to do where there is none."""
+        if block in self._snapshots:
+            self._snapshots.move_to_end(block, last=False)
+
     def forget(self, block: int) -> None:
         """Forget the snapshot of a block that is not found any more; nothing to do where there is none."""
         slot = self._snapshots.pop(block, None)

@@ -11,20 +11,9 @@ from typing import Any, Protocol, TypeGuard, cast
 
 from rollout.errors import ConfigError
 from rollout.manager.episodes.episode import Episode
+from rollout.manager.episodes.episode import StepResult as StepResult
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What an environment answers to a completion."""
-
-    observation: str | Sequence[int] = ()
-    """Appended to the history, behind the completion; text is tokenised without special tokens. Never trained on."""
-    reward: float = 0.0
-    """Added to the episode's."""
-    done: bool = False
-    """Whether the episode ends here."""
 
 
 class Environment(Protocol):
@@ -32,6 +21,10 @@ class Environment(Protocol):
 
     A method that is no coroutine runs on a pool thread, so that one that blocks delays no other episode. A method
     `close()`, where there is one, is called at the end, however the episode ends.
+
+    After a restart a method `restore(task, answered)`, where there is one, is called in place of `reset`: it brings the
+    environment to where it was after these turns, a list of (turn, `StepResult`). Without one `reset` and `step` are called
+    again, with the completions of before as long as the prompts are the same; see `RolloutManager.load_state_dict`.
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
@@ -112,6 +105,12 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
     return play
 
 
+def name_of(environment: EnvironmentFactory | Play) -> str:
+    """By which a checkpoint names an environment."""
+    name: str = getattr(environment, "__qualname__", type(environment).__qualname__)
+    return name
+
+
 def _is_play(environment: Any) -> TypeGuard[Play]:
     # An object whose class has `async def __call__` is one too; a class, whose call makes an environment, is not.
     call = None if isinstance(environment, type) else getattr(type(environment), "__call__", None)  # noqa: B004
@@ -119,17 +118,21 @@ def _is_play(environment: Any) -> TypeGuard[Play]:
 
 
 async def _turns(episode: Episode, environment: Environment, tokenizer: Any, max_turns: int) -> float:
-    prompt: Prompt = await called(environment.reset, episode.task)
-    reward = 0.0
-    for _ in range(max_turns):
+    restore = getattr(environment, "restore", None)
+    if episode.answers and restore is not None:
+        turns = episode.stand(len(episode.answers))
+        await called(restore, episode.task, list(zip(turns, episode.answers, strict=True)))
+        prompt: Prompt = [*episode.tokens, *_tokens(episode.answers[-1].observation, tokenizer)]
+    else:
+        episode.answers = []
+        prompt = await called(environment.reset, episode.task)
+    while len(episode.answers) < max_turns and not (episode.answers and episode.answers[-1].done):
         step = await called(environment.step, await episode.sample(prompt))
         if not isinstance(step, StepResult):
             raise TypeError(f"step() returned {type(step).__name__}: must be a StepResult(observation, reward, done)")
-        reward += step.reward
-        if step.done:
-            break
+        episode.answers.append(step)
         prompt = [*episode.tokens, *_tokens(step.observation, tokenizer)]
-    return reward
+    return sum(answer.reward for answer in episode.answers)
 
 
 def _tokens(observation: str | Sequence[int], tokenizer: Any) -> Sequence[int]:

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout.errors import EngineStateError
+from rollout.requests.images import images_of
 from rollout.requests.prompt import Prompt
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
+from rollout.state import FinishReason
+from rollout.tracing.recorder import EngineTap
 
+Check = Callable[[Prompt, SamplingParams], list[int]]
+"""Token ids of a prompt, or raises."""
 Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None]], Awaitable[DynamicInferenceRequest]]
 """(prompt, parameters, called on the stepping thread with the result) → the ended request."""
 Sample = Callable[[Prompt, SamplingParams], Awaitable[DynamicInferenceRequest]]
 """`Episode.sample`, whose completions are turns of the episode, or `RolloutManager.sample`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an environment answers to a completion."""
+
+    observation: str | Sequence[int] = ()
+    """Appended to the history, behind the completion; text is tokenised without special tokens. Never trained on."""
+    reward: float = 0.0
+    """Added to the episode's."""
+    done: bool = False
+    """Whether the episode ends here."""
 
 
 class Episode:
@@ -30,9 +47,20 @@ class Episode:
         error: "Type: message" of why it failed; None: it did not.
         ended: nothing is sampled any more.
         info: the environment's own, untouched.
+        answers: what an environment with `reset` and `step` has answered to the first turns.
     """
 
-    def __init__(self, task: Any, group_id: int, index: int, params: SamplingParams, seed: int, ask: Ask) -> None:
+    def __init__(
+        self,
+        task: Any,
+        group_id: int,
+        index: int,
+        params: SamplingParams,
+        seed: int,
+        ask: Ask,
+        check: Check,
+        tap: EngineTap | None = None,
+    ) -> None:
         self.task = task
         self.group_id = group_id
         self.index = index
@@ -40,11 +68,18 @@ class Episode:
         self.error: str | None = None
         self.ended = False
         self.info: dict[str, Any] = {}
+        self.answers: list[StepResult] = []
         self._params = params
         self._seed = stream_key(stream_key(seed, group_id), index)
         self._ask = ask
+        self._check = check
+        self._tap = tap
+        self._ask_tools: list[int] = []
+        """Turns that have ended since the episode last asked for one."""
         self._asked = 0
         self._turns: dict[int, DynamicInferenceRequest] = {}
+        self._recorded: dict[int, DynamicInferenceRequest] = {}
+        """Turns of before a restart that were not asked for again yet, by number."""
 
     @classmethod
     def from_turns(
@@ -58,10 +93,10 @@ class Episode:
     ) -> Episode:
         """An ended episode whose turns were sampled elsewhere, for `EpisodeBatch.from_episodes`."""
 
-        async def ended(*_: Any) -> DynamicInferenceRequest:
+        def elsewhere(*_: Any) -> NoReturn:
             raise EngineStateError("this episode was sampled elsewhere")
 
-        episode = cls(task, group_id, index, SamplingParams(), 0, ended)
+        episode = cls(task, group_id, index, SamplingParams(), 0, elsewhere, elsewhere)
         episode.reward, episode.error, episode.ended = reward, error, True
         episode._turns = dict(enumerate(turns))
         return episode
@@ -97,6 +132,10 @@ class Episode:
                 f"{self!r} samples after its end: let the coroutine that plays it end when it is cancelled"
             )
         params = sampling_params or self._params
+        if self._recorded:
+            recorded = self._recall(self._check(prompt, params), params, given=sampling_params is not None)
+            if recorded is not None:
+                return recorded
         number, self._asked = self._asked, self._asked + 1
         if params.seed is None or sampling_params is None:
             params = params.replace(seed=stream_key(self._seed, number))
@@ -105,11 +144,69 @@ class Episode:
             if not self.ended:
                 self._turns[number] = turn
 
-        return await self._ask(prompt, params, keep)
+        self.tools_answered()
+        turn = await self._ask(prompt, params, keep)
+        if self._tap is not None and (log := self._tap.log) is not None:
+            self._ask_tools.append(turn.request_id)
+            log.tool_begins(turn.request_id)
+        return turn
+
+    def tools_answered(self) -> None:
+        """The episode waits for no tool any more, as a trace shows it."""
+        turns, self._ask_tools = self._ask_tools, []
+        if turns and self._tap is not None and (log := self._tap.log) is not None:
+            for request_id in turns:
+                log.tool_ends(request_id)
+
+    # --- after a restart ----------------------------------------------------------------------------------------
+
+    @property
+    def all_turns(self) -> dict[int, DynamicInferenceRequest]:
+        """Ended turns by number, those of before a restart that were not asked for again yet included."""
+        return dict(sorted({**self._recorded, **self._turns}.items()))
+
+    @property
+    def num_recorded(self) -> int:
+        """Turns of before a restart that were not asked for again yet."""
+        return len(self._recorded)
+
+    def recorded(self, turns: dict[int, DynamicInferenceRequest], answers: list[StepResult]) -> None:
+        """Take over the turns of before a restart, and what the environment answered to the first of them."""
+        self._recorded, self.answers = turns, answers
+        self._asked = max(turns, default=-1) + 1
+
+    def stand(self, count: int | None = None) -> list[DynamicInferenceRequest]:
+        """Make the first recorded turns (None: all) turns of the episode without being asked for again; returns them."""
+        return [self._take_over(number) for number in sorted(self._recorded)[:count]]
+
+    def _recall(self, tokens: list[int], params: SamplingParams, *, given: bool) -> DynamicInferenceRequest | None:
+        """The first recorded turn of this prompt and these parameters, now a turn again; None: it has to be sampled."""
+        images = images_of(tokens)
+        for number, turn in sorted(self._recorded.items()):
+            seeded = params if given and params.seed is not None else params.replace(seed=turn.sampling_params.seed)
+            known = turn.images if isinstance(turn, VLMInferenceRequest) else None
+            same_images = known is None if images is None else known is not None and known.digest == images.digest
+            if turn.prompt_tokens == tokens and same_images and _same_but_for_room(seeded, turn):
+                return self._take_over(number)
+        return None
+
+    def _take_over(self, number: int) -> DynamicInferenceRequest:
+        # In this order, since another thread may be reading `all_turns`.
+        turn = self._turns[number] = self._recorded[number]
+        del self._recorded[number]
+        return turn
 
     def __repr__(self) -> str:
         state = self.error or ("open" if self.reward is None else f"reward {self.reward:g}")
         return f"Episode(group {self.group_id}, index {self.index}, {len(self._turns)} turns, {state})"
+
+
+def _same_but_for_room(asked: SamplingParams, turn: DynamicInferenceRequest) -> bool:
+    """Whether a turn was sampled with these parameters, its length perhaps limited to the room there was, in vain."""
+    was = turn.sampling_params
+    if asked.max_tokens > was.max_tokens and turn.finish_reason is FinishReason.STOP:
+        asked = asked.replace(max_tokens=was.max_tokens, min_tokens=was.min_tokens)
+    return asked == was
 
 
 @dataclass(eq=False)
@@ -121,6 +218,11 @@ class EpisodeGroup:
 
     group_id: int
     episodes: list[Episode]
+    environment: str
+    """Its name."""
+    params: SamplingParams
+    due: float | None
+    """Played seconds at which they must have ended; None: never."""
     missing: set[int] = field(default_factory=set)
 
     @property

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError
 from rollout.manager.backend import LocalBackend
 from rollout.manager.control import ManagerControl, OnError, check_on_error
 from rollout.manager.episodes.batch import EpisodeBatch
-from rollout.manager.episodes.environment import EnvironmentFactory, EnvironmentTask, Play, as_play
+from rollout.manager.episodes.environment import EnvironmentFactory, EnvironmentTask, Play, as_play, name_of
 from rollout.manager.episodes.episode import Episode
 from rollout.manager.episodes.goal import PlayGoal
 from rollout.manager.pacing import StalenessPacer
@@ -140,6 +140,7 @@ class ManagerEpisodes(ManagerControl):
         keep: Callable[[Sequence[Episode]], bool] | None = None,
         max_discarded: int | None = None,
         episode_timeout_s: float | None = None,
+        environments: Mapping[str, EnvironmentFactory | Play] | None = None,
         on_error: OnError = "mask",
         progress: bool | None = None,
         timeout_s: float | None = None,
@@ -165,6 +166,7 @@ class ManagerEpisodes(ManagerControl):
             max_discarded: after so many dropped groups every one is kept, so that the call ends where nothing is left to
                 learn. None: four times `min_groups`, or all.
             episode_timeout_s: after so many seconds within `run` an episode fails with what it has.
+            environments: without `environment`, those of episodes that `load_state_dict` brought, by `__qualname__`.
             on_error: `mask`: rows of a failed episode are masked out and named in `errors`. `raise`: `RolloutFailedError`.
             progress, timeout_s: as in `generate`.
 
@@ -181,12 +183,15 @@ class ManagerEpisodes(ManagerControl):
         check_on_error(on_error)
         params = sampling_params or SamplingParams()
         most = _room(tasks, min_groups, max_groups, params, n)
+        if environment is not None and environments is not None:
+            raise ConfigError("environment= with environments=, which are for restored episodes of a mixture: pass one")
         drawn = iter(tasks)
         with self.engine.turns.taken(timeout_s):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
             player, begun = self._player, []
+            self._resume_episodes(environment, environments or {}, max_turns)
             pacer = self._begin_round()
 
             def begin(task: Any) -> None:
@@ -196,7 +201,8 @@ class ManagerEpisodes(ManagerControl):
                         f"task {task!r:.80} without environment=: must be an EnvironmentTask; see mixture()"
                     )
                 play = as_play(asked.environment, self.tokenizer, max_turns)
-                begun.append(player.begin(asked.task, play, n, params, episode_timeout_s))
+                name = name_of(asked.environment)
+                begun.append(player.begin(asked.task, play, n, params, episode_timeout_s, name))
 
             goal = PlayGoal(
                 player, drawn, begin, most, min_groups, keep, most_discarded(min_groups, max_discarded),
@@ -217,6 +223,25 @@ class ManagerEpisodes(ManagerControl):
     def episode_groups_in_play(self) -> int:
         """Groups of episodes that were begun and not yet handed out."""
         return len(self._player)
+
+    def _resume_episodes(
+        self,
+        environment: EnvironmentFactory | Play | None,
+        named: Mapping[str, EnvironmentFactory | Play],
+        max_turns: int,
+    ) -> None:
+        """Let the episodes that `load_state_dict` brought go on; all of them or none."""
+        plays: dict[int, Play] = {}
+        for number, saved in self._player.restored.items():
+            played_by = named.get(saved.environment) if environment is None else environment
+            if played_by is None:
+                raise ConfigError(
+                    f"{len(self._player.restored)} groups of episodes of before the restart go on, the first by "
+                    f"{saved.environment!r}: pass environments={{{saved.environment!r}: ...}}, or environment="
+                )
+            plays[number] = as_play(played_by, self.tokenizer, max_turns)
+        for number, play in plays.items():
+            self._player.resume(number, play)
 
     def _begin_round(self) -> StalenessPacer:
         if self._run_pacer is None:
@@ -241,6 +266,7 @@ class ManagerEpisodes(ManagerControl):
         batch = EpisodeBatch.from_episodes(
             episodes, detokenize=self.engine.controller.detokenize, **self._batch_options()
         )
+        self._metrics.add("rollout/episode_turns_dropped", sum(episode.num_recorded for episode in episodes))
         self._player.drop(ended)
         return self._handed_out(batch, on_error)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rollout.errors import RequestError, RolloutError
 from rollout.manager.backend import Backend
+from rollout.manager.recovery import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
@@ -131,8 +132,12 @@ class OpenSamples:
             self._changed.wait_for(lambda: self._signalled, timeout_s)
             self._signalled = False
 
-    def apply(self, backend: Backend) -> None:
-        """Queue what has arrived and abort what was cancelled; the caller holds the engine's lock."""
+    def apply(self, backend: Backend, journal: GroupJournal) -> None:
+        """Queue what has arrived and abort what was cancelled; the caller holds the engine's lock.
+
+        Args:
+            journal: of turns that had ended before a restart, which are not sampled again.
+        """
         with self._changed:
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
@@ -140,6 +145,10 @@ class OpenSamples:
             if sample.cancelled:
                 continue
             sample.request_id = backend.next_group_id
+            if sample.owner is not None and (known := journal.turn(sample.tokens, sample.params, sample.request_id)):
+                backend.reserve_group_ids(sample.request_id + 1)
+                sample.on_end(known)
+                continue
             self._queued[sample.request_id] = sample
             try:
                 backend.submit(sample.request_id, sample.tokens, sample.params, None)
@@ -150,16 +159,14 @@ class OpenSamples:
             if sample.request_id is not None and self._queued.pop(sample.request_id, None) is not None:
                 backend.abort(sample.request_id)
 
-    def take(self, result: DynamicInferenceRequest) -> bool:
-        """Hand an ended request to its caller; False: it is of no completion that is open here."""
+    def take(self, result: DynamicInferenceRequest) -> OpenSample | None:
+        """Hand an ended request to its caller, and return what was asked; None: it is of no completion that is open here."""
         sample = self._queued.pop(result.request_id, None)
-        if sample is None:
-            return False
-        if not sample.cancelled:
+        if sample is not None and not sample.cancelled:
             failed = result.error is not None
             error = RequestError(f"request {result.request_id}: {result.error}", result.request_id)
             sample.on_end(error if failed else result)
-        return True
+        return sample
 
     def owners(self) -> dict[int, Hashable]:
         """Request id → owner of the completions that are queued in the backend."""

@@ -19,14 +19,14 @@ from math import isfinite
 from typing import Any
 
 from rollout.manager.episodes.environment import Play
-from rollout.manager.episodes.episode import Episode, EpisodeGroup
+from rollout.manager.episodes.episode import Check, Episode, EpisodeGroup
 from rollout.manager.episodes.open_samples import OpenSamples
+from rollout.manager.episodes.saved import SavedEpisode, SavedGroup
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
-
-CheckRequest = Callable[[Prompt, SamplingParams], list[int]]
+from rollout.tracing.recorder import EngineTap
 
 
 class EpisodePlayer:
@@ -37,18 +37,24 @@ class EpisodePlayer:
         check: token ids of a prompt, or raises.
         seed: from which those of the turns are derived.
         clock: seconds that never run backwards.
+        tap: where the engine reports to traces.
 
     Attributes:
         unfinished: ids of groups of which episodes have not ended.
+        restored: groups of before a restart by id, until `resume` starts their episodes that have not ended.
     """
 
-    def __init__(self, samples: OpenSamples, check: CheckRequest, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, samples: OpenSamples, check: Check, seed: int, clock: Callable[[], float], tap: EngineTap
+    ) -> None:
         self.unfinished: set[int] = set()
+        self.restored: dict[int, SavedGroup] = {}
         self._samples = samples
         self._check = check
         self._seed = seed
         self._clock = clock
-        self._numbers = count()
+        self._tap = tap
+        self._next_number = 0
         self._order = count()
         self._groups: dict[int, EpisodeGroup] = {}
         self._futures: dict[Episode, Future[None]] = {}
@@ -67,9 +73,18 @@ class EpisodePlayer:
 
     # --- the stepping thread --------------------------------------------------------------------------------------
 
-    def begin(self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None) -> int:
-        """Start n episodes of a task; returns the group id."""
-        number = next(self._numbers)
+    def begin(
+        self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None, environment: str
+    ) -> int:
+        """Start n episodes of a task, under the name of their environment; returns the group id."""
+        number = self._next_number
+        self._next_number += 1
+        self._start(self._book(number, task, n, params, timeout_s, environment), play)
+        return number
+
+    def _book(
+        self, number: int, task: Any, n: int, params: SamplingParams, timeout_s: float | None, environment: str
+    ) -> EpisodeGroup:
         seed = self._seed if params.seed is None else params.seed
 
         async def ask(
@@ -77,17 +92,21 @@ class EpisodePlayer:
         ) -> DynamicInferenceRequest:
             return await self._samples.completion(self._check(prompt, asked), asked, keep, owner=number)
 
-        episodes = [Episode(task, number, index, params, seed, ask) for index in range(n)]
-        self._groups[number] = EpisodeGroup(number, episodes, set(range(n)))
+        episodes = [Episode(task, number, index, params, seed, ask, self._check, self._tap) for index in range(n)]
+        due = None if timeout_s is None else self._played_s + timeout_s
+        group = self._groups[number] = EpisodeGroup(number, episodes, environment, params, due, set(range(n)))
         self.unfinished.add(number)
+        return group
+
+    def _start(self, group: EpisodeGroup, play: Play) -> None:
         if self._loop is None:
             self._loop = LoopThread("rollout-episodes")
-        for episode in episodes:
+        for episode in group.episodes:
+            if episode.ended:
+                continue
             self._futures[episode] = self._loop.start(self._play(episode, play))
-            if timeout_s is not None:
-                due = self._played_s + timeout_s
-                heapq.heappush(self._deadlines, (due, next(self._order), episode))
-        return number
+            if group.due is not None:
+                heapq.heappush(self._deadlines, (group.due, next(self._order), episode))
 
     def look_at_the_clock(self) -> None:
         """End the episodes whose time is over. Time counts only between `resume_clock` and `stop_clock`."""
@@ -121,6 +140,7 @@ class EpisodePlayer:
                     self._cancel(episode)
                 self._futures.pop(episode, None)
             self.unfinished.discard(number)
+            self.restored.pop(number, None)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
         """(group id, oldest version of a token of a turn that has ended) of unfinished groups that have one."""
@@ -130,6 +150,43 @@ class EpisodePlayer:
             known = [version for version in versions if version is not None]
             if known:
                 yield number, min(known)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self) -> tuple[int, list[SavedGroup]]:
+        """The next group id, and every group as it is now; completions that are open are not in it."""
+        saved = []
+        for number, group in self._groups.items():
+            with self._ending:
+                episodes = [
+                    # First the answers: each is to a turn that had ended before.
+                    SavedEpisode(list(each.answers), each.all_turns, each.ended, each.reward, each.error, each.info)
+                    for each in group.episodes
+                ]
+            left = None if group.due is None else max(0.0, group.due - self._played_s)
+            saved.append(SavedGroup(number, group.environment, group.task, group.params, left, episodes))
+        return self._next_number, saved
+
+    def load(self, next_number: int, groups: Iterable[SavedGroup]) -> None:
+        """Take over what `save` gave, where nothing is in play. Its episodes go on with `resume`."""
+        self._next_number = next_number
+        for saved in groups:
+            group = self._book(
+                saved.group_id, saved.task, len(saved.episodes), saved.params, saved.seconds_left, saved.environment
+            )
+            for episode, was in zip(group.episodes, saved.episodes, strict=True):
+                episode.recorded(was.turns, was.answers)
+                episode.info.update(was.info)
+                if was.ended:
+                    episode.stand()
+                    self._end(episode, was.reward, was.error)
+            if group.missing:
+                self.restored[saved.group_id] = saved
+
+    def resume(self, number: int, play: Play) -> None:
+        """Start the episodes of a restored group that have not ended."""
+        del self.restored[number]
+        self._start(self._groups[number], play)
 
     def close(self) -> None:
         """Give up everything and end the loop."""
@@ -169,6 +226,7 @@ class EpisodePlayer:
                 group.missing.discard(episode.index)
                 if not group.missing:
                     self.unfinished.discard(episode.group_id)
+        episode.tools_answered()
         self._samples.wake()
         return True
 

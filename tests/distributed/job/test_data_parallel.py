@@ -33,6 +33,7 @@ from tests.distributed.job.rank_jobs import WORK, Ask, Sample, asks, generate, s
 from tests.engines import make_engine
 from tests.models import make_tokenizer
 from tests.ranks import run_together
+from tests.vision_models import greedy_with_images, picture_prompt, shared_vision_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -87,6 +88,20 @@ def test_every_rank_gets_what_it_would_make_alone_and_the_work_is_shared(nursery
         assert answer["metrics"]["rollout/requests_waiting"] == 0
         assert answer["metrics"]["rollout/requests_finished"] == len(answer["first"])
         assert ("rollout/queue_s_max" in answer["metrics"]) == bool(answer["first"])
+
+
+def test_prompts_with_images_are_computed_by_whichever_rank_has_room(nursery: Nursery) -> None:
+    answers = run_together(nursery, 2, rank_jobs.generates_from_images)
+    for rank, answer in enumerate(answers):
+        prompts = rank_jobs.SEEN[rank] * (4 if rank == 0 else 1)
+        expected = [
+            greedy_with_images(shared_vision_model("qwen2_5_vl"), "qwen2_5_vl", picture_prompt("qwen2_5_vl", parts), 8)
+            for parts in prompts
+        ]
+        assert answer["tokens"] == [tokens for tokens in expected for _ in range(2)]
+        assert answer["images"] == 2 * sum(isinstance(part, str) for parts in prompts for part in parts)
+    made = sum(len(tokens) for answer in answers for tokens in answer["tokens"])
+    assert sum(answer["computed"] for answer in answers) == made
 
 
 def test_an_http_server_stands_in_front_of_all_ranks_of_a_training_job(nursery: Nursery) -> None:

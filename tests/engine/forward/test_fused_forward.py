@@ -21,11 +21,12 @@ from rollout.engine.forward.fused_forward import FusedForward
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.kernels import cpu_library
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, token_ids
-from tests.models import CONFIGS, make_model
+from tests.models import CONFIGS, MORE_CONFIGS, make_model
 
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
 
 FUSED = ["qwen3", "llama", "qwen2", "mistral"]
+NOT_FUSED = ["qwen3_next", "falcon_h1", "lfm2", "gpt_oss", "llama4"]
 
 
 def fused(engine: DynamicInferenceEngine) -> bool:
@@ -43,9 +44,9 @@ def own_logits(engine: DynamicInferenceEngine, tokens: list[int]) -> Tensor:
     return engine.controller.forward_logits(tokens).float()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | MORE_CONFIGS)
 def test_which_architectures_are_fused(name: str) -> None:
-    assert fused(make_engine(name)) == (name in FUSED)
+    assert fused(make_engine(name)) == (name not in NOT_FUSED)
 
 
 def test_the_option_turns_it_off() -> None:

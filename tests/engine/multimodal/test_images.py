@@ -17,6 +17,7 @@ from tests.vision_models import (
     CONFIGS,
     IMAGE,
     NO_MARKS,
+    VIDEO,
     greedy_with_images,
     logprobs_with_images,
     make_vision_model,
@@ -66,7 +67,43 @@ def test_images_text_and_both_in_one_batch_are_sampled_as_generate_samples_them(
     assert isinstance(done[0, 0], VLMInferenceRequest)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+WITH_VIDEO = (3, "clip", 4, "a", 2, "clipped", 3)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "muse_glimmer"])
+@pytest.mark.parametrize("budget", [64, 9])
+def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name: str, budget: int) -> None:
+    engine = make_engine(shared_vision_model(name), max_tokens_per_step=budget)
+    engine.add_request(picture_prompt(name, WITH_VIDEO), likeliest(n=2))
+    engine.add_request(picture_prompt(name, ["clip"]), likeliest(prompt_logprobs=0))
+    engine.add_request(token_ids(6), greedily(TOKENS))
+    done = finish(engine)
+    assert_as_generate(name, WITH_VIDEO, done[0, 0])
+    assert_as_generate(name, ["clip"], done[1, 0])
+    assert engine.stats()["images_encoded"] == 3, "a video is encoded once"
+    prompt, scored = done[1, 0].prompt_tokens, done[1, 0].prompt_log_probs
+    inputs = picture_prompt(name, ["clip"])
+    assert scored is not None
+    at = prompt.index(VIDEO)
+    expected = logprobs_with_images(shared_vision_model(name), name, inputs, [], prompt=True)
+    torch.testing.assert_close(torch.tensor(scored)[at - 1 :], expected[at - 1 :], rtol=0, atol=1e-5)
+
+
+def test_a_video_at_another_speed_is_another_prompt() -> None:
+    name = "qwen2_5_vl"
+    engine = make_engine(shared_vision_model(name))
+    cached = []
+    for parts in ((3, "clip", 4), (3, "clip@2", 4), (3, "clip", 4)):
+        number = engine.add_request(picture_prompt(name, parts), likeliest())
+        done = finish(engine)[number, 0]
+        assert_as_generate(name, parts, done)
+        cached.append(done.num_cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] == 4
+    assert cached[2] > 16
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4"])
 def test_a_cached_prefix_is_found_by_the_content_of_its_images(name: str) -> None:
     """Prompts that differ only in an image share the blocks before it; one with the same images shares all of them."""
     engine = make_engine(shared_vision_model(name))
@@ -84,8 +121,21 @@ def test_a_cached_prefix_is_found_by_the_content_of_its_images(name: str) -> Non
     assert engine.stats()["images_encoded"] == 4
 
 
+def test_a_recurrent_state_kept_at_the_end_of_a_prompt_is_found_by_the_content_of_its_images() -> None:
+    name = "qwen3_5"
+    engine = make_engine(shared_vision_model(name))
+    cached = []
+    for parts in (PARTS, (3, "a", 5, "d", 4), (*PARTS, 5, "c")):
+        number = engine.add_request(picture_prompt(name, parts), likeliest())
+        done = finish(engine)[number, 0]
+        assert_as_generate(name, parts, done)
+        cached.append(done.num_cached_tokens)
+    prompt = len(picture_prompt(name, PARTS)["input_ids"][0])
+    assert cached == [0, 0, prompt // 4 * 4]
+
+
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_small"])
 def test_images_survive_a_suspend_between_any_two_steps(name: str, mode: str) -> None:
     # What is dropped between any two steps must be computed in one.
     engine = make_engine(shared_vision_model(name), max_tokens_per_step=64 if mode == "recompute" else 8)
@@ -98,7 +148,7 @@ def test_images_survive_a_suspend_between_any_two_steps(name: str, mode: str) ->
         assert_as_generate(name, PARTS, request)
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("qwen2_5_vl", 13), ("gemma3", 9)])
+@pytest.mark.parametrize(("name", "blocks"), [("qwen2_5_vl", 13), ("qwen3_5", 13), ("gemma3", 9)])
 def test_preempted_requests_with_images_go_on_as_if_nothing_had_happened(name: str, blocks: int) -> None:
     engine = make_engine(
         shared_vision_model(name), kv_cache_blocks=blocks, max_tokens_per_step=16, enable_prefix_caching=False
@@ -111,7 +161,7 @@ def test_preempted_requests_with_images_go_on_as_if_nothing_had_happened(name: s
         assert_as_generate(name, PARTS, done[seed, 0], seed=seed)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "idefics3"])
 def test_after_an_update_the_tower_runs_again_and_no_earlier_prefix_is_served(name: str) -> None:
     model = make_vision_model(name)
     engine = make_engine(model)
@@ -205,7 +255,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         _without("attention_mask", QWEN) | {"input_ids": QWEN["input_ids"][:, :12]},
         r"has \d placeholders \(token 90\), and its images become \d+ embeddings",
     ),
-    "no grid": ("qwen2_5_vl", _without("image_grid_thw", QWEN), "bring no image_grid_thw, which Qwen2_5_VLForCond"),
+    "no grid": (
+        "qwen2_5_vl", _without("image_grid_thw", QWEN), "brings pixel_values and no image_grid_thw, which Qwen2_5_VLForCond",
+    ),
     "another model's processor": (
         "gemma3", QWEN, "brings image_grid_thw: Gemma3ForConditionalGeneration takes pixel_values for images",
     ),
@@ -218,8 +270,73 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a grid that cannot be merged": (
         "qwen2_5_vl", QWEN | {"image_grid_thw": torch.tensor([[1, 4, 7], [1, 4, 3]])}, "multiples of 2",
     ),
-    "a video": ("qwen2_5_vl", QWEN | {"pixel_values_videos": torch.zeros(4, 96)}, "pixel_values_videos: video is not"),
-    "a video's placeholder": ("qwen2_5_vl", {"input_ids": torch.tensor([[5, 91]])}, "placeholders of a video"),
+    "a video": (
+        "gemma4",
+        picture_prompt("gemma4", ["a"]) | {"pixel_values_videos": torch.zeros(4, 96)},
+        "pixel_values_videos: video is not served",
+    ),
+    "a video's placeholder": ("gemma4", {"input_ids": torch.tensor([[5, VIDEO]])}, "placeholders of a video .* not served"),
+    "a placeholder and no video": (
+        "qwen3_vl", {"input_ids": torch.tensor([[5, VIDEO]])}, r"1 placeholders of videos \(token 91\) and no video",
+    ),
+    "a video too many": (
+        "qwen2_5_vl",
+        picture_prompt("qwen2_5_vl", ["a", "clip"]) | {"input_ids": picture_prompt("qwen2_5_vl", ["a"])["input_ids"],
+                                                       "attention_mask": None},
+        r"0 placeholders \(token 91\), and its videos become 12 embeddings",
+    ),
+    "a video without its speed": (
+        "qwen2_5_vl",
+        _without("second_per_grid_ts", picture_prompt("qwen2_5_vl", ["clip"])),
+        "brings pixel_values_videos and no second_per_grid_ts",
+    ),
+    "speeds of other videos": (
+        "qwen2_5_vl", picture_prompt("qwen2_5_vl", ["clip"]) | {"second_per_grid_ts": torch.ones(2)},
+        "second_per_grid_ts of 2 for 1 videos",
+    ),
+    "a speed that the model does not take": (
+        "qwen3_vl", picture_prompt("qwen3_vl", ["clip"]) | {"second_per_grid_ts": torch.ones(1)},
+        "brings second_per_grid_ts: Qwen3VLForConditionalGeneration takes",
+    ),
+    "frames without their times": (
+        "qwen3_vl",
+        picture_prompt("qwen3_vl", ["clip"]) | {"input_ids": torch.tensor([[92, *[VIDEO] * 12, 93]]),
+                                                "attention_mask": None},
+        "finds no positions for these placeholders and grids .* between the frames of a video",
+    ),
+    "an image inside a video": (
+        "qwen3_vl",
+        picture_prompt("qwen3_vl", ["clip", "b"]) | {"input_ids": torch.tensor(
+            [[*[VIDEO] * 4, *[IMAGE] * 4, *[VIDEO] * 8]]), "attention_mask": None},
+        "placeholders of an image between those of a video",
+    ),
+    "patches without their places": (
+        "gemma4",
+        picture_prompt("gemma4", ["a"]) | {"image_position_ids": torch.zeros(1, 9, 2, dtype=torch.long)},
+        r"image_position_ids of shape \[1, 9, 2\]: must be \[images, patches, 48\]",
+    ),
+    "patches that cannot be pooled": (
+        "gemma4",
+        picture_prompt("gemma4", ["a"]) | {"image_position_ids": torch.zeros(1, 32, 2, dtype=torch.long).index_fill(
+            1, torch.arange(7), -1)},
+        "25 patches of an image: must be a multiple of 4",
+    ),
+    "a tile that is no rectangle": (
+        "lfm2_vl", picture_prompt("lfm2_vl", ["a"]) | {"spatial_shapes": torch.tensor([[4, 5]])},
+        r"spatial_shapes of 4 x 5 for a tile of \d+ patches: must be their number",
+    ),
+    "tiles without their shapes": (
+        "lfm2_vl", picture_prompt("lfm2_vl", ["a"]) | {"spatial_shapes": torch.ones(2, 2).long()},
+        r"spatial_shapes of shape \[2, 2\], pixel_attention_mask",
+    ),
+    "an image with too few squares": (
+        "llava_next", picture_prompt("llava_next", ["a"]) | {"pixel_values": torch.zeros(1, 2, 3, 16, 16)},
+        r"pixel_values of 2 squares for an image of \[32, 32\]: must be at least 5",
+    ),
+    "squares of another size": (
+        "llava_next", picture_prompt("llava_next", ["a"]) | {"pixel_values": torch.zeros(1, 5, 3, 8, 8)},
+        r"image_sizes of shape \[1, 2\]: must be \[images, squares, 3, 16, 16\]",
+    ),
     "not tensors": ("qwen2_5_vl", QWEN | {"pixel_values": ["a.png"]}, "pixel_values of type list: must be a tensor"),
     "two prompts": ("qwen2_5_vl", QWEN | {"input_ids": torch.ones(2, 4)}, "give one prompt at a time"),
     "crops of another size": (

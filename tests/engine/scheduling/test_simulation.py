@@ -147,6 +147,8 @@ class World:
         prompt = stem[: self.random.randint(1, 16)] + [
             self.random.randrange(5) for _ in range(self.random.choice([0, 0, 1, 3]))
         ]
+        if self.ended and self.random.random() < 0.4:
+            prompt = self.next_turn()
         budget = self.random.randint(0, 10)
         params = SamplingParams(n=self.random.choice([1, 1, 2, 3]), max_tokens=budget)
         group = []
@@ -180,6 +182,13 @@ class World:
             )
             return
         self.added |= {each.key for each in group}
+
+    def next_turn(self) -> list[int]:
+        """What an ended sample said, sometimes without its last tokens, and something more."""
+        merged = self.ended[self.random.choice(sorted(self.ended))].record.merge()
+        said = [*merged.prompt_tokens, *merged.generated_tokens]
+        said = said[: max(1, len(said) - self.random.choice([0, 0, 0, 1, 2]))]
+        return said[:32] + [self.random.randrange(5) for _ in range(self.random.choice([0, 1, 3]))]
 
     def step(self) -> None:
         if self.suspended:
@@ -383,13 +392,25 @@ class World:
                 assert chained == allocator.index._hash[block], (
                     "a block is found behind tokens it was not computed behind"
                 )
+        tails = [tail for tails in allocator.index._tails.values() for tail in tails]
+        for tail in tails:
+            filled = allocator.index._filled.item(tail)
+            current = allocator.index._number[tail] == allocator.index._number_of[allocator.index.variant]
+            memory = [place.item() for _, place in self.memory(np.array([tail]))]
+            for content in (self.cache.content[place, :filled] for place in memory if place >= 0):
+                assert (content[:, TOKEN] == allocator.index._tokens[tail, :filled]).all()
+                assert (content[:, VERSION] == self.way).all() or not current, "a tail of older weights is found"
+                assert content[:, PURE].all() or not current, "a tail was computed over KV of an older version"
         findable = set(allocator.index.current.values())
         for block, slot in {} if allocator.states is None else allocator.states.snapshots().items():
             assert allocator.index.registered[block], "a snapshot of a block that nothing finds"
-            if block in findable:
+            if block in findable or block in tails:
                 state = self.states.content[slot]
-                assert [token for token, _ in state][-allocator.block_size :] == allocator.index._tokens[block].tolist()
-                assert {way for _, way in state} == {self.way}, "a snapshot of a state of older weights"
+                filled = allocator.index._filled.item(block) or allocator.block_size
+                known = allocator.index._tokens[block, :filled].tolist()
+                assert [token for token, _ in state][-filled:] == known
+                ways = {2 * self.updates, 2 * self.updates + 1} if block in tails else {self.way}
+                assert {way for _, way in state} <= ways, "a snapshot of a state of older weights"
 
 
 def live(seed: int, events: int = 30) -> World:
@@ -416,7 +437,7 @@ def live(seed: int, events: int = 30) -> World:
 def test_thousands_of_random_schedules_keep_every_invariant() -> None:
     chosen = os.environ.get("ROLLOUT_SIM_SEED")
     seeds = range(SCHEDULES) if chosen is None else [int(chosen)]
-    preemptions = refused = claims = accepted = hits = 0
+    preemptions = refused = claims = accepted = hits = tails = state_tails = window_tails = 0
     for seed in seeds:
         try:
             world = live(seed)
@@ -426,10 +447,16 @@ def test_thousands_of_random_schedules_keep_every_invariant() -> None:
         refused += world.context.allocator.refused_for_version
         claims += world.claims
         accepted += world.scheduler.counters["draft_tokens_accepted"]
+        tails += world.scheduler.counters["prefix_tail_tokens"]
+        state_tails += 0 if world.states is None else world.scheduler.counters["prefix_tail_tokens"]
+        window_tails += 0 if world.groups is None else world.scheduler.counters["prefix_tail_tokens"]
         hits += 0 if world.states is None else world.context.allocator.states.hits
     if chosen is None and SCHEDULES >= 1000:
         assert preemptions > 100, "the schedules never ran out of blocks"
         assert claims > 20, "no client ever claimed a place of another one"
         assert refused > 100, "the schedules never met a block of an older version"
         assert accepted > 100, "the schedules never accepted a draft"
+        assert tails > 100, "the schedules never continued a partly filled block"
+        assert state_tails > 20, "the schedules never went on from the state after a partly filled block"
+        assert window_tails > 20, "no partly filled block was continued where some layers see a window"
         assert hits > 100, "the schedules never went on from a snapshot of a state"

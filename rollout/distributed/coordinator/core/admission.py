@@ -56,7 +56,7 @@ class Admission:
         if size > MAX_REQUEST_BYTES:
             return (
                 "InvalidRequestError",
-                f"{size} bytes of prompt, parameters and known tokens: at most {MAX_REQUEST_BYTES} are taken",
+                f"{size} bytes of prompt, images, parameters and known tokens: at most {MAX_REQUEST_BYTES} are taken",
             )
         if isinstance(prompt, str):
             if config.tokenizer is None:
@@ -88,7 +88,8 @@ class Admission:
 
 def bytes_to_assign(message: Submit) -> int:
     """Size of a request's variable parts in an `Assign`, which must fit into one frame."""
-    return len(message.prompt) + len(message.params) + sum(row.buffer_bytes for row in message.known)
+    images = len(message.images) + len(message.keyed)
+    return len(message.prompt) + images + len(message.params) + sum(row.buffer_bytes for row in message.known)
 
 
 def cost_of(message: Submit) -> int:
@@ -100,5 +101,6 @@ def cost_of(message: Submit) -> int:
 def cost_besides_prompt(message: Submit) -> int:
     """`cost_of` without the prompt."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
+    images = len(message.images) + len(message.keyed)
     books = len(message.params) + SAMPLE_BYTES * (message.n - 1)
-    return known + max(0, books - REQUEST_BYTES)
+    return known + images + max(0, books - REQUEST_BYTES)

@@ -288,8 +288,10 @@ class Dispatcher:
         if request.hashes is None:
             if not self.router.hashes_wanted():
                 return []
+            if request.images and not request.keyed:
+                return []
             most = MAX_BLOCKS * self._block_size * TOKEN_BYTES
-            prompt = np.frombuffer(cast(bytes, request.prompt)[:most], "<i4")
+            prompt = np.frombuffer((request.keyed or cast(bytes, request.prompt))[:most], "<i4")
             request.hashes = compute_block_hashes_batched(prompt, self._block_size, share_of(request.params))
         return request.hashes
 
@@ -337,6 +339,7 @@ class Dispatcher:
                 request.arrival_time,
                 request.interval,
                 request.tokens.known(assignment.samples),
+                request.images,
             ),
         )
 

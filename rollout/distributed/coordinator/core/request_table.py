@@ -94,6 +94,7 @@ class RequestTable:
             math.inf if message.timeout_s is None else now + message.timeout_s,
         )
         request.since = now
+        request.images, request.keyed = message.images, message.keyed
         request.newest_version = message.min_policy_version
         request.open = set(message.wanted) or set(range(message.n))
         request.queued = set(request.open)

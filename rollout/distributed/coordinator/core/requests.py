@@ -131,6 +131,10 @@ class OpenRequest:
     """Bytes charged to its client until it ends."""
     prompt: bytes | None = None
     """Token ids (int32); None until a text is tokenised."""
+    images: bytes = b""
+    """msgpack of its images' tensors, opaque here."""
+    keyed: bytes = b""
+    """What block hashes are made of instead of the prompt; empty with images: they are not known."""
     hashes: list[int] | None = None
     """Hashes of the prompt's complete blocks, computed on first use."""
     open: set[int] = field(default_factory=set)

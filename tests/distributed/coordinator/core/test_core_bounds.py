@@ -149,7 +149,7 @@ def test_a_request_whose_assignment_would_not_fit_into_a_frame_is_refused_at_the
     client, rank = job.client(), job.rank()
     half = MAX_REQUEST_BYTES // 2
     client.say(Submit(0, bytes(half), MAX_SAMPLES, bytes(half + 1)))
-    assert f"{MAX_REQUEST_BYTES + 1} bytes of prompt, parameters" in client.failed("InvalidRequestError").text
+    assert f"{MAX_REQUEST_BYTES + 1} bytes of prompt, images, parameters" in client.failed("InvalidRequestError").text
     rank = job.rank("wide", slots=MAX_SAMPLES)
     client.say(Submit(1, bytes(half), MAX_SAMPLES, bytes(half)))
     while not rank.quiet():

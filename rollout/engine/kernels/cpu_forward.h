@@ -1,0 +1,279 @@
+// The forward of a decoder over the module's own parameters, composed of what a `Layer` names.
+//
+// Activations have the parameters' type and are rounded where the module rounds them, so log-probs equal the trainer's.
+
+#pragma once
+
+#include <atomic>
+#include <initializer_list>
+#include <vector>
+
+#include "cpu_attention.h"
+#include "cpu_experts.h"
+#include "cpu_linear.h"
+#include "cpu_rows.h"
+
+struct Norm {
+    const void *weight, *bias;  // null weight: no norm
+};
+
+struct Layer {
+    Norm before_attention, after_attention, before_mlp, after_mlp;
+    Norm query_norm, key_norm;
+    Linear query, key, value, output, gate, up, down;  // without a gate: down(activation(up(x)))
+    Experts experts;
+    void *keys, *values;           // [blocks, block_size, Hkv, D]
+    const void *cosines, *sines;   // [positions, rotary_dim]; null: no rotary embedding
+    int64_t window;                // 0: none
+    int64_t group;                 // of layers, whose slots and tables it uses
+    int64_t inner;                 // width of the MLP
+};
+
+enum NormKind : int64_t { RMS, RMS_ROUNDED_ONCE, RMS_OF_ONE_PLUS_WEIGHT, LAYER_NORM };
+enum RotaryKind : int64_t { HALVES, PAIRS };
+
+struct Model {
+    const Layer* layers;
+    const void *embedding, *head;
+    const void* positions;  // learned embeddings of positions, or null
+    Norm norm;
+    int64_t count, hidden, heads, kv_heads, head_dim, vocabulary;
+    int64_t inner;          // most elements of a position between the matrices of an MLP
+    int64_t experts, chosen, rank;  // most of a layer; 0: none
+    int64_t norm_kind, norm_whole;  // norm_whole: query and key norms act on all heads together
+    int64_t rotary_kind, rotary_dim, rotary_wide;  // rotary_wide: tables in float32, and one rounding
+    int64_t activation;
+    float epsilon, scaling, embedding_scale, softcap, final_softcap;  // softcap 0: none
+};
+
+struct Step {
+    const int64_t *ids, *positions;          // [P]
+    const int64_t* slots;                    // [groups, P], slot mapping of K and V, block * block_size + offset
+    const int64_t* offsets;                  // [R + 1]
+    const int64_t* tables;                   // [groups, R, width]
+    const int64_t* keep;                     // [kept], positions whose logits are wanted
+    void* logits;                            // [kept, vocabulary]
+    void* workspace;
+    int64_t count, sequences, width, block_size, kept, threads;
+};
+
+// Activations of one step, in the workspace.
+template <typename T>
+struct Buffers {
+    T *x, *h, *projected, *attended, *gate, *up;
+    char* low;  // 3 times [P, rank]
+    Mixture<T> mixture;
+    int64_t bytes = 0;
+
+    Buffers(const Model& m, int64_t count, int64_t kept, void* workspace) {
+        const auto bytes_of = [&](int64_t size) {
+            char* start = static_cast<char*>(workspace) + bytes;
+            bytes += (size + 63) / 64 * 64 + 64;
+            return start;
+        };
+        const auto take = [&](int64_t elements) { return reinterpret_cast<T*>(bytes_of(elements * static_cast<int64_t>(sizeof(T)))); };
+        x = take(count * m.hidden);
+        h = take(std::max(count, kept) * m.hidden);
+        projected = take(count * (m.heads + 2 * m.kv_heads) * m.head_dim);
+        attended = take(count * m.heads * m.head_dim);
+        gate = take(count * m.inner);
+        up = take(count * m.inner);
+        low = bytes_of(3 * count * m.rank * static_cast<int64_t>(sizeof(float)));
+        mixture.scores = take(count * m.experts);
+        mixture.gathered = take(count * m.chosen * m.hidden);
+        mixture.mixed = take(count * m.chosen * m.hidden);
+        mixture.shares = reinterpret_cast<float*>(bytes_of(count * m.chosen * static_cast<int64_t>(sizeof(float))));
+        mixture.chosen = reinterpret_cast<int64_t*>(bytes_of(count * m.chosen * static_cast<int64_t>(sizeof(int64_t))));
+        mixture.places = reinterpret_cast<int64_t*>(bytes_of(count * m.chosen * static_cast<int64_t>(sizeof(int64_t))));
+    }
+};
+
+// The parts of a forward: each distributes its work over the crew and returns when all of it is done.
+template <typename T>
+struct Forward {
+    const Model& m;
+    const Step& s;
+    const team::Crew& crew;
+    const int64_t P = s.count, D = m.head_dim, H = m.heads, K = m.kv_heads, width = (H + 2 * K) * D;
+    const Buffers<T> at{m, P, s.kept, s.workspace};
+
+    // use(row) for rows [0, count), of m.hidden elements each.
+    template <typename Use>
+    void each_row(int64_t count, Use&& use) const {
+        rows_of(count, m.hidden, crew, use);
+    }
+
+    void embed() const {
+        each_row(P, [&](int64_t p) {
+            T* to = at.x + p * m.hidden;
+            std::memcpy(to, static_cast<const T*>(m.embedding) + s.ids[p] * m.hidden, m.hidden * sizeof(T));
+            if (m.embedding_scale != 1.0f) scale(to, m.embedding_scale, m.hidden);
+            if (m.positions) add(to, static_cast<const T*>(m.positions) + s.positions[p] * m.hidden, m.hidden);
+        });
+    }
+
+    void norm_row(const Norm& norm, const T* in, T* out, int64_t width) const {
+        switch (m.norm_kind) {
+            case RMS: return rms_norm(in, norm.weight, out, width, m.epsilon);
+            case RMS_ROUNDED_ONCE: return rms_norm_rounded_once(in, norm.weight, 0.0f, out, width, m.epsilon);
+            case RMS_OF_ONE_PLUS_WEIGHT: return rms_norm_rounded_once(in, norm.weight, 1.0f, out, width, m.epsilon);
+            case LAYER_NORM: return layer_norm(in, norm.weight, norm.bias, out, width, m.epsilon);
+        }
+    }
+
+    // The residual stream, normalised if the layer does so.
+    const T* normed(const Norm& norm) const {
+        if (!norm.weight) return at.x;
+        each_row(P, [&](int64_t p) { norm_row(norm, at.x + p * m.hidden, at.h + p * m.hidden, m.hidden); });
+        return at.h;
+    }
+
+    // The first products of the adapters of up to three layers that read the same rows.
+    void lower(std::initializer_list<const Linear*> layers, const T* in, int64_t depth) const {
+        constexpr int64_t SOME = 8;
+        if (std::none_of(layers.begin(), layers.end(), [](const Linear* l) { return l->adapter.down; })) return;
+        crew.share((P + SOME - 1) / SOME, [&](int64_t job) {
+            const int64_t first = job * SOME, count = std::min(SOME, P - first);
+            int64_t index = 0;
+            for (const Linear* l : layers) {
+                if (l->adapter.down) adapter_down(l->adapter, in, first, count, depth, low(index));
+                index++;
+            }
+        });
+    }
+    void* low(int64_t index) const { return at.low + index * P * m.rank * static_cast<int64_t>(sizeof(float)); }
+
+    // Columns [begin, end) of a layer for some rows; `index`: its place in `lower`.
+    void linear(const Linear& l, int64_t index, const T* in, int64_t first, int64_t count, int64_t begin, int64_t end,
+                int64_t columns, int64_t depth, T* out, int64_t stride) const {
+        linear_part(l, in, first, count, begin, end, columns, depth, out, stride);
+        if (!l.adapter.down) return;
+        if (l.adapter.wide) adapter_up(l.adapter, static_cast<const float*>(low(index)), first, count, begin, end, columns, out, stride);
+        else adapter_up(l.adapter, static_cast<const T*>(low(index)), first, count, begin, end, columns, out, stride);
+    }
+
+    // Queries, keys and values; the job that computes the last piece of a head normalises, rotates and caches it.
+    void project(const Layer& layer, const T* in) const {
+        const Parts parts(P, m.hidden, sizeof(T));
+        const int64_t pieces = (D + CHUNK - 1) / CHUNK;
+        const bool whole = m.norm_whole && layer.query_norm.weight;
+        std::vector<std::atomic<int32_t>> missing(pieces > 1 ? parts.count * (H + 2 * K) : 0);
+        for (auto& each : missing) each.store(static_cast<int32_t>(pieces), std::memory_order_relaxed);
+        lower({&layer.query, &layer.key, &layer.value}, in, m.hidden);
+        crew.share(parts.count * (H + 2 * K) * pieces, [&](int64_t job) {
+            const int64_t part = job / pieces / (H + 2 * K), head = job / pieces % (H + 2 * K), piece = job % pieces;
+            const int64_t first = parts.first(part), count = parts.length(part);
+            const int64_t kind = head < H ? 0 : head < H + K ? 1 : 2, start = (kind == 0 ? 0 : kind == 1 ? H : H + K) * D;
+            const Linear& l = kind == 0 ? layer.query : kind == 1 ? layer.key : layer.value;
+            const int64_t begin = head * D - start + piece * CHUNK, end = head * D - start + std::min(D, (piece + 1) * CHUNK);
+            linear(l, kind, in, first, count, begin, end, (kind == 0 ? H : K) * D, m.hidden, at.projected + start, width);
+            if (whole) return;
+            if (pieces == 1 || missing[part * (H + 2 * K) + head].fetch_sub(1) == 1)
+                for (int64_t p = first; p < first + count; p++) place(layer, p, head);
+        });
+        if (!whole) return;
+        each_row(P, [&](int64_t p) {
+            T* row = at.projected + p * width;
+            norm_row(layer.query_norm, row, row, H * D);
+            norm_row(layer.key_norm, row + H * D, row + H * D, K * D);
+            for (int64_t head = 0; head < H + 2 * K; head++) place(layer, p, head);
+        });
+    }
+
+    void place(const Layer& layer, int64_t p, int64_t head) const {
+        T* one = at.projected + p * width + head * D;
+        if (head < H + K) {
+            const Norm& norm = head < H ? layer.query_norm : layer.key_norm;
+            if (norm.weight && !m.norm_whole) norm_row(norm, one, one, D);
+            if (layer.cosines) turn(one, layer.cosines, layer.sines, s.positions[p] * m.rotary_dim);
+        }
+        if (head < H) return;
+        void* cache = head < H + K ? layer.keys : layer.values;
+        std::memcpy(static_cast<T*>(cache) + (s.slots[layer.group * P + p] * K + (head - H) % K) * D, one, D * sizeof(T));
+    }
+
+    void turn(T* one, const void* cosines, const void* sines, int64_t angle) const {
+        const auto by = [&](auto type) {
+            typedef decltype(type) A;
+            const A *cosine = static_cast<const A*>(cosines) + angle, *sine = static_cast<const A*>(sines) + angle;
+            if (m.rotary_kind == HALVES) rotate(one, cosine, sine, m.rotary_dim);
+            else rotate_pairs(one, cosine, sine, m.rotary_dim);
+        };
+        if (m.rotary_wide) by(float{});
+        else by(T{});
+    }
+
+    // gate = activation(gate) * up
+    void widen(const Layer& layer, const T* in) const {
+        const Parts parts(P, m.hidden, sizeof(T));
+        const int64_t chunks = (layer.inner + CHUNK - 1) / CHUNK;
+        const bool gated = layer.gate.weight;
+        if (gated) lower({&layer.gate, &layer.up}, in, m.hidden);
+        else lower({&layer.up}, in, m.hidden);
+        crew.share(parts.count * chunks, [&](int64_t job) {
+            const int64_t first = parts.first(job / chunks), count = parts.length(job / chunks);
+            const int64_t begin = job % chunks * CHUNK, end = std::min(begin + CHUNK, layer.inner);
+            if (gated) linear(layer.gate, 0, in, first, count, begin, end, layer.inner, m.hidden, at.gate, layer.inner);
+            linear(layer.up, gated, in, first, count, begin, end, layer.inner, m.hidden, gated ? at.up : at.gate, layer.inner);
+            for (int64_t p = first; p < first + count; p++) {
+                const T* up = gated ? at.up + p * layer.inner + begin : nullptr;
+                activated(m.activation, at.gate + p * layer.inner + begin, up, end - begin);
+            }
+        });
+    }
+
+    // x += norm(in through a linear layer)
+    void add_to_stream(const Linear& l, const T* in, int64_t depth, const Norm& norm) const {
+        if (!norm.weight && !l.adapter.down && !l.stride)
+            return linear_into(in, P, depth, l.weight, l.bias, m.hidden, at.x, crew);
+        const Parts parts(P, depth, sizeof(T));
+        const int64_t chunks = (m.hidden + CHUNK - 1) / CHUNK;
+        lower({&l}, in, depth);
+        crew.share(parts.count * chunks, [&](int64_t job) {
+            const int64_t part = job / chunks, begin = job % chunks * CHUNK;
+            linear(l, 0, in, parts.first(part), parts.length(part), begin, std::min(begin + CHUNK, m.hidden), m.hidden, depth,
+                   at.h, m.hidden);
+        });
+        each_row(P, [&](int64_t p) {
+            T* row = at.h + p * m.hidden;
+            if (norm.weight) norm_row(norm, row, row, m.hidden);
+            add(at.x + p * m.hidden, row, m.hidden);
+        });
+    }
+
+    void logits() const {
+        each_row(s.kept, [&](int64_t p) { norm_row(m.norm, at.x + s.keep[p] * m.hidden, at.h + p * m.hidden, m.hidden); });
+        T* out = static_cast<T*>(s.logits);
+        matmul(at.h, s.kept, static_cast<const T*>(m.head), m.vocabulary, m.hidden, crew, into(out, m.vocabulary, nullptr));
+        if (m.final_softcap != 0.0f)
+            rows_of(s.kept, m.vocabulary, crew, [&](int64_t row) { cap(out + row * m.vocabulary, m.final_softcap, m.vocabulary); });
+    }
+
+    void run() const {
+        Attention a{at.projected, nullptr, nullptr, at.attended, s.offsets, s.positions, s.tables, s.sequences, s.width,
+                    s.block_size, H, K, D, D, width, H * D, 0, 0, m.scaling, m.softcap, nullptr, nullptr};
+        const std::vector<Task> tasks = plan(a);
+        // With a window, prefixes are not shared.
+        for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;
+        const std::vector<Task> windowed = a.window ? plan(a) : std::vector<Task>();
+        embed();
+        for (int64_t i = 0; i < m.count; i++) {
+            const Layer& layer = m.layers[i];
+            project(layer, normed(layer.before_attention));
+            a.keys = layer.keys;
+            a.values = layer.values;
+            a.window = layer.window;
+            a.tables = s.tables + layer.group * s.sequences * s.width;
+            attention<T>(a, layer.window ? windowed : tasks, crew);
+            add_to_stream(layer.output, at.attended, H * D, layer.after_attention);
+            const T* in = normed(layer.before_mlp);
+            if (layer.experts.router) {
+                mix(layer.experts, m.activation, in, P, m.hidden, at.mixture, at.gate, at.up, at.x, crew);
+            } else {
+                widen(layer, in);
+                add_to_stream(layer.down, at.gate, layer.inner, layer.after_mlp);
+            }
+        }
+        logits();
+    }
+};

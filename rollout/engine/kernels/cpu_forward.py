@@ -1,0 +1,106 @@
+"""Structures that the fused C++ forward reads: the parts of decoder layers, a model, and a step. See `cpu_forward.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+
+class NormKind(IntEnum):
+    """`NormKind` in cpu_forward.h."""
+
+    RMS = 0
+    """weight * normalised, rounded after each."""
+    RMS_ROUNDED_ONCE = 1
+    RMS_OF_ONE_PLUS_WEIGHT = 2
+    """Rounded once."""
+    LAYER_NORM = 3
+
+
+class RotaryKind(IntEnum):
+    """`RotaryKind` in cpu_forward.h."""
+
+    HALVES = 0
+    PAIRS = 1
+
+
+class Activation(IntEnum):
+    """`Activation` in cpu_rows.h."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
+class Adapter(ctypes.Structure):
+    """`Adapter` in cpu_linear.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("down", "up")),
+        ("rank", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("wide", ctypes.c_int32),
+    )
+
+
+class Linear(ctypes.Structure):
+    """`Linear` in cpu_linear.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("stride", ctypes.c_int64),
+        ("adapter", Adapter),
+    )
+
+
+class Norm(ctypes.Structure):
+    """`Norm` in cpu_forward.h."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "bias"))
+
+
+class Experts(ctypes.Structure):
+    """`Experts` in cpu_experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("router", "gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("count", "chosen", "inner")),
+        *((name, ctypes.c_int32) for name in ("normalised", "wide")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """`Layer` in cpu_forward.h."""
+
+    _fields_ = (
+        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *((name, Norm) for name in ("query_norm", "key_norm")),
+        *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        ("experts", Experts),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "cosines", "sines")),
+        *((name, ctypes.c_int64) for name in ("window", "group", "inner")),
+    )
+
+
+class Model(ctypes.Structure):
+    """`Model` in cpu_forward.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "positions")),
+        ("norm", Norm),
+        *((name, ctypes.c_int64) for name in (
+            "count", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "inner", "experts", "chosen", "rank",
+            "norm_kind", "norm_whole", "rotary_kind", "rotary_dim", "rotary_wide", "activation",
+        )),
+        *((name, ctypes.c_float) for name in ("epsilon", "scaling", "embedding_scale", "softcap", "final_softcap")),
+    )  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """`Step` in cpu_forward.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "ids", "positions", "slots", "offsets", "tables", "keep", "logits", "workspace",
+        )),
+        *((name, ctypes.c_int64) for name in ("count", "sequences", "width", "block_size", "kept", "threads")),
+    )  # fmt: skip
