@@ -288,6 +288,11 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
         ConfigError: they are of a distribution that the engine cannot score.
     """
     params = request.sampling_params
+    if params.adapter is not None:
+        raise ConfigError(
+            f"request {request.request_id} sample {request.sample_index} was sampled with adapter={params.adapter!r}, and "
+            "score computes the module without adapters that requests name: pass temperature= for log-probs of that"
+        )
     if params.greedy or params.logprobs_mode != "processed":
         return False
     names = ["repetition_penalty", "presence_penalty", "frequency_penalty"]

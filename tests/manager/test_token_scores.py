@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,6 +20,7 @@ from rollout import (
     WeightsChangedError,
 )
 from rollout.engine import prefill
+from tests.adapters import saved_adapter
 from tests.models import VOCAB, make_model
 from tests.rollouts import assert_nothing_leaked, completions, make_rollout, tokens, trainer_logprobs_of, update
 from trainer_hooks.peft import adapter
@@ -300,3 +303,12 @@ def test_a_suspended_rollout_wakes_for_a_score(model):
     rollout.close()
     with pytest.raises(EngineStateError, match="after close"):
         rollout.score(PROMPTS)
+
+
+def test_samples_of_an_adapter_that_requests_name_are_not_scored_as_the_models_own(tmp_path: Path) -> None:
+    with make_rollout(make_model("qwen3")) as rollout:
+        rollout.engine.load_adapter("a", saved_adapter(make_model("qwen3"), tmp_path))
+        batch = rollout.generate([[5, 6]], tokens(3, adapter="a"))
+        with pytest.raises(ConfigError, match=r"adapter='a'.*temperature="):
+            rollout.score(batch)
+        assert rollout.score(batch, temperature=1.0).mask.any()
