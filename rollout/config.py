@@ -165,8 +165,8 @@ class InferenceConfig(_Options):
     """Record one GENERATED_TOKEN event per token, at a cost in Python time per token."""
 
     fused_forward: bool = True
-    """On a CPU, run decoders of known families, with LoRA too, through a fused C++ forward that reads the module's
-    parameters in place. False: run the module's own forward."""
+    """Run decoders of known families through a fused forward that reads the module's parameters in place: C++ on a CPU,
+    with LoRA too, Triton on CUDA (Llama, Mistral, Qwen2, Qwen3). False: run the module's own forward."""
 
     exact: bool = False
     """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a

@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 def make_rollout(model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> RolloutManager:
     """A manager with blocks of four tokens and room for 16 samples at once."""
-    seams = {name: options.pop(name) for name in ("clock", "journal") if name in options}
+    seams = {name: options.pop(name) for name in ("clock", "journal", "coordinator") if name in options}
     defaults: dict[str, Any] = {"kv_cache_blocks": 256, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     return RolloutManager(model, tokenizer, InferenceConfig(**(defaults | options)), **seams)

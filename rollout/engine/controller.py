@@ -250,7 +250,7 @@ class TextGenerationController:
                 type(self.model).__name__,
                 worst,
             )
-            self.runner.fused = None
+            self.runner.drop_fused("it differs from the model's own forward")
             worst = distance()
         if not worst <= tolerance:
             implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)

@@ -146,8 +146,8 @@ class EngineParts:
             min(self.config.max_tokens_per_step, self.max_sequence_length),
             alone=self.group is None,
         )
-        # A graph holds the addresses of weights; collectives of a tensor-parallel group are not captured.
-        captured = self.config.cuda_graphs and routers is None and self.weights.fixed_addresses and self.group is None
+        # Collectives of a tensor-parallel group are not captured.
+        captured = self.config.cuda_graphs and routers is None and self.group is None
         graphed_rows = self.config.max_requests * captured * (self.states is None)
         runner = ModelRunner(
             model,
@@ -159,6 +159,7 @@ class EngineParts:
             split=self.weights.tensor_parallel_mesh is not None,
             exact=self.config.exact,
             graphed_rows=0 if self.config.exact else graphed_rows,
+            moving_weights=not self.weights.fixed_addresses,
             routers=routers,
             adapters=self.adapters,
             leader=self.leader,

@@ -21,7 +21,8 @@ from torch import Tensor
 from rollout.config import InferenceConfig
 from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext
-from rollout.engine.forward.model_runner import ModelRunner, pack
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.step_rows import pack
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample

@@ -9,10 +9,12 @@ Always true: the training loop alone moves weights and engines; an accepted requ
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from rollout.config import ServerConfig
-from rollout.errors import ConfigError, EngineStateError
+from rollout.distributed.client.group import OpenGroup
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, RequestAbortedError
 from rollout.llm.delivery import Listener
 from rollout.llm.job_requests import JobRequests
 from rollout.llm.requests import LLMRequests
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
     from rollout.server.server import Server
 
 CONNECT_TIMEOUT_S = 60.0
-"""Deadline of one attempt to connect to the job's coordinator."""
+"""Deadline for a connection to the job's coordinator."""
+ATTEMPT_S = 10.0
+"""Deadline of one attempt at it, after which the job is asked for its coordinator again."""
+PAUSE_S = 0.1
+"""Between two attempts."""
+_SHUT_DOWN = "the JobLLM was shut down: build another"
 
 
 class JobLLM(LLMRequests):
@@ -32,7 +39,8 @@ class JobLLM(LLMRequests):
 
     Requests are computed while the ranks are in `generate`, `as_completed` or `run`; between two of these they wait, and
     a weight update happens to them as to any request in flight: every token has its policy version. No rank waits for
-    them, and none of them is in a batch. Build one on any rank; close it before the manager.
+    them, and none of them is in a batch. When the coordinator dies and the job replaces it, open requests go on from the
+    tokens known here. Build one on any rank; close it before the manager.
 
     Args:
         manager: of this rank, in a job of several.
@@ -50,7 +58,7 @@ class JobLLM(LLMRequests):
         self._loop = LoopThread("rollout-job-llm")
         self._requests = _BesideRequests(manager, self._loop)
         try:
-            self._loop.run(self._requests.connected(), CONNECT_TIMEOUT_S + 5)
+            self._loop.run(self._requests.connected(), CONNECT_TIMEOUT_S + ATTEMPT_S + 5)
         except BaseException:
             self._loop.close()
             raise
@@ -96,63 +104,109 @@ class JobLLM(LLMRequests):
 
 
 class _BesideRequests(JobRequests):
-    """Requests of a client that connects again after a loss: the job replaces a coordinator that dies."""
+    """Requests of a client that connects again after a loss: the job replaces a coordinator that dies.
+
+    Groups that were open are submitted again with the tokens known here, which are not computed again.
+    """
 
     def __init__(self, manager: ManagerControl, loop: LoopThread) -> None:
         super().__init__(manager.engine, loop)
         self._manager = manager
-        self._connecting = asyncio.Lock()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._connecting: asyncio.Task[None] | None = None
+        self._opening: dict[int, asyncio.Task[None]] = {}
+        """Groups that wait for a connection."""
 
     async def connected(self) -> None:
-        """Connect unless a client is connected.
+        """Connect unless a client is connected; callers at the same time share one attempt and its failure.
 
         Raises:
             EngineStateError: shut down, or the manager is closed.
             DeadlineError, ConnectionLostError: the coordinator does not answer.
         """
-        async with self._connecting:
-            if self._client is None or self._client.lost is not None:
-                client = self._manager.client("beside the job")
-                await client.start(CONNECT_TIMEOUT_S)
+        if self._client is None or self._client.lost is not None:
+            if self._connecting is None or self._connecting.done():
+                self._connecting = asyncio.get_running_loop().create_task(self._connect())
+            await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CONNECT_TIMEOUT_S
+        while True:
+            # Of the present coordinator: its successor may listen elsewhere.
+            client = self._manager.client("beside the job")
+            try:
+                await client.start(ATTEMPT_S)
+            except (ConnectionLostError, DeadlineError):
+                if loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(PAUSE_S)
+            else:
                 self._client = client
+                return
 
     def refuse_when_over(self) -> None:
         """Raises: EngineDeadError, EngineStateError: no request is served any more. A lost connection is made again."""
         self.engine.refuse_when_stopped()
         if self._closed:
-            raise EngineStateError("the JobLLM was shut down: build another")
+            raise EngineStateError(_SHUT_DOWN)
 
     def _open(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
     ) -> None:
-        if self._client is not None and self._client.lost is None:
-            super()._open(number, tokens, params, listener, options)
+        if self._client is None or self._client.lost is not None:
+            self._groups[number] = None
+            task = asyncio.get_running_loop().create_task(self.connected())
+            self._opening[number] = task
+            task.add_done_callback(partial(self._opened, number, tokens, params, listener, options))
             return
-        task = asyncio.get_running_loop().create_task(self._open_again(number, tokens, params, listener, options))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        super()._open(number, tokens, params, listener, options)
+        if (group := self._groups.get(number)) is not None:
+            group.on_done = partial(self._ended_or_lost, number, tokens, params, listener, options)
 
-    async def _open_again(
-        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
-    ) -> None:
-        try:
-            await self.connected()
-        except BaseException as exc:
-            del self._groups[number]
-            listener.fail(exc if isinstance(exc, Exception) else EngineStateError("the JobLLM was shut down"))
-            if not isinstance(exc, Exception):
-                raise
+    def _opened(
+        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any],
+        task: asyncio.Task[None],
+    ) -> None:  # fmt: skip
+        del self._opening[number]
+        error: BaseException | None
+        if task.cancelled():
+            error = (
+                EngineStateError(_SHUT_DOWN) if self._closed else RequestAbortedError("aborted by its caller", number)
+            )
         else:
-            super()._open(number, tokens, params, listener, options)
+            error = task.exception()
+        if error is None:
+            self._open(number, tokens, params, listener, options)
+        else:
+            del self._groups[number]
+            listener.fail(error)
+
+    def _ended_or_lost(
+        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any],
+        group: OpenGroup,
+    ) -> None:  # fmt: skip
+        if self._closed or not isinstance(group.error, ConnectionLostError):
+            self._ended(number, listener, group)
+        else:
+            known = {"known": group.known(), "arrival_time": group.arrival_time}
+            self._open(number, tokens, params, listener, options | known)
+
+    def _abort(self, number: int) -> bool:
+        if (task := self._opening.get(number)) is not None:
+            return task.cancel()
+        return super()._abort(number)
 
     def close(self) -> None:
         """Disconnect. Harmless when repeated."""
         self._closed = True
 
         async def leave() -> None:
-            for task in self._opening:
+            tasks = list(self._opening.values())
+            if self._connecting is not None:
+                tasks.append(self._connecting)
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self._client is not None:
                 await self._client.stop()
 

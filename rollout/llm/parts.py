@@ -120,7 +120,8 @@ class LLMParts(LLMRequests):
 
     @property
     def coordinator_keys(self) -> JobKeys | None:
-        """Keys that the coordinator asks for, without its own secret; None where it listens on loopback, and in direct mode.
+        """Keys that the coordinator asks for, without its own secret; None in direct mode, and
+        where it listens on loopback and the launcher gave no secret.
 
         They are what admits a process to the job: hand them on by a file that only its user can read (`JobKeys.serialize`).
         """

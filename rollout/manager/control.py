@@ -218,7 +218,8 @@ class ManagerControl:
 
     @property
     def coordinator_keys(self) -> JobKeys | None:
-        """Keys that the coordinator asks for, without its own secret; None where it listens on loopback, or on one rank.
+        """Keys that the coordinator asks for, without its own secret; None on one rank, and
+        where it listens on loopback and the launcher gave no secret.
 
         They are what admits a process to the job: hand them on by a file that only its user can read (`JobKeys.serialize`).
         """

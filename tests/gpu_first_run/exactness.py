@@ -136,7 +136,7 @@ def _truth(run: Run, model: PreTrainedModel, case: dict[str, object]) -> None:
         with run.engine(model, cuda_graphs=graphs, kv_cache_memory_gb=8 if run.cuda else 0.1) as engine:
             done = engine.generate(asked, params)
             tokens[graphs] = [request.generated_tokens for request in done]
-            errors = np.concatenate([_errors(run, model, request) for request in done])
+            errors = np.concatenate([logprob_errors(run, model, request) for request in done])
             run.say(
                 "log-probs", **case, cuda_graphs=graphs, **captured(engine), mean=errors.mean(),
                 p99=np.quantile(errors, 0.99), max=errors.max(), tokens=len(errors),
@@ -154,7 +154,7 @@ def _alone(engine: DynamicInferenceEngine, asked: list[list[int]], params: Sampl
 
 
 @torch.no_grad()
-def _errors(run: Run, model: PreTrainedModel, request: DynamicInferenceRequest) -> np.ndarray:
+def logprob_errors(run: Run, model: PreTrainedModel, request: DynamicInferenceRequest) -> np.ndarray:
     start, tokens = len(request.prompt_tokens), [*request.prompt_tokens, *request.generated_tokens]
     ids = torch.tensor([tokens], device=run.device)
     model.eval()

@@ -136,4 +136,6 @@ def captured(engine: DynamicInferenceEngine) -> dict[str, Any]:
     graphs = engine.controller.runner.graphs
     if graphs is None:
         return {"graphs": 0, "why_not": "no CUDA device, Triton, or fixed addresses"}
-    return {"graphs": len(graphs._graphs), "why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes)}
+    fused = sum(size.fused is not None for size in graphs._graphs)
+    counts = {"graphs": len(graphs._graphs), "fused_graphs": fused}
+    return counts | {"why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes)}

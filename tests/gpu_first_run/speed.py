@@ -20,14 +20,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kernels import triton_paged
+from rollout.engine.kernels import triton_draw, triton_paged
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
-BANDWIDTH = 4.3e12
-"""Bytes a second that an H200 reads, for the floor of a decode step; `env` says what this device does."""
+BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
+"""Bytes a second that a device reads, for the floor of a decode step; `env` says what this one does."""
 CASES = ((64, 1024), (256, 1024), (64, 4096))
 """(sequences, tokens of each)."""
 NEW = 190
@@ -81,7 +81,7 @@ def speed(run: Run) -> None:
     for size in run.sizes:
         model = run.model(size)
         for batch, context in CASES if run.cuda else ((2, 16),):
-            _decode_steps(run, model, size, batch, context, "bf16")
+            decode_steps(run, model, size, batch, context, "bf16")
         del model
         run.collect()
 
@@ -91,16 +91,16 @@ def ways(run: Run) -> None:
     size, (batch, context) = run.sizes[0], CASES[0] if run.cuda else (2, 16)
     kind = run.device.type
     model = run.model(size, torch.float32)
-    _decode_steps(run, model, size, batch, context, "fp32, autocast_dtype", autocast_dtype="bfloat16")
+    decode_steps(run, model, size, batch, context, "fp32, autocast_dtype", autocast_dtype="bfloat16")
     with torch.autocast(kind, torch.bfloat16):
-        _decode_steps(run, model, size, batch, context, "fp32, autocast around the call")
-    _decode_steps(run, model, size, batch, context, "fp32, a bf16 copy", inference_dtype="bfloat16")
+        decode_steps(run, model, size, batch, context, "fp32, autocast around the call")
+    decode_steps(run, model, size, batch, context, "fp32, a bf16 copy", inference_dtype="bfloat16")
     # accelerate makes one context at `prepare`, in which every forward runs.
     model.forward = torch.autocast(kind, torch.bfloat16)(model.forward)
-    _decode_steps(run, model, size, batch, context, "fp32, autocast in the forward")
+    decode_steps(run, model, size, batch, context, "fp32, autocast in the forward")
 
 
-def _decode_steps(
+def decode_steps(
     run: Run, model: PreTrainedModel, size: str, batch: int, context: int, label: str, **options: Any
 ) -> None:
     shape = SHAPES[size]
@@ -130,7 +130,7 @@ def _decode_steps(
             step = seconds(run, engine.step, TIMED if run.cuda else 3)
             host = _host_parts(engine, 16 if run.cuda else 2)
             busy, count, longest = _profiled(run, engine) if run.cuda else (0.0, 0.0, [])
-    floor = (weights + batch * (context + NEW / 2) * per_token) / BANDWIDTH
+    floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
         floor_ms=floor * 1e3, of_floor=floor / step, device_ms=busy, idle_ms=step * 1e3 - busy, kernels=count,
@@ -138,6 +138,11 @@ def _decode_steps(
         **captured(engine), longest=longest,
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
+
+
+def _bandwidth(run: Run) -> float:
+    name = torch.cuda.get_device_name(run.device) if run.cuda else ""
+    return next((rate for known, rate in BANDWIDTHS.items() if known in name), BANDWIDTHS["H200"])
 
 
 def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
@@ -235,7 +240,7 @@ def _attention_rates(
 
 
 def top_p(run: Run) -> None:
-    """The sampler's milliseconds by kind of parameters."""
+    """The sampler's milliseconds by kind of parameters, by Triton and by plain torch, and whether tokens are the same."""
     kinds = {
         "plain": SamplingParams(), "temperature": SamplingParams(temperature=0.7), "top_p": SamplingParams(top_p=0.95),
         "top_k": SamplingParams(top_k=20), "both": SamplingParams(top_k=20, top_p=0.95),
@@ -250,4 +255,27 @@ def top_p(run: Run) -> None:
             for row in range(batch):
                 table.set(row, params, row)
             rows = table.select(np.arange(batch))
-            run.say("sampler", batch=batch, kind=kind, ms=1e3 * seconds(run, partial(sample, logits, rows, positions)))
+            draw = partial(sample, logits, rows, positions)
+            ours, took = draw(), seconds(run, draw)
+            with _plain_sampler():
+                plain, torch_took = draw(), seconds(run, draw)
+            same = float((ours.token_ids == plain.token_ids).float().mean())
+            apart = float((ours.logprobs - plain.logprobs)[ours.token_ids == plain.token_ids].abs().max())
+            run.say(
+                "sampler",
+                batch=batch,
+                kind=kind,
+                ms=1e3 * took,
+                torch_ms=1e3 * torch_took,
+                same=same,
+                logprobs_apart=apart,
+            )
+
+
+@contextmanager
+def _plain_sampler() -> Iterator[None]:
+    serves, triton_draw.serves = triton_draw.serves, lambda scores: False
+    try:
+        yield
+    finally:
+        triton_draw.serves = serves

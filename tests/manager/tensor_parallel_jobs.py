@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from rollout.config import InferenceConfig
+from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.errors import RolloutError
+from rollout.journal.journal import Journal
 from rollout.llm.llm import LLM
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
@@ -293,16 +294,17 @@ def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) ->
     return {"first": shown(batch), "more": shown(more), "ended": ended, "address": address}
 
 
-def two_groups_lose_a_member(rank: int) -> Any:
-    """The last rank, which follows in the second group, ends in a forward; the first group gets all of its samples."""
+def two_groups_lose_a_member(rank: int, victim: int) -> Any:
+    """A rank of the second group, its leader or the other one, ends in a forward; the first group gets all samples."""
     model = split(make_model("llama"))
-    rollout = make_rollout(model, control_timeout_s=60.0)
+    coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
+    rollout = make_rollout(model, control_timeout_s=60.0, coordinator=coordinator)
     rollout.generate([], GREEDY)
 
     def end(*_: Any) -> None:
         os._exit(0)
 
-    if rank == 3:
+    if rank == victim:
         model.model.layers[1].register_forward_pre_hook(end)
     prompts = [[5, 6, 7 + index] for index in range(8)] if rank < 2 else []
     if rank < 2:
@@ -311,6 +313,23 @@ def two_groups_lose_a_member(rank: int) -> Any:
     # Its session with the coordinator would otherwise count as alive until a heartbeat is missed.
     rollout.close()
     return told
+
+
+def journals(rank: int, folder: str, disk: str) -> dict[str, Any]:
+    """A group with a journal on every rank that is asked the same before and after its processes' end."""
+    model, told = load(folder), []
+    state: dict[str, Any] | None = None
+    for _ in range(2):
+        journal = Journal(f"{disk}/rank-{rank}", fsync="never")
+        with make_rollout(model, journal=journal) as rollout:
+            if state is not None:
+                rollout.load_state_dict(state)
+            else:
+                state = of_first_rank(rollout.state_dict())
+            batch = rollout.generate(PROMPTS, DRAWN)
+            told.append(shown(batch) | {"computed": rollout.metrics()["rollout/generated_tokens"]})
+        journal.close()
+    return {"told": told, "files": len(os.listdir(f"{disk}/rank-{rank}"))}
 
 
 def is_asked(rank: int, folder: str) -> dict[str, Any]:

@@ -156,15 +156,27 @@ def test_two_groups_are_two_ranks_of_one_coordinator(nursery, tmp_path, sizes):
     assert answers[0]["address"] == answers[2]["address"] is not None
 
 
-def test_samples_of_a_group_that_ends_go_on_in_another(nursery):
-    answers = run_together(nursery, 4, jobs.two_groups_lose_a_member)
+@pytest.mark.parametrize("victim", [2, 3], ids=["leader", "follower"])
+def test_samples_of_a_group_that_ends_go_on_in_another(nursery, victim):
+    answers = run_together(nursery, 4, jobs.two_groups_lose_a_member, victim=victim)
     prompts = [[5, 6, 7 + index] for index in range(8)]
     with make_rollout(make_model("llama")) as rollout:
         alone = jobs.shown(rollout.generate(prompts, jobs.GREEDY))
     for rank in (0, 1):
         assert_same(answers[rank], alone)
-    assert answers[3] is None
-    assert "tensor-parallel group of ranks 2, 3 has ended" in answers[2]
+    assert answers[victim] is None
+    assert "tensor-parallel group of ranks 2, 3 has ended" in answers[5 - victim]
+
+
+def test_a_groups_journal_is_its_first_ranks_and_nothing_is_computed_again(nursery, folder, tmp_path):
+    first, second = run_together(nursery, 2, jobs.journals, folder=folder, disk=str(tmp_path))
+    for answer in (first, second):
+        before, again = ({key: each[key] for key in each if key != "computed"} for each in answer["told"])
+        assert_same(again, before)
+    computed = [each["computed"] for each in first["told"]]
+    assert computed[0] > 0
+    assert computed[1] == 0
+    assert first["files"] > second["files"]
 
 
 def test_an_llm_of_a_group_is_asked_on_its_first_rank(nursery, folder):

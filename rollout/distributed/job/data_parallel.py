@@ -333,6 +333,8 @@ class DataParallelBackend:
         if self._closed:
             return
         self._closed = True
-        self._member.leave()
-        self._member.close()
-        self._loop.close()
+        try:
+            self._member.leave()
+        finally:
+            self._member.close()
+            self._loop.close()

@@ -1,7 +1,12 @@
-"""Launches the coordinator on rank 0 and publishes its address and keys in the job's store for the other ranks."""
+"""Launches the coordinator on rank 0 and publishes its address in the job's store for the other ranks.
+
+Keys come from the launcher's secret, if there is one. Without one they are published, too, where the ranks are on several
+hosts, and a warning says so.
+"""
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 import msgpack
@@ -9,11 +14,14 @@ import msgpack
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.coordinator.launch import CoordinatorHandle, launch_coordinator
+from rollout.distributed.job.job_secret import SECRET, SECRET_FILE, JobSecret
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys, is_loopback
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
+
+_log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Deadline for all ranks to connect: they may load their models one after the other."""
@@ -32,7 +40,7 @@ class JobCoordinator:
 
     Attributes:
         address: of the current coordinator.
-        keys: of the job, if the ranks are on several hosts.
+        keys: of the job, if the ranks are on several hosts or have the launcher's secret.
         handle: process handle, on rank 0.
     """
 
@@ -41,6 +49,8 @@ class JobCoordinator:
         self.keys: JobKeys | None = None
         self.handle: CoordinatorHandle | None = None
         self._world = world
+        self._proof: tuple[bytes, JobSecret] | None = None
+        """Salt of the keys, and the secret that they were derived from; on rank 0."""
         self._config = _completed(config, engine, world)
         self._incarnation = -1
 
@@ -55,6 +65,7 @@ class JobCoordinator:
         Raises:
             DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
             ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately; raised on every rank.
+            ConfigError: the launcher's secret is malformed, or not that of rank 0.
         """
         key = self._key(self._incarnation + 1)
         if self.primary:
@@ -93,27 +104,54 @@ class JobCoordinator:
                 port = int(self.address.rpartition(":")[2])
                 self.handle = launch_coordinator(config.replace(inference_coordinator_port=port), self.keys)
                 return
-        elif not (config.insecure or is_loopback(config.host)):
-            self.keys = JobKeys.generate()
+        else:
+            self._make_keys()
         self.handle = launch_coordinator(config, self.keys)
         address = self.handle.address
         self.address = address if self._world is None else self._world.reachable(address)
 
+    def _make_keys(self) -> None:
+        if (secret := JobSecret.of_environment()) is not None:
+            self._proof = JobSecret.new_salt(), secret
+            self.keys = secret.keys(self._proof[0])
+        elif not (self._config.insecure or is_loopback(self._config.host)):
+            self.keys = JobKeys.generate()
+            if self._world is not None and not self._world.one_host:
+                _log.warning(
+                    "the keys of this job travel through the process group's store, which every process that reaches it "
+                    "can read: set %s or %s on all ranks, or use a network you trust", SECRET, SECRET_FILE,
+                )  # fmt: skip
+
     def _publish(self, key: str, failure: str | None = None) -> None:
-        if self._world is not None:
-            told = None if self.keys is None else self.keys.client_side().serialize()
-            self._world.publish(key, msgpack.packb([self.address, told, failure]))
+        if self._world is None:
+            return
+        keys, proof = None, None
+        if self._proof is not None:
+            salt, secret = self._proof
+            proof = [salt, secret.tag(salt, self.address)]
+        elif self.keys is not None:
+            keys = self.keys.client_side().serialize()
+        self._world.publish(key, msgpack.packb([self.address, keys, proof, failure]))
 
     def _learn(self, key: str) -> None:
         assert self._world is not None
         published = unpack_msgpack(key, self._world.wait_for(key, START_TIMEOUT_S))
-        if type(published) is not list or len(published) != 3:
-            refuse(key, published, "[address, keys, why there is none]")
-        address, told, failure = published
+        if type(published) is not list or len(published) != 4 or type(published[0]) is not str:
+            refuse(key, published, "[address, keys, proof, why there is none]")
+        address, keys, proof, failure = published
+        rank, secret = f"rank {self._world.rank}", JobSecret.of_environment()
         if failure is not None:
-            raise ConfigError(f"rank {self._world.rank}: rank 0 could not start the coordinator: {failure}")
+            raise ConfigError(f"{rank}: rank 0 could not start the coordinator: {failure}")
+        if (proof is None) is not (secret is None):
+            has, lacks = ("rank 0", rank) if secret is None else (rank, "rank 0")
+            raise ConfigError(
+                f"{rank}: {has} has a job secret and {lacks} has none; set the same {SECRET} or {SECRET_FILE} on all ranks"
+            )
+        if secret is not None:
+            self.keys = secret.proven_keys(proof, address)
+        else:
+            self.keys = None if keys is None else JobKeys.deserialize(keys)
         self.address = address
-        self.keys = None if told is None else JobKeys.deserialize(told)
 
     def _key(self, incarnation: int) -> str:
         return f"coordinator/{incarnation}"

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
 """Host values that mean all interfaces."""
 _CALLS_ENDED = "calls_ended"
 HOSTS_TIMEOUT_S = 120.0
-"""Deadline for all ranks to publish their host names, or the leaders of their groups."""
+"""Deadline for all ranks to publish their hosts, or the leaders of their groups."""
 
 
 class Store(Protocol):
@@ -95,7 +96,7 @@ class World:
         return sorted({int(self.wait_for(f"leader/{rank}", HOSTS_TIMEOUT_S)) for rank in range(self.size)})
 
     def _share_a_host(self) -> bool:
-        mine = socket.gethostname().encode()
+        mine = loopback_identity().encode()
         self.publish(f"host/{self.rank}", mine)
         return all(self.wait_for(f"host/{rank}", HOSTS_TIMEOUT_S) == mine for rank in range(self.size))
 
@@ -192,3 +193,17 @@ class World:
             return address
         mine = "127.0.0.1" if self.one_host else self.address_for_others()
         return f"tcp://[{mine}]:{port}" if ":" in mine else f"tcp://{mine}:{port}"
+
+
+def loopback_identity() -> str:
+    """A text that is equal for two processes only if they have one loopback device: host name, boot, network namespace.
+
+    Containers of different hosts may have the same name. What the system does not tell is left out.
+    """
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        # The thread's: a process may be in several.
+        parts.append(os.readlink("/proc/thread-self/ns/net"))
+    return " ".join(parts)

@@ -3,8 +3,8 @@
     server pair    of the coordinator; its public half authenticates the coordinator to clients and ranks
     client pair    shared by all clients and ranks of the job; the only public key that is admitted
 
-The job's launcher generates them and gives `client_side()` to all processes but the coordinator. Secrets are excluded
-from the repr, so that none appears in a log or a traceback.
+The job's first rank generates them, or all ranks derive them from the launcher's secret (`JobSecret`); all processes but
+the coordinator get `client_side()`. Secrets are excluded from the repr, so that none appears in a log or a traceback.
 """
 
 from __future__ import annotations
@@ -57,11 +57,19 @@ class JobKeys:
         Raises:
             ConfigError: libzmq was built without CURVE.
         """
-        if not zmq.has("curve"):
-            raise ConfigError(
-                f"libzmq {zmq.zmq_version()} was built without CURVE: install a pyzmq wheel, or listen on loopback"
-            )
+        _refuse_without_curve()
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    @classmethod
+    def of_secrets(cls, server: bytes, client: bytes) -> JobKeys:
+        """The keys of two secret numbers, 32 bytes each.
+
+        Raises:
+            ConfigError: libzmq was built without CURVE.
+        """
+        _refuse_without_curve()
+        server, client = z85.encode(server), z85.encode(client)
+        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
     def client_side(self) -> JobKeys:
         """Return a copy without the server's secret, for clients and ranks."""
@@ -141,6 +149,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
+
+
+def _refuse_without_curve() -> None:
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"libzmq {zmq.zmq_version()} was built without CURVE: install a pyzmq wheel, or listen on loopback"
+        )
 
 
 def _check_public(name: str, key: object) -> None:

@@ -30,8 +30,10 @@ from rollout.distributed.transport.dealer import Dealer
 from rollout.distributed.worker.link import Link
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.holds import COORDINATOR
 from rollout.errors import ConnectionLostError, DeadlineError, EngineStateError
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.state import EngineState
 from rollout.threads.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -131,7 +133,11 @@ class RankConnection:
             raise
 
     def stop(self) -> None:
-        """Disconnect; the coordinator assigns unfinished samples to other ranks. Idempotent."""
+        """Disconnect; the coordinator assigns unfinished samples to other ranks, and holds the engine no more. Idempotent.
+
+        Raises:
+            Exception: what resuming an engine raises that the coordinator had suspended; the worker is stopped.
+        """
         with self._changed:
             if self._thread is None or self._closed:
                 return
@@ -147,6 +153,10 @@ class RankConnection:
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._owns_loop:
             self._its_loop().close()
+        with self.engine.locked():
+            # No coordinator could release it any more.
+            if COORDINATOR in self.engine.holds and self.engine.state is not EngineState.STOPPED:
+                self.engine.holds.release(COORDINATOR)
 
     def reconnect(
         self, address: str | None = None, keys: JobKeys | None = None, timeout_s: float | None = None

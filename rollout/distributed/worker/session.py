@@ -5,7 +5,8 @@ Always true:
 - the tokens of a sample are sent contiguously, each once; the last ones together with its outcome;
 - an engine error for one request declines that request only;
 - state and version are sent (`EngineMoved`, `CommandAck`) before any token computed under them;
-- control calls are a hold of `COORDINATOR` on the engine, which outlives the session: the next one replaces it.
+- control calls are a hold of `COORDINATOR` on the engine, which outlives the session: the next one replaces it,
+  and `EngineWorker.stop` releases it.
 
 Every assignment gets its own request id of the engine, so that the engine can serve other callers too, and results of an
 older attempt are never mistaken for a newer one's. No sockets, threads or clock: the caller holds the engine at a step

@@ -62,7 +62,8 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
             graphed_rows,
             CudaDevice(device),
             TritonDecode(paged, cache),
-            forward.decode,
+            forward,
+            alone=True,
         )
 
 
@@ -73,6 +74,9 @@ class PagedForward(BoundForward):
         paged: writes K and V into their blocks.
         length: most tokens of a sequence. Cosines and sines of so many positions stay at one address, for CUDA graphs.
     """
+
+    numbers: tuple[float, ...] = ()
+    """See `DecodeForward`: what is fixed in a graph is in the signature of the module."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
         super().__init__(model, layout, cache, exact=True)

@@ -17,7 +17,7 @@ from rollout.engine.explain.rates import Bound, Rates, Weights
 from rollout.engine.explain.trial import Trial
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
-from rollout.engine.kernels import cpu_library, triton_paged
+from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
@@ -62,7 +62,7 @@ class ModelPart:
     """Where the weights are read."""
     layers: tuple[LayerKind, ...]
     fused: bool | None
-    """Whether the fused C++ forward runs, or exact mode's on a GPU; None: not known before sharded weights are gathered."""
+    """Whether the fused forward runs, or exact mode's on a GPU; None: not known before sharded weights are gathered."""
     why_not_fused: str
     attention: str
     """Kernel of the paged attention."""
@@ -261,6 +261,8 @@ def _attention(runner: ModelRunner) -> str:
 def _sampling(layout: ModelLayout) -> str:
     if layout.device.type == "cpu" and cpu_library.load() is not None:
         return "C++; top-k, top-p, min-p and penalties in torch before it"
+    if layout.device.type == "cuda" and triton_draw.load(layout.device) is not None:
+        return "Triton; penalties, top log-probs and kept tokens in torch"
     return "torch"
 
 
@@ -271,7 +273,7 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
         return "none: InferenceConfig.cuda_graphs=False"
     if source.tensor_parallel_mesh is not None:
         return "none: collectives of a tensor-parallel group are not captured"
-    if not source.fixed_addresses:
+    if not source.fixed_addresses and runner.fused is None:
         return "none: gathered weights lie at other addresses each time"
     if runner.states is not None:
         return "none: a model with recurrent states runs its own forward in every step"
@@ -329,7 +331,7 @@ def _speed_part(runner: ModelRunner, kv: KVPart) -> SpeedPart:
 
 def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> list[str]:
     advice = []
-    if model.device == "cpu" and model.fused is False:
+    if model.fused is False:
         advice.append(
             f"the module's own forward runs, because {model.why_not_fused}; the fused one is several times as fast"
         )
@@ -370,7 +372,8 @@ Row = tuple[str, str]
 
 def _model_rows(model: ModelPart) -> Sequence[Row]:
     size = f"{short_count(model.parameters)} parameters in {model.dtype} ({binary_bytes(model.parameter_bytes)})"
-    fused = "fused C++" if model.device == "cpu" else "exact mode's, in Triton"
+    on_gpu = "exact mode's, in Triton" if model.exact.startswith("on") else "fused Triton"
+    fused = "fused C++" if model.device == "cpu" else on_gpu
     forward = fused if model.fused else f"the module's own: {model.why_not_fused}"
     return [
         ("model", f"{model.name}, {size} on {model.device}"),

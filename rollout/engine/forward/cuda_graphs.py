@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class _Size:
     """Of the block tables."""
     precision: torch.dtype | None
     """Dtype of the autocast in force; None: there is none."""
+    fused: tuple[float, ...] | None
+    """What the fused forward has fixed (`DecodeForward.numbers`); None: the module's own forward was captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,16 @@ class _Graph:
     replay: Callable[[], None]
     dtype: torch.dtype
     """Of the logits."""
+
+
+class DecodeForward(Protocol):
+    """A forward that may be captured instead of the module's."""
+
+    numbers: tuple[float, ...]
+    """What a captured step has fixed beside the addresses of parameters."""
+
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """Logits [B, V]; reads nothing that changes between steps but `inputs` and the cache."""
 
 
 class _Batch:
@@ -97,7 +109,8 @@ class GraphedDecode:
         cache: holds K and V.
         max_rows: most rows of a step.
         kernels: the attention of the module's forward.
-        forward: logits [B, V] of a step, in place of the module's forward; None: the module's is captured.
+        fused: captured in place of the module's forward where `run` says that it is ready.
+        alone: capture nothing else.
     """
 
     def __init__(
@@ -108,10 +121,13 @@ class GraphedDecode:
         max_rows: int,
         device: Device,
         kernels: DecodeKernels,
-        forward: Callable[[DecodeInputs], Tensor] | None = None,
+        fused: DecodeForward | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
+        self.fused = fused
+        self._alone = alone
         self._model = model
-        self._logits_of = forward or self._module_logits
         self._layout = layout
         self._block_size, self._groups = cache.block_size, cache.num_groups
         self._max_rows = max_rows
@@ -147,6 +163,8 @@ class GraphedDecode:
         keep: NDArray[np.int64],
         module_epoch: int,
         rotary: NDArray[np.int64] | None = None,
+        *,
+        fused: bool = False,
     ) -> Tensor | None:
         """Run one decode step as a graph, within an active `Installation`; K and V go into the cache.
 
@@ -156,14 +174,18 @@ class GraphedDecode:
             keep: packed positions whose logits are wanted, each once and ascending.
             module_epoch: changes whenever the trainer may have modified the module.
             rotary: see `DecodeInputs.fill`.
+            fused: whether the fused forward computes what the module does now.
 
         Returns:
             Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
         """
         if not len(ids) == len(rows) == len(keep) <= self._max_rows or not self._ready(module_epoch):
             return None
+        numbers = self.fused.numbers if fused and self.fused is not None else None
+        if numbers is None and self._alone:
+            return None
         columns = table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
-        size = _Size(padded_rows(len(ids)), columns, self._precision())
+        size = _Size(padded_rows(len(ids)), columns, self._precision(), numbers)
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._capture(size, ids, rows, rotary)
@@ -210,7 +232,7 @@ class GraphedDecode:
         written: list[torch.dtype] = []
         try:
             with _no_kept_casts():
-                replay = self._device.capture(lambda: written.append(self._forward(inputs)))
+                replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
         except torch.OutOfMemoryError as exc:
             self._short.add(size)
             _log.warning("no memory to capture decode steps of %d rows until the next suspend: %s", size.rows, exc)
@@ -227,6 +249,10 @@ class GraphedDecode:
         why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
         # Of a failed capture's memory nothing is left only when no graph of its pool is.
         self._forget()
+        if size.fused is not None and not self._alone:
+            self.fused = None
+            _log.warning("the fused forward cannot be captured as a CUDA graph, so the module's own is: %s", why)
+            return
         self._failed.add(size)
         one_of_many = size.precision in self._captured and len(self._failed) < MAX_FAILED
         if isinstance(exc, Uncapturable) or not one_of_many:
@@ -244,12 +270,13 @@ class GraphedDecode:
             self._given_up = "its parameters or modules change every few steps"
             self._say_why_not(self._given_up)
 
-    def _forward(self, inputs: DecodeInputs) -> torch.dtype:
+    def _forward(self, size: _Size, inputs: DecodeInputs) -> torch.dtype:
         """Run the forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
         count = len(inputs.slots)
-        logits = self._logits_of(inputs)
+        fused = self.fused if size.fused is not None else None
+        logits = self._module_logits(inputs) if fused is None else fused.decode(inputs)
         if logits.dtype not in self._logits:
             # Shared by all graphs: logits are the largest tensor of a small batch.
             largest = padded_rows(self._max_rows)

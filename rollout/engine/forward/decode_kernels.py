@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from rollout.engine.forward.cuda_capture import Uncapturable
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.kernels import triton_paged
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import Rules
+from rollout.engine.kernels.triton_layers import Place
 from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.kernels.triton_trial import Heads
 from rollout.engine.memory.buffers import packed, staged
@@ -77,18 +79,7 @@ class DecodeKernels(Protocol):
     """Attention that can be captured in a graph."""
 
     def __call__(
-        self,
-        layer: int,
-        inputs: DecodeInputs,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        chunk: int | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
         """Write K and V of every row, then attend.
 
@@ -121,35 +112,37 @@ class TritonDecode:
         self._cache = cache
 
     def __call__(
-        self,
-        layer: int,
-        inputs: DecodeInputs,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        chunk: int | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
         """Write K and V, then attend, by the Triton kernels; see `DecodeKernels`."""
-        keys, values = self._cache.layer(layer)
+        place = self.place(layer)
         # Under an autocast that the engine was not built under, the cache has another dtype.
-        dtype, query = query.dtype, query.to(keys.dtype)
-        if not serves(query, keys, values):
+        dtype, query = query.dtype, query.to(place.keys.dtype)
+        if not serves(query, place.keys, place.values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
+        self._paged.write(key, value, place.keys, place.values, self.slots(layer, inputs), cells=place.cells)
+        return self.attend(layer, inputs, query, **rules).to(dtype)
+
+    def place(self, layer: int) -> Place:
+        """Where K and V of a layer lie, also after the pool has moved."""
+        keys, values = self._cache.layer(layer)
         if any(part[0].numel() * part.element_size() % 16 for part in (keys, values)):
             raise Uncapturable("16 does not divide the bytes of its KV blocks")
-        cells = self._cache.addresses[2 * layer : 2 * layer + 2]
-        slots, tables = inputs.groups[self._cache.group_of(layer)]
-        self._paged.write(key, value, keys, values, slots, cells=cells)
+        return Place(keys, values, self._cache.addresses[2 * layer : 2 * layer + 2])
+
+    def slots(self, layer: int, inputs: DecodeInputs) -> Tensor:
+        """[B] int32 slot mapping of a layer."""
+        return inputs.groups[self._cache.group_of(layer)][0]
+
+    def attend(self, layer: int, inputs: DecodeInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
+        """Attention of [B, H, D], in the dtype of the cache, over K and V that are written."""
+        place = self.place(layer)
         out, _ = self._paged.decode_with_lse(
-            query, keys, values, tables, inputs.seen, window, scaling,
-            softcap=softcap, chunk=chunk, sinks=sinks, cells=cells,
+            query, place.keys, place.values, inputs.groups[self._cache.group_of(layer)][1], inputs.seen,
+            rules.get("window"), rules["scaling"], softcap=rules.get("softcap"), chunk=rules.get("chunk"),
+            sinks=rules.get("sinks"), cells=place.cells,
         )  # fmt: skip
-        return out.to(dtype)
+        return out
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,7 @@ class Bound:
 
     Args:
         exact: refuse what exact mode has no training forward for.
+        kv_dtype: of keys and values; None: that of the parameters.
 
     Attributes:
         causal_lm: the …ForCausalLM, out of PEFT's wrappers.
@@ -35,8 +36,17 @@ class Bound:
         Unfusable, Replaced, AttributeError: why the C++ forward does not compute what this model does.
     """
 
-    def __init__(self, model: Any, layout: ModelLayout, cache: KVCache, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layout: ModelLayout,
+        cache: KVCache,
+        *,
+        exact: bool = False,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self._checks = Checks()
+        self._kv_dtype = kv_dtype
         self._exact = exact
         self._layout = layout
         for name in ("linear", "silu", "embedding", "softmax", "layer_norm", "dropout", "gelu"):
@@ -176,7 +186,9 @@ class Bound:
         self._embedded = embedding
         self.dtype = embedding.weight.dtype
         require(self.dtype in _DTYPES, f"its dtype is {self.dtype}")
-        require(self._layout.kv_dtype == self.dtype == cache.dtype, "its KV cache has another dtype")
+        require(
+            self._layout.kv_dtype == cache.dtype == (self._kv_dtype or self.dtype), "its KV cache has another dtype"
+        )
         self.narrow = int(self.dtype == torch.bfloat16)
 
     def _attention_in_common(self, config: Any, first: Any, count: int) -> None:

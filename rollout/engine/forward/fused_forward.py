@@ -55,12 +55,12 @@ class BoundForward(ABC):
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()
-        return self._bound is not None and bypassed(self._layout.device) is None
+        return self._bound is not None and self._bypassed() is None
 
     @property
     def why_not(self) -> str:
         """Why the last `ready` was False."""
-        return self._why or bypassed(self._layout.device) or ""
+        return self._why or self._bypassed() or ""
 
     @abstractmethod
     def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
@@ -77,12 +77,26 @@ class BoundForward(ABC):
 
     def _bind(self) -> None:
         try:
-            self._bound, why = Bound(self._model, self._layout, self._cache, exact=self._exact), ""
+            self._bound, why = (
+                Bound(self._model, self._layout, self._cache, exact=self._exact, kv_dtype=self._kv_dtype()),
+                "",
+            )
+            self._take(self._bound)
         except (Unfusable, Replaced, AttributeError) as exc:
             self._bound, why = None, str(exc)
         if why and why != self._why:
             _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
         self._why = why
+
+    def _take(self, bound: Bound) -> None:  # noqa: B027 - most forwards read what is bound
+        """Prepare for a module as it was found; raises `Unfusable` for what this forward does not compute."""
+
+    def _bypassed(self) -> str | None:
+        return bypassed(self._layout.device)
+
+    def _kv_dtype(self) -> torch.dtype | None:
+        """Dtype of keys and values; None: that of the parameters."""
+        return None
 
 
 class FusedForward(BoundForward):

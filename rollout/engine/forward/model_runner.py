@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rollout.engine.forward.adapters import LoraAdapters, Names
 from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
 from rollout.engine.forward.cuda_capture import CudaDevice
+from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
@@ -29,7 +30,8 @@ from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.recurrent_states import StateRows
 from rollout.engine.forward.routers import Routers
-from rollout.engine.kernels import cpu_library, triton_paged
+from rollout.engine.forward.step_rows import pack
+from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
@@ -58,10 +60,12 @@ class ModelRunner:
     """Runs scheduled steps on one model.
 
     Args:
-        fused: on a CPU, try the fused forward.
+        fused: try the fused forward.
         exact: run nothing but `fused`, which on a GPU is set after construction (`exact.paged_forward`), and report
             log-probs by torch's own log-softmax.
-        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs of the module's forward.
+        graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs but those of exact mode.
+        moving_weights: the modules' hooks gather weights, at other addresses each time: graphs are captured of the fused
+            forward alone, which runs no hooks, and anew where weights have moved.
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
@@ -83,6 +87,7 @@ class ModelRunner:
         fused: bool = True,
         exact: bool = False,
         graphed_rows: int = 0,
+        moving_weights: bool = False,
         autocast: torch.dtype | None = None,
         routers: Routers | None = None,
         adapters: LoraAdapters,
@@ -102,20 +107,27 @@ class ModelRunner:
         self._split = split
         self.fused: BoundForward | None = None
         """Runs the steps of a model that it serves, in place of the module's forward."""
-        if fused and not split and routers is None and self._library is not None:
-            self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
-        self.exact = exact
         self.graphs: GraphedDecode | None = None
+        fused = fused and not split and routers is None
+        if fused and self._library is not None:
+            self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
         # Graphs need a separate workspace, which `release_workspace` must not free.
-        if graphed_rows and self.paged is not None and (kernels := triton_paged.load(layout.device)) is not None:
-            self.graphs = GraphedDecode(
-                model, layout, cache, graphed_rows, CudaDevice(layout.device), TritonDecode(kernels, cache)
-            )
+        if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
+            decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
+            if fused:
+                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
+            if graphed_rows:
+                self.graphs = GraphedDecode(
+                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights
+                )
+        self.exact = exact
         self.installation = Installation(model, autocast)
         self._stream: Callable[[], Stream] | None = None
         if layout.device.type == "cuda":
             self._stream = partial(_current_stream, layout.device)
+            triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
         self._written: Any = None
+        self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None
         self.workspace = Workspace()
@@ -203,17 +215,22 @@ class ModelRunner:
     def why_not_fused(self) -> str | None:
         """Why a step runs the module's own forward in the model's present state; None: it runs the fused one."""
         if self.fused is None:
-            if self.layout.device.type != "cpu":
-                return f"it is on {self.layout.device}"
-            if self._library is None:
-                return cpu_library.status().described
+            on_cpu, device = self.layout.device.type == "cpu", self.layout.device
+            if self.paged is None and self._library is None:
+                return cpu_library.status().described if on_cpu else f"Triton does not run on {device}"
             if self._split:
                 return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
             if self._routers is not None:
                 return "it records the experts that its routers choose (InferenceConfig.record_routes)"
-            return "InferenceConfig.fused_forward=False"
+            return self._dropped or "InferenceConfig.fused_forward=False"
         with self.installation:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
+
+    def drop_fused(self, why: str) -> None:
+        """Run the module's own forward from here on."""
+        self.fused, self._dropped = None, why
+        if self.graphs is not None:
+            self.graphs.fused = None
 
     def refuse_inexact(self) -> None:
         """Refuse a model, or a state of it, that the fused forward does not serve.
@@ -291,7 +308,8 @@ class ModelRunner:
             if self.exact and fused is None:
                 self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
-                replayed = self.graphs.run(ids, rows, keep, self.installation.module_epoch, rotary)
+                epoch = self.installation.module_epoch
+                replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
                 if replayed is not None:
                     return replayed
             if fused is not None:
@@ -340,10 +358,10 @@ class ModelRunner:
         causal = None
         if rows.seen is not None and self.vision.causal_without_window:
             causal = [self._attention(replace(each, seen=None)) for each in groups]
+        attention = [self._attention(each) for each in groups]
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
-            layout.chunks, write, causal,
-        )  # fmt: skip
+            self.cache, layout.layer_of, slots, attention, layout.mask_windows, layout.chunks, write, causal
+        )
         cache = {} if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
@@ -356,9 +374,8 @@ class ModelRunner:
         return logits
 
     def _recording(self, slots: Tensor) -> AbstractContextManager[object]:
-        if self._routers is None:
-            return nullcontext()
-        return self._routers.recorded(partial(self.cache.write_routes, slots))
+        write = partial(self.cache.write_routes, slots)
+        return nullcontext() if self._routers is None else self._routers.recorded(write)
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
         plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
@@ -436,18 +453,6 @@ class ModelRunner:
             if top_ids is not None and top_values is not None:
                 for ids, scores in zip(top_ids.tolist(), top_values.tolist(), strict=True):
                     sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
-
-
-def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
-    """Token ids [P] of a step's positions and their rows: positions, slot mapping, block tables."""
-    offsets = np.zeros(len(step.rows) + 1, np.int64)
-    np.cumsum(step.counts, out=offsets[1:])
-    entries = np.repeat(np.arange(len(step.rows)), step.counts)
-    positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
-    width = -(-int((step.starts + step.counts).max()) // table.block_size)
-    tables, *others = table.block_tables(step.rows, width)
-    ids = table.tokens[step.rows[entries], positions].astype(np.int64)
-    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))
 
 
 def _current_stream(device: torch.device) -> Stream:

@@ -129,12 +129,12 @@ class TritonPaged:
         value_dim = value.shape[2]
         if not count:
             return
-        with _device_of(key):
+        with device_of(key):
             self._kernels.write[(count,)](
                 key, value, key_cache, value_cache, write_index if cells is None else cells, write_index,
                 *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-                moves=cells is not None, block_size=key_cache.shape[1], heads=kv_heads, padded_heads=_power_of_two(kv_heads),
-                dim=dim, value_dim=value_dim, padded_dim=_power_of_two(dim), padded_value_dim=_power_of_two(value_dim),
+                moves=cells is not None, block_size=key_cache.shape[1], heads=kv_heads, padded_heads=power_of_two(kv_heads),
+                dim=dim, value_dim=value_dim, padded_dim=power_of_two(dim), padded_value_dim=power_of_two(value_dim),
             )  # fmt: skip
 
     def decode_with_lse(
@@ -192,7 +192,7 @@ class TritonPaged:
             sinks,
             cells,
         )
-        with _device_of(query):
+        with device_of(query):
             if shared is not None and len(shared.members):
                 self._attend("prefix", call, parts - 1, len(shared.members), shared.begins, shared)
             self._attend("decode" if shared is None else "tail", call, parts, batch, positions, shared)
@@ -200,7 +200,7 @@ class TritonPaged:
                 part_out, part_lse, positions, positions if shared is None else shared.lengths,
                 positions if sinks is None else sinks, out, lse, sunk=sinks is not None,
                 shares=shared is not None, split=SPLIT, at_once=_MERGED_AT_ONCE,
-                value_dim=value_dim, padded_value_dim=_power_of_two(value_dim),
+                value_dim=value_dim, padded_value_dim=power_of_two(value_dim),
             )  # fmt: skip
         return out, lse
 
@@ -240,7 +240,7 @@ class TritonPaged:
             call = _Call(
                 query, key_cache, value_cache, table, starts, out, out, window, scaling, softcap, chunk, sinks, None
             )
-            with _device_of(query):
+            with device_of(query):
                 self._attend("prefill", call, 1, len(query), begins, None)
         return out
 
@@ -274,7 +274,7 @@ class TritonPaged:
             moves=call.cells is not None, mode=mode, group=group, tokens=tokens, rows=plan.rows, span=plan.span, split=SPLIT,
             block_size=keys.shape[1], window=call.window or 0, chunk=call.chunk or 0,
             sunk=call.sinks is not None, cap=(call.softcap or 0.0) * _LOG2_E,
-            dim=dim, value_dim=value_dim, padded_dim=_power_of_two(dim), padded_value_dim=_power_of_two(value_dim),
+            dim=dim, value_dim=value_dim, padded_dim=power_of_two(dim), padded_value_dim=power_of_two(value_dim),
             num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
@@ -364,8 +364,8 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     slow.
     """
     whole = dtype.itemsize == 4
-    narrow = _power_of_two(dim) <= 128
-    heads = _power_of_two(group)
+    narrow = power_of_two(dim) <= 128
+    heads = power_of_two(group)
     if mode in ("decode", "tail"):
         return _Plan(max(16, heads), 64 if narrow and not whole else 32, 4, 2 if whole else 3)
     if whole:
@@ -375,11 +375,11 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     return _Plan(128, 64, 8, 3)
 
 
-def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    # Triton launches on the current device, whatever the device of the tensors.
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """A block in which `tensor`'s device is the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

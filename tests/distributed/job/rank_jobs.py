@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.protocol.messages import BarrierDone, Message
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
@@ -569,8 +570,17 @@ def is_held_while_it_trains(rank: int) -> list[Sample]:
         return samples(batch)
 
 
-def answers_over_http(rank: int) -> dict[str, Any] | None:
-    """An HTTP server on rank 0 in front of both ranks, while they make their rounds; its connection is lost once."""
+def tokens_of(future: RequestFuture) -> list[list[int]]:
+    """Of each sample, once they have ended."""
+    return [sample.generated_tokens for sample in future.result(PATIENCE_S)]
+
+
+def answers_over_http(rank: int, lost: str) -> dict[str, Any] | None:
+    """An HTTP server on rank 0 in front of both ranks, while they make their rounds; loses its connection once.
+
+    Args:
+        lost: the connection alone, or the coordinator.
+    """
     with a_manager() as rollout, ThreadPoolExecutor(8) as agents, ExitStack() as close:
         asked, refused, llm = [], "", None
         if rank == 0:
@@ -598,8 +608,15 @@ def answers_over_http(rank: int) -> dict[str, Any] | None:
             if llm is not None and len(asked) == 3 and all(each.done() for each in asked):
                 client = llm._requests._client
                 assert client is not None
-                llm.loop.run(client.stop(), PATIENCE_S)
-                asked += [agents.submit(ask, each) for each in WORK[0][3:]]
+                if lost == "coordinator":
+                    # Open when the coordinator dies: no rank computes between two rounds.
+                    tokens = rollout.engine.check_request(WORK[0][3].prompt, WORK[0][3].params)
+                    asked.append(agents.submit(tokens_of, llm.submit(tokens, WORK[0][3].params)))
+                    coordinator_of(rollout).process.kill()
+                    coordinator_of(rollout).process.wait(PATIENCE_S)
+                else:
+                    llm.loop.run(client.stop(), PATIENCE_S)
+                asked += [agents.submit(ask, each) for each in WORK[0][len(asked) :]]
             dist.all_reduce(ended)
             rounds += 1
         return None if rank else {"tokens": [ids for each in asked for ids in each.result()], "refused": refused}

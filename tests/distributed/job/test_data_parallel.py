@@ -103,8 +103,9 @@ def test_prompts_with_images_are_computed_by_whichever_rank_has_room(nursery: Nu
     assert sum(answer["computed"] for answer in answers) == made
 
 
-def test_an_http_server_stands_in_front_of_all_ranks_of_a_training_job(nursery: Nursery) -> None:
-    answered, _ = run_together(nursery, 2, rank_jobs.answers_over_http)
+@pytest.mark.parametrize("lost", ["connection", "coordinator"])
+def test_an_http_server_stands_in_front_of_all_ranks_of_a_training_job(nursery: Nursery, lost: str) -> None:
+    answered, _ = run_together(nursery, 2, rank_jobs.answers_over_http, lost=lost)
     assert answered["tokens"] == [sample.tokens for sample in alone(tuple(WORK[0]))]
     assert "ServerConfig.admin=True in front of a training job" in answered["refused"]
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+import socket
+from collections.abc import Iterator
 
 import pytest
 import zmq
 
 from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.job.world import loopback_identity
 from rollout.distributed.transport.keys import JobKeys
 from tests.distributed.job.job_ranks import (
     SOON_SILENT,
@@ -33,92 +28,12 @@ from tests.distributed.job.job_ranks import (
     ready,
     undisturbed,
 )
-from tests.distributed.job.nursery import PATIENCE_S, Nursery, enter_network
+from tests.distributed.job.network_hosts import NEAR, Host, run_on, two_hosts, why_not
+from tests.distributed.job.nursery import PATIENCE_S, Nursery
 from tests.engines import greedily, token_ids
 
-NEAR, FAR = "10.203.0.1", "10.203.0.2"
 KNOCKING_S = 3.0
 """How long a stranger waits for any answer."""
-
-
-@cache
-def why_not() -> str | None:
-    """Why there can be no network namespaces here."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"there is no {' and no '.join(missing)}"
-    try:
-        with two_hosts():
-            return None
-    except (OSError, subprocess.CalledProcessError) as exc:
-        return f"this machine makes no network namespaces with a link between them: {exc}"
-
-
-@dataclass(frozen=True)
-class Host:
-    """A network namespace; it lives as long as its process."""
-
-    holder: subprocess.Popen[bytes]
-
-    @property
-    def network(self) -> str:
-        """What `enter_network` takes."""
-        return f"/proc/{self.holder.pid}/ns/net"
-
-    def ip(self, *arguments: str) -> None:
-        """The command `ip`, run there."""
-        command = ["nsenter", f"--net={self.network}", "ip", *arguments]
-        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
-
-
-@contextmanager
-def host() -> Iterator[Host]:
-    """A machine without a network; it ends with the test process, whose pipe `cat` reads."""
-    shout = ["unshare", "--net", "sh", "-c", "echo here; exec cat"]
-    holder = subprocess.Popen(shout, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert holder.stdout is not None
-        if not holder.stdout.readline():
-            raise OSError("unshare --net failed")
-        made = Host(holder)
-        made.ip("link", "set", "lo", "up")
-        yield made
-    finally:
-        holder.kill()
-        holder.communicate(timeout=PATIENCE_S)
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """A near one and a far one, with a link between them."""
-    with host() as near, host() as far:
-        near.ip("link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", str(far.holder.pid))
-        for each, address in ((near, NEAR), (far, FAR)):
-            each.ip("address", "add", f"{address}/24", "dev", "link0")
-            each.ip("link", "set", "link0", "up")
-        yield near, far
-
-
-def run_on(where: Host, play: Callable[[], Awaitable[None]]) -> None:
-    """Run it in a thread on that host; sockets and processes it makes are on that host too."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            enter_network(where.network)
-            asyncio.run(play())
-        except BaseException as exc:  # noqa: BLE001 - raised below
-            errors.append(exc)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(2 * PATIENCE_S)
-    assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
 
 pytestmark = [
     pytest.mark.distributed,
@@ -175,6 +90,18 @@ def test_a_link_is_cut_and_healed_and_nothing_is_lost(nursery: Nursery, hosts: t
                 await nothing_is_open(client, ranks)
 
     run_on(near, play)
+
+
+def test_two_networks_of_one_host_name_do_not_share_a_loopback_device(hosts: tuple[Host, Host]) -> None:
+    seen = []
+
+    async def look() -> None:
+        seen.append(loopback_identity())
+
+    for host in (*hosts, hosts[0]):
+        run_on(host, look)
+    assert seen[0] == seen[2] != seen[1]
+    assert all(each.startswith(socket.gethostname()) for each in seen)
 
 
 def test_a_stranger_on_the_other_host_gets_no_word(nursery: Nursery, hosts: tuple[Host, Host]) -> None:

@@ -29,7 +29,7 @@ from rollout.distributed.protocol.messages import (
 from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.holds import COORDINATOR
+from rollout.engine.holds import COORDINATOR, PAUSE, HoldLevel
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
 from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
@@ -134,6 +134,21 @@ def test_a_worker_registers_with_its_room_its_version_and_its_cache() -> None:
         worker.stop()
         assert coordinator.hear(Disconnect) == Disconnect("the worker was stopped")
         worker.stop()
+
+
+@pytest.mark.parametrize("state", ["paused", "suspended"])
+def test_a_worker_that_stops_leaves_no_hold_of_its_coordinator(state: str) -> None:
+    engine = make_engine("qwen3")
+    engine.holds.hold(PAUSE, HoldLevel.PAUSED)
+    with Coordinator(state=state) as coordinator:
+        worker = EngineWorker(engine, coordinator.address, name="rank-0")
+        worker.start(DEADLINE_S)
+        assert engine.state.value == state
+        worker.stop()
+    assert COORDINATOR not in engine.holds
+    assert engine.state.value == "paused"
+    engine.holds.release(PAUSE)
+    assert len(engine.generate([token_ids(5)], greedily(2))) == 1
 
 
 def test_a_coordinator_that_does_not_answer_is_named_with_its_address() -> None:

@@ -213,7 +213,7 @@ def graphed(engine: Any) -> Any:
     if INTERPRETED:
         kernels = TritonDecode(triton_paged.load(DEVICE), engine.cache)
         runner.graphs = cuda_graphs.GraphedDecode(
-            runner.model, runner.layout, engine.cache, 8, Rerun(), kernels, runner.fused.decode
+            runner.model, runner.layout, engine.cache, 8, Rerun(), kernels, runner.fused, alone=True
         )
     return runner.graphs
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,16 +122,23 @@ def test_a_trial_times_a_decode_and_leaves_nothing_behind():
     assert decode_trial(engine, VOCAB, 8, 10) is None
 
 
-def test_a_busy_process_is_named_by_its_id():
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        found = {each.pid: each for each in busy_processes(look_s=0.5)} if Path("/proc/self/stat").exists() else None
-    finally:
-        busy.kill()
-        busy.wait()
-    if found is not None:
-        assert "python" in found[busy.pid].name
-        assert os.getpid() not in found
+def test_a_busy_process_is_named_by_its_id(tmp_path, monkeypatch):
+    def write(pid: int, name: str, ticks: int) -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) R" + " 0" * 10 + f" {ticks} 7 0")
+
+    def look(seconds: float) -> None:
+        write(11, "data loader (2)", 100_000)
+        write(os.getpid(), "this one", 100_000)
+        write(13, "new", 100_000)
+
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "stat").touch()
+    for pid in (11, 12, os.getpid()):
+        write(pid, "data loader (2)" if pid == 11 else "idle", 5)
+    monkeypatch.setattr("rollout.engine.explain.machine.time.sleep", look)
+    assert [(each.pid, each.name) for each in busy_processes(tmp_path)] == [(11, "data loader (2)")]
+    assert busy_processes(tmp_path / "nowhere") == ()
 
 
 @pytest.mark.parametrize(

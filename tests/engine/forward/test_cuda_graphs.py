@@ -536,6 +536,17 @@ def test_a_copy_of_gathered_weights_is_where_it_was() -> None:
     assert before == [parameter.data_ptr() for parameter in copied.sampled.parameters()]
 
 
+def test_the_modules_own_forward_of_gathered_weights_is_not_captured() -> None:
+    engine, recorder = graphed("qwen3")
+    runner = engine.controller.runner
+    runner.graphs = GraphedDecode(
+        runner.model, runner.layout, engine.cache, 8, recorder, Plain(engine.cache), alone=True
+    )
+    start(engine, 1, 3)
+    finish_exact(engine, "qwen3", 1)
+    assert recorder.captures == 0
+
+
 def test_with_hooks_on_all_modules_the_forward_of_the_module_runs() -> None:
     engine, recorder = graphed("qwen3")
     start(engine, 1, 3)
