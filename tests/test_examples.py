@@ -69,16 +69,9 @@ def test_the_asynchronous_example_goes_on_from_its_last_checkpoint(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("serve", "answers over HTTP from versions"),
-        ("agent_over_http", "reward, first"),
-        ("verifiers_grpo", "reward, first"),
-    ],
+    ("name", "words"), [("serve", "answers over HTTP from versions"), ("agent_over_http", "reward, first")]
 )
 def test_the_example_over_http_runs(name: str, words: str) -> None:
-    if name == "verifiers_grpo":
-        pytest.importorskip("verifiers.v1", exc_type=ImportError)
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--quick"], capture_output=True, text=True, timeout=500,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
