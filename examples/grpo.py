@@ -123,6 +123,8 @@ def main() -> None:
             logger.log(
                 number, {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}, metrics
             )
+            if held_out is not None and step.batch is not None and step.rewards is not None:
+                logger.samples(number, step.batch, step.rewards.flatten(), tokenizer=tokenizer)
             report.row(number, step, held_out, metrics)
             if log is not None:
                 log.step(number, metrics, batch=step.batch, rewards=step.rewards, tokenizer=tokenizer)

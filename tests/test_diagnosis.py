@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import signal
@@ -169,3 +170,27 @@ def test_a_program_that_handles_sigusr1_keeps_its_handler(tmp_path):
     said, heard, code = run_stuck(tmp_path, before, "input()", until="signalled")
     assert (said, code) == ("False False", 0)
     assert heard == "signalled\n"
+
+
+def test_a_process_that_is_only_a_client_answers_the_signal_too(tmp_path):
+    before = (
+        "from rollout.distributed.client.client import InferenceClient\n"
+        "client = InferenceClient('tcp://127.0.0.1:9', name='agent')"
+    )
+    said, heard, code = run_stuck(tmp_path, before, "input()", until="thread 'MainThread'")
+    assert (said, code) == ("True True", 0)
+    assert "client 'agent' of tcp://127.0.0.1:9: not connected" in heard
+
+
+def test_no_wait_ends_in_an_error_without_the_state():
+    """A `TimeoutError` raised by name would carry none; `DeadlineError` is one that does."""
+    root = Path(diagnosis.__file__).parent
+    bare = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sorted([*root.rglob("*.py"), *(root.parent / "trainer_hooks").rglob("*.py")])
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and ast.unparse(node.exc.func) == "TimeoutError"
+    ]
+    assert bare == []

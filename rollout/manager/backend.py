@@ -126,6 +126,16 @@ class Backend(Protocol):
         """
         return []
 
+    def coordinator_decisions(self, since: float) -> list[tuple[float, str, dict[str, Any]]]:
+        """(seconds since the epoch, name, arguments) of the coordinator's decisions from that time on; [] without one.
+
+        One rank may call it alone.
+
+        Raises:
+            DeadlineError, ConnectionLostError: the coordinator does not answer.
+        """
+        return []
+
     def close(self) -> None:
         """Give up all groups and connections. Harmless when repeated."""
         return

@@ -18,7 +18,7 @@ from rollout.config import TraceConfig
 from rollout.errors import ConfigError, RolloutError
 from rollout.manager.backend import Backend
 from rollout.tracing.recorder import TraceRecorder, active, start, stop
-from rollout.tracing.timeline import merged, timeline, write
+from rollout.tracing.timeline import merged, timeline, with_decisions, write
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ def traced(path: str | os.PathLike[str], backend: Backend) -> Iterator[Path]:
     if every is not None:
         traces = [json.loads(zlib.decompress(each)) for each in every]
         # Without a coordinator the ranks know nothing of each other.
-        write(merged(traces, _offsets(traces)), target if len(every) > 1 else _own_path(target))
+        one = with_decisions(merged(traces, _offsets(traces)), _decisions(backend, recorder.started))
+        write(one, target if len(every) > 1 else _own_path(target))
 
 
 class StepTraces:
@@ -144,6 +145,14 @@ def _offsets(traces: list[dict[str, Any]]) -> list[float]:
         statistics.median(here - first for here, first in zip(each, readings[0], strict=True)) if each else 0.0
         for each in readings
     ]
+
+
+def _decisions(backend: Backend, since: float) -> list[tuple[float, str, dict[str, Any]]]:
+    try:
+        return backend.coordinator_decisions(since)
+    except RolloutError as exc:
+        _log.warning("the trace lacks the coordinator's decisions: %s", exc)
+        return []
 
 
 def _checked(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.tracing.timeline import FORMAT, merged
+from rollout.tracing.timeline import COORDINATOR_PID, FORMAT, merged
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,16 @@ class TracedEngine:
 
 @dataclass(frozen=True)
 class ReadTrace:
-    """A trace file, or several of the ranks of one job."""
+    """A trace file, or several of the ranks of one job.
+
+    Attributes:
+        decisions: (seconds, name, arguments) of the coordinator.
+    """
 
     duration_s: float
     engines: tuple[TracedEngine, ...]
     dropped: int
+    decisions: tuple[tuple[float, str, dict[str, Any]], ...] = ()
 
 
 def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
@@ -111,12 +116,21 @@ def parse(trace: dict[str, Any], name: str = "trace") -> ReadTrace:
     parents: dict[tuple[int, int], dict[str, Any]] = {}
     states: dict[tuple[int, int], list[tuple[str, float, float]]] = defaultdict(list)
     try:
+        decisions = []
         for event in trace["traceEvents"]:
-            _take(event, engines, parents, states)
+            if event["pid"] != COORDINATOR_PID:
+                _take(event, engines, parents, states)
+            elif event["ph"] == "i":
+                decisions.append((event["ts"] / 1e6, event["name"], event["args"]))
         for (pid, tid), event in parents.items():
             engines[pid].samples.append(_sample(event, states[pid, tid]))
         about = trace["otherData"]
-        return ReadTrace(float(about["duration_s"]), tuple(engines[pid] for pid in sorted(engines)), about["dropped"])
+        return ReadTrace(
+            float(about["duration_s"]),
+            tuple(engines[pid] for pid in sorted(engines)),
+            about["dropped"],
+            tuple(decisions),
+        )
     except (KeyError, TypeError, AttributeError) as exc:
         raise ConfigError(f"{name!r}: damaged trace: {type(exc).__name__}: {exc}") from exc
 

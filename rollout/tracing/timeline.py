@@ -82,6 +82,32 @@ def merged(traces: Sequence[dict[str, Any]], offsets_s: Sequence[float]) -> dict
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
+def with_decisions(trace: dict[str, Any], decisions: Sequence[tuple[float, str, dict[str, Any]]]) -> dict[str, Any]:
+    """A trace with the coordinator as a process of its own, above the ranks.
+
+    Args:
+        trace: from `merged`.
+        decisions: (seconds by the clock of the first rank, name, arguments); those outside the trace are left out.
+    """
+    about = trace["otherData"]
+    base, end = about["started_s"], about["started_s"] + about["duration_s"]
+    events = [
+        {
+            "ph": "i", "s": "t", "pid": COORDINATOR_PID, "tid": 1, "name": name, "ts": _us(time, base),
+            "cat": "decision", "args": args,
+        }
+        for time, name, args in decisions
+        if base <= time <= end
+    ]  # fmt: skip
+    if not events:
+        return trace
+    names = [
+        _name(COORDINATOR_PID, 0, "process_name", "coordinator"), _name(COORDINATOR_PID, 1, "thread_name", "decisions"),
+        {"ph": "M", "pid": COORDINATOR_PID, "name": "process_sort_index", "args": {"sort_index": COORDINATOR_PID}},
+    ]  # fmt: skip
+    return trace | {"traceEvents": [*names, *events, *trace["traceEvents"]]}
+
+
 def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write a trace in one move; a name that ends in `.gz` is compressed (Perfetto opens that too).
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rollout.diagnosis import watch
+from rollout.diagnosis import answer_signal, watch
 from rollout.distributed.client.session import Call, ClientSession
 from rollout.distributed.protocol.messages import (
     PROTOCOL_VERSION,
@@ -54,6 +54,7 @@ class ClientConnection:
         self._policy_version: int | None = None
         self._next_barrier = 0
         watch(self)
+        answer_signal()
 
     def describe_state(self) -> Iterator[str]:
         """Lines for `rollout.diagnosis`."""

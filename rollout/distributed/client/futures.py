@@ -15,7 +15,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from rollout.errors import RequestAbortedError, RolloutError
+from rollout.errors import DeadlineError, RequestAbortedError, RolloutError
 from rollout.requests.delta import SampleDelta
 from rollout.requests.request import DynamicInferenceRequest
 
@@ -69,7 +69,7 @@ class RequestFuture(asyncio.Future[Any]):
         """Return the samples, in order; block this thread until all have ended.
 
         Raises:
-            TimeoutError: they have not within `timeout_s`; they go on.
+            DeadlineError: they have not within `timeout_s`; they go on.
             RolloutError: why the request ended without samples.
             asyncio.CancelledError: it was cancelled.
             RuntimeError, asyncio.InvalidStateError: it has not ended, and this thread runs the loop that brings its end.
@@ -84,7 +84,7 @@ class RequestFuture(asyncio.Future[Any]):
             self._tell(tell, None, None)
             if not ended.wait(timeout_s) and not self.done():
                 self.remove_done_callback(tell)
-                raise TimeoutError(f"request {self.request_id} has not ended within timeout_s={timeout_s}")
+                raise DeadlineError(f"request {self.request_id} has not ended within timeout_s={timeout_s}")
         return super().result()
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -12,7 +12,7 @@ import pytest
 import rollout
 from rollout.distributed.client.futures import Delta, GroupTokens, Readers, RequestFuture, RequestStream
 from rollout.distributed.client.text_stream import GroupText
-from rollout.errors import RequestAbortedError, RequestFailedError
+from rollout.errors import DeadlineError, RequestAbortedError, RequestFailedError
 from rollout.requests.delta import SampleDelta
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
@@ -60,7 +60,7 @@ def test_an_end_by_any_thread_is_seen_at_once_and_the_first_one_counts(loop: Loo
 
 def test_a_thread_waits_for_the_end_or_for_its_deadline(loop: LoopThread) -> None:
     future = future_on(loop)
-    with pytest.raises(TimeoutError, match=r"request 7 has not ended within timeout_s=0\.001"):
+    with pytest.raises(DeadlineError, match=r"request 7 has not ended within timeout_s=0\.001"):
         future.result(0.001)
     got: list[Any] = []
     waiting = threading.Thread(target=lambda: got.append(future.result(PATIENCE_S)))
