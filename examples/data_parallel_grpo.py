@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from arithmetic import Problems, sums
 from grpo import GROUP, MAX_TOKENS, grpo
-from policy import character_tokenizer, exact_match, small_model, warm_up
+from policy import add_truncation, character_tokenizer, exact_match, small_model, warm_up
 from report import Report
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,6 +54,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="of GRPO")
     parser.add_argument("--prompts", type=int, default=32, help=f"per step and rank, {GROUP} samples each")
     parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate of GRPO")
+    add_truncation(parser)
     parser.add_argument("--warm-up", type=float, default=0.3, help="loss that ends the supervised steps before it")
     parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out problems")
     parser.add_argument("--out", type=Path, default=Path("runs/data_parallel_grpo"), help="folder of picture and wandb")

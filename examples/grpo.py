@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from arithmetic import Problems, reward, sums
-from policy import character_tokenizer, exact_match, small_model, trapezoid, warm_up
+from policy import add_truncation, character_tokenizer, exact_match, small_model, trapezoid, truncation, warm_up
 from report import Report, Step
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -47,7 +47,7 @@ def grpo(
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, rollout)
     attach_tree(rollout.model)
-    params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
+    params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS, **truncation(options))
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
         batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
@@ -57,7 +57,7 @@ def grpo(
         packed = batch.tree()
         with rollout.suspended():
             for epoch in range(EPOCHS):
-                logprobs = packed.logprobs_of(model(**packed.inputs).logits)
+                logprobs = batch.replay_logprobs(model(**packed.inputs).logits, packed)
                 if epoch == 0:
                     rollout.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()
@@ -79,6 +79,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="of GRPO")
     parser.add_argument("--prompts", type=int, default=64, help=f"per step, {GROUP} samples each")
     parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate of GRPO")
+    add_truncation(parser)
     parser.add_argument("--warm-up", type=float, default=0.3, help="loss that ends the supervised steps before it")
     parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out problems")
     parser.add_argument(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from arithmetic import ALPHABET, Problem, Problems, reward
@@ -106,6 +108,20 @@ def _lesson_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, pro
 def trapezoid(optimizer: Optimizer, steps: int, *, rise: int, fall: float) -> LambdaLR:
     """Learning rate: up over the first `rise` steps, level, down to zero over the last share `fall` of all `steps`."""
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise, (steps - step) / (fall * steps)))
+
+
+def add_truncation(parser: ArgumentParser) -> None:
+    """Add the flags of truncated sampling, which `truncation` reads."""
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens that weigh this much"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many likeliest tokens; 0: from all")
+
+
+def truncation(options: Namespace) -> dict[str, Any]:
+    """Sampling parameters of the flags: truncated, the loss needs the set that every token was drawn from."""
+    truncated = options.top_p < 1 or options.top_k > 0
+    return {"top_p": options.top_p, "top_k": options.top_k, "return_kept_tokens": truncated}
 
 
 def token_logprobs(model: PreTrainedModel, batch: RolloutBatch, *, rows: int = 64) -> Tensor:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from arithmetic import Problems, reward, sums
-from policy import character_tokenizer, exact_match, small_model, trapezoid, warm_up
+from policy import add_truncation, character_tokenizer, exact_match, small_model, trapezoid, truncation, warm_up
 from report import Report, Step
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -28,7 +28,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParams
-from rollout.algorithms import masked_mean, rollout_kl
+from rollout.algorithms import masked_mean, replay_logprobs, rollout_kl
 from trainer_hooks.optimizer import attach
 from trainer_hooks.wandb import WandbLogger
 
@@ -54,10 +54,13 @@ class ActorCritic(nn.Module):
         ids, mask, positions = (each[rows] for each in (batch.input_ids, batch.attention_mask, batch.position_ids))
         hidden = self.policy.model(ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
         # A token is chosen in the state before it.
-        hidden = hidden[:, :-1]
+        values = pad(self.value_head(hidden[:, :-1]).squeeze(2).float(), (1, 0))
         logits = self.policy.lm_head(hidden).float()
-        logprobs = logits.gather(2, ids[:, 1:, None]).squeeze(2) - logits.logsumexp(2)
-        return pad(logprobs, (1, 0)), pad(self.value_head(hidden).squeeze(2).float(), (1, 0))
+        if batch.kept_tokens is not None:
+            kept = batch.kept_tokens.of_rows(rows)
+            return replay_logprobs(logits, kept, ids, batch.response_mask[rows]), values
+        before = logits[:, :-1]
+        return pad(before.gather(2, ids[:, 1:, None]).squeeze(2) - before.logsumexp(2), (1, 0)), values
 
 
 def estimate_advantages(scores: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -103,7 +106,7 @@ def ppo(
     optimizer = AdamW(actor_critic.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
     attach(optimizer, rollout)
-    params = SamplingParams(max_tokens=MAX_TOKENS)
+    params = SamplingParams(max_tokens=MAX_TOKENS, **truncation(options))
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
         batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
@@ -148,6 +151,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="of PPO")
     parser.add_argument("--prompts", type=int, default=512, help="per step, one sample each")
     parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate of PPO")
+    add_truncation(parser)
     parser.add_argument("--warm-up", type=float, default=0.3, help="loss that ends the supervised steps before it")
     parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out problems")
     parser.add_argument("--out", type=Path, default=Path("runs/ppo"), help="folder of the picture and of wandb's files")

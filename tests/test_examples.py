@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout import InferenceConfig, RolloutManager
 from tests.rollouts import LOGGED_WITHOUT_DRAFTS
 from tests.trainer_hooks.wandb_runs import point, read_run
 
@@ -122,6 +124,33 @@ def test_the_example_without_a_training_loop_answers_alone_and_on_two_ranks(rank
         assert done.stdout.count("answered after") == 4
     else:
         assert sorted(re.findall(r"rank (\d) computed", done.stdout)) == ["0", "1"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "truncated", [{"top_p": 0.5, "top_k": 0}, {"top_p": 1.0, "top_k": 3}, {"top_p": 1.0, "top_k": 0}], ids=str
+)
+def test_the_ratio_of_the_first_step_is_one_also_where_sampling_is_truncated(
+    name: str, truncated: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs of the whole vocabulary would differ by those of the mass cut off, here by more than half a nat."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example, arithmetic, policy = map(importlib.import_module, (name, "arithmetic", "policy"))
+    tokenizer = policy.character_tokenizer()
+    model = policy.small_model(tokenizer, max_length=64, seed=0).cpu()
+    problems = arithmetic.Problems(arithmetic.sums(), held_out=4, seed=0)
+    options = argparse.Namespace(steps=1, prompts=4, lr=1e-3, **truncated)
+    subject = example.ActorCritic(model) if name == "ppo" else model
+    config = InferenceConfig(kv_cache_blocks=64, max_requests=32, verify_model=False)
+    with RolloutManager(model, tokenizer, config) as rollout:
+        batch = next(getattr(example, name)(subject, rollout, problems, options)).batch
+        # Observed before the first update.
+        assert rollout.metrics()["rollout/logprob_diff_max"] < 1e-5
+        sets = batch.kept_tokens
+        assert (sets is None) is (truncated == {"top_p": 1.0, "top_k": 0})
+        if sets is not None:
+            sizes = sets.counts[batch.response_mask]
+            assert 1 <= sizes.min() <= sizes.max() < 0.8 * len(tokenizer)
 
 
 def test_the_advantages_of_ppo_are_the_discounted_sums_of_surprises(monkeypatch: pytest.MonkeyPatch) -> None:

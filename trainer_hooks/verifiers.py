@@ -63,7 +63,8 @@ def _turns(trace: Any, index: int, params: SamplingParams, version: int) -> Iter
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            if sum(node.mask) != len(node.logprobs) or len(node.mask) != len(node.token_ids):
+            recorded = sum(node.mask) == len(node.logprobs) and len(node.mask) == len(node.token_ids)
+            if not recorded or (node.sampled and not node.token_ids):
                 raise InvalidRequestError(
                     f"traces[{index}]: a message of {len(node.token_ids)} tokens has {len(node.mask)} mask entries "
                     f"({sum(node.mask)} sampled) and {len(node.logprobs)} logprobs: record it with the training client"

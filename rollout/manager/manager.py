@@ -276,7 +276,8 @@ class RolloutManager(ManagerScoring):
 
         A prompt that several sequences share is computed once, or not at all if the prefix cache has it, padding never, and
         logits only of the tokens that are scored, chunk by chunk. Groups in flight stand still. Under another adapter:
-        `with trainer_hooks.peft.adapter(rollout, name)`, with None for the model without adapters.
+        `with trainer_hooks.peft.adapter(rollout, name)`, with None for the model without adapters. Routers of a mixture of
+        experts choose live, also where the batch has recorded routes: `rollout.replay` is for the trainer's own forward.
 
         On several ranks every rank may call it with its own sequences; where the weights are sharded, every rank has to.
 

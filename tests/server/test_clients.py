@@ -8,17 +8,24 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 from pydantic import BaseModel
 
 from rollout import LLM, InferenceConfig, ServerConfig
+from rollout.errors import InvalidRequestError
 from tests.models import make_model, trainer_logprobs
 from tests.server.chat_templates import byte_level
+from trainer_hooks.verifiers import trace_batch
 
 TOKENIZER = byte_level("qwen2.5")
 HI: list[Any] = [{"role": "user", "content": "the weather in Paris?"}]
@@ -275,6 +282,83 @@ def test_renderers_client_as_verifiers_trains_with_it(url: str):
     found = asyncio.run(ask())
     assert 0 < len(found["completion_ids"]) == len(found["completion_logprobs"]) <= 5
     assert found["prompt_ids"] == TOKENIZER.apply_chat_template(HI, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.fixture
+def verifiers_agent(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Maker of an agent of verifiers that goes on from the server's first reply in two ways."""
+    vf = module("verifiers.v1")
+
+    class TwoWays(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc, name-defined]
+        NEEDS_CONTAINER = EXECUTES_CODE = False
+
+        async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *_: Any) -> Any:
+            async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as made:
+                first = await made.chat.completions.create(model=ctx.model, messages=HI)
+                said: Any = {"role": "assistant", "content": first.choices[0].message.content}
+                for city in ("Oslo", "Rome"):
+                    asked: Any = {"role": "user", "content": f"and in {city}?"}
+                    await made.chat.completions.create(model=ctx.model, messages=[*HI, said, asked])
+            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    plugin = ModuleType("two_ways")  # verifiers loads a harness by the name of its module
+    plugin.__dict__.update(TwoWays=TwoWays, __all__=["TwoWays"])
+    monkeypatch.setitem(sys.modules, "two_ways", plugin)
+
+    def make(client: str, **options: Any) -> Any:
+        config = {
+            "model": "m", "harness": {"id": "two_ways"}, "runtime": {"type": "subprocess"},
+            "client": {"type": client, "base_url": f"{url}/v1", "api_key_var": "ROLLOUT_API_KEY"} | options,
+            # Digits, which the tokenizer does not merge, so that a reply's text has one tokenization.
+            "sampling": {"temperature": 1.0, "max_tokens": 8, "structured_outputs": {"regex": "[0-9]{3}"}},
+        }  # fmt: skip
+        return vf.Agent(vf.AgentConfig.model_validate(config))
+
+    return make
+
+
+def played(agent: Any, times: int) -> list[Any]:
+    vf = module("verifiers.v1")
+
+    async def play() -> list[Any]:
+        return [await agent.run(vf.Task(vf.TaskData(prompt="the weather?"))) for _ in range(times)]
+
+    traces = asyncio.run(play())
+    assert [(trace.ok, trace.errors) for trace in traces] == [(True, [])] * times
+    return traces
+
+
+def test_verifiers_evaluation_client_reads_replies_and_usage(verifiers_agent: Any):
+    (trace,) = played(verifiers_agent("eval"), 1)
+    assert all(re.fullmatch("[0-9]{3}", node.message.content) for node in trace.nodes if node.sampled)
+    assert len(trace.branches) == 2
+    assert [(call.finish_reason, call.usage.completion_tokens) for call in trace.calls] == [("stop", 4)] * 3
+    with pytest.raises(InvalidRequestError, match="training client"):
+        trace_batch([trace], policy_version=0, pad_token_id=TOKENIZER.pad_token_id)
+
+
+def test_verifiers_training_client_brings_each_sampled_token_once_with_its_log_prob(
+    llm: LLM, verifiers_agent: Any, tmp_path: Path
+):
+    TOKENIZER.save_pretrained(tmp_path)
+    agent = verifiers_agent("train", renderer={"name": "default"}, renderer_model_name=str(tmp_path))
+    traces = played(agent, 2)
+    batch = trace_batch(traces, policy_version=3, pad_token_id=TOKENIZER.pad_token_id, n=2)
+    assert batch.episode_ids.tolist() == [0, 0, 1, 1]
+    replies = [node.message.content for trace in traces for node in trace.nodes if node.sampled]
+    sampled = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch.input_ids, batch.response_mask, strict=True)]
+    end = TOKENIZER.eos_token
+    assert sampled == [f"{replies[0]}{end}{replies[1]}{end}", f"{replies[2]}{end}",
+                       f"{replies[3]}{end}{replies[4]}{end}", f"{replies[5]}{end}"]  # fmt: skip
+    assert batch.policy_versions[batch.response_mask].unique().tolist() == [3]
+    digits = torch.tensor(TOKENIZER.convert_tokens_to_ids(list("0123456789")))
+    for ids, mask, logprobs in zip(batch.input_ids, batch.response_mask, batch.logprobs, strict=True):
+        free = mask & torch.isin(ids, digits)  # after three digits only the end is allowed
+        with torch.no_grad():
+            among = llm.model(ids[None]).logits[0].roll(1, 0)[:, digits].log_softmax(-1)
+        expected = among[free].gather(1, torch.searchsorted(digits, ids[free])[:, None])[:, 0]
+        torch.testing.assert_close(logprobs[free], expected, atol=1e-5, rtol=0)
+        assert not logprobs[mask & ~free].any()
 
 
 def test_lm_evals_log_likelihoods_are_the_models(llm: LLM, url: str, monkeypatch: pytest.MonkeyPatch):

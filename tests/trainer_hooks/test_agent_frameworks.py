@@ -212,8 +212,9 @@ def node(ids: list[int], sampled: int = 0, logprobs: list[float] | None = None) 
     """A `MessageNode` whose last `sampled` tokens the model sampled."""
     made = [-float(token) for token in ids[len(ids) - sampled :]] if logprobs is None else logprobs
     return SimpleNamespace(
-        token_ids=ids, mask=[False] * (len(ids) - sampled) + [True] * sampled, logprobs=made if sampled else []
-    )
+        token_ids=ids, mask=[False] * (len(ids) - sampled) + [True] * sampled, logprobs=made if sampled else [],
+        sampled=sampled > 0,
+    )  # fmt: skip
 
 
 def trace(*branches: list[Any], reward: float = 0.0, error: str | None = None) -> Any:
@@ -246,7 +247,12 @@ def test_traces_become_a_batch_in_which_a_token_that_branches_share_is_marked_on
     assert "no such tool" in str(batch.errors)
 
 
-def test_a_trace_without_log_probs_is_refused():
-    evaluated = trace([node([5]), node([6, 7], sampled=2, logprobs=[])])
+@pytest.mark.parametrize(
+    "said",
+    [node([6, 7], sampled=2, logprobs=[]), SimpleNamespace(token_ids=[], mask=[], logprobs=[], sampled=True)],
+    ids=["no log-probs", "no tokens"],
+)
+def test_a_trace_of_the_evaluation_client_is_refused(said: Any):
+    evaluated = trace([node([5]), said])
     with pytest.raises(InvalidRequestError, match=r"traces\[0\].*training client"):
         trace_batch([evaluated], policy_version=0, pad_token_id=0)

@@ -37,40 +37,51 @@ static inline double uniform(int64_t key, int64_t position) {
     return static_cast<double>(x >> 11) * 0x1p-53;
 }
 
-// exp(scores / temperature - peak) in units; 0 behind the first `count` lanes.
+// scores / temperature - peak; -inf behind the first `count` lanes.
 template <typename T>
-static inline vec units(const T* scores, int64_t count, float temperature, float peak) {
-    vec x = count == LANES ? load(scores) : load_first(scores, count);
+static inline vec below_peak(const T* scores, int64_t count, float temperature, float peak) {
+    vec x;
+    if (count == LANES) {
+        x = load(scores);
+    } else {
+        x = load_first(scores, count);
+        for (int64_t i = count; i < LANES; i++) x[i] = -INFINITY;
+    }
     if (temperature != 1.0f) x = x / temperature;
-    vec u = exponential(x - peak) * UNIT;
-    for (int64_t i = count; i < LANES; i++) u[i] = 0;
-    return u;
+    return x - peak;
 }
 
-template <typename T>
-static inline lvec weights(const T* scores, int64_t count, float temperature, float peak) {
-    return __builtin_convertvector(units(scores, count, temperature, peak), lvec);
+static inline vec units(vec below_peak) { return exponential(below_peak) * UNIT; }
+
+// Whether a lane may have a weight: exp(-30) is 0.4 units.
+static inline bool any_drawable(vec below_peak) {
+#if WIDE
+    return _mm512_cmp_ps_mask((__m512)below_peak, _mm512_set1_ps(-30.0f), _CMP_GT_OQ);
+#else
+    // By signs: without vector instructions of this width a comparison is one of every lane.
+    const vec above = below_peak + 30.0f;
+    uint64_t pairs[LANES / 2], unlikely = 0x8000000080000000ull;
+    std::memcpy(pairs, &above, sizeof(pairs));
+    for (int i = 0; i < LANES / 2; i++) unlikely &= pairs[i];
+    return unlikely != 0x8000000080000000ull;
+#endif
 }
 
-// Writes the ids of the `count` tokens from `id` on that have a weight to `out`; returns the end.
-static inline int32_t* drawable(const float* units, int64_t count, int32_t id, int32_t* out) {
-    int64_t i = 0;
+// Writes the ids of the lanes that have a weight to `out`, lane 0 being `id`; returns the end.
+static inline int32_t* write_drawable(vec units, int32_t id, int32_t* out) {
 #if WIDE
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (; i + LANES <= count; i += LANES) {
-        const __mmask16 mask = _mm512_cmp_ps_mask(_mm512_loadu_ps(units + i), _mm512_set1_ps(1.0f), _CMP_GE_OQ);
-        const __m512i ids = _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(id + i)));
-        const int found = __builtin_popcount(mask);
-        _mm512_mask_storeu_epi32(out, (1u << found) - 1, ids);
-        out += found;
-    }
-#endif
-    // Without a branch: what is filtered is scattered.
-    for (; i < count; i++) {
-        *out = static_cast<int32_t>(id + i);
-        out += units[i] >= 1.0f;
-    }
+    const __mmask16 which = _mm512_cmp_ps_mask((__m512)units, _mm512_set1_ps(1.0f), _CMP_GE_OQ);
+    const int found = __builtin_popcount(which);
+    // Compressed in a register: to memory it takes some processors a hundred cycles.
+    const __m512i ids = _mm512_maskz_compress_epi32(which, _mm512_add_epi32(lanes, _mm512_set1_epi32(id)));
+    _mm512_mask_storeu_epi32(out, (1u << found) - 1, ids);
+    return out + found;
+#else
+    for (int32_t lane = 0; lane < LANES; lane++)
+        if (units[lane] >= 1.0f) *out++ = id + lane;
     return out;
+#endif
 }
 
 // The sum of the weights of a block; with KEEPS also writes the ids of the tokens that have one to `out`, and moves it on.
@@ -78,16 +89,17 @@ template <bool KEEPS, typename T>
 static inline int64_t weigh_block(
     const T* scores, int64_t begin, int64_t end, float temperature, float peak, int32_t*& out
 ) {
-    float found[SUMMED];
     lvec total = lvec{};
     for (int64_t i = begin; i < end; i += LANES) {
-        const vec u = units(scores + i, std::min<int64_t>(LANES, end - i), temperature, peak);
+        const vec x = below_peak(scores + i, std::min<int64_t>(LANES, end - i), temperature, peak);
+        // Filters leave few.
+        if (!any_drawable(x)) continue;
+        const vec u = units(x);
         total += __builtin_convertvector(u, lvec);
-        if (KEEPS) store(found + (i - begin), u);
+        if (KEEPS) out = write_drawable(u, static_cast<int32_t>(i), out);
     }
     int64_t sum = 0;
     for (int i = 0; i < LANES; i++) sum += total[i];
-    if (KEEPS && sum) out = drawable(found, end - begin, static_cast<int32_t>(begin), out);
     return sum;
 }
 
@@ -148,7 +160,7 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
         token = block * SUMMED;
         for (int64_t i = token; i < std::min(token + SUMMED, V); i += LANES) {
             const int64_t count = std::min<int64_t>(LANES, V - i);
-            const lvec w = weights(scores + i, count, temperature, peak);
+            const lvec w = __builtin_convertvector(units(below_peak(scores + i, count, temperature, peak)), lvec);
             for (int64_t lane = 0; lane < count; lane++) {
                 if (below <= level) token = i + lane;
                 below += w[lane];
