@@ -19,7 +19,7 @@ from tests.trainer_hooks.wandb_runs import point, read_run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ["grpo", "partial_rollouts", "ppo", "async_grpo", "lora_grpo", "multi_turn_grpo"]
-WITH_SAMPLES = ["ppo", "async_grpo"]
+WITH_SAMPLES = ["grpo", "ppo", "async_grpo"]
 """Those that log tables of sample rollouts."""
 
 

@@ -246,7 +246,7 @@ class LLMParts(LLMRequests):
             raise ConfigError(f"load_weights(version={version}): the policy version is {present} and only rises")
         running = self.state is EngineState.RUNNING
         size = self.world_size
-        return self._job.control(
+        return self._job.control_all(
             lambda client: _load_everywhere(client, size, lambda: client.load_weights(str(folder)), chosen, running)
         ).result()
 
@@ -282,7 +282,7 @@ class LLMParts(LLMRequests):
             SamplingParams(adapter=name)
             present, size, running = self.policy_version, self.world_size, self.state is EngineState.RUNNING
             version = present + 1 if replaced else None
-            self._job.control(
+            self._job.control_all(
                 lambda client: _load_adapter_everywhere(client, size, name, str(folder), version, running)
             ).result()
             return present if version is None else version

@@ -10,10 +10,14 @@ leaves no thread and no process.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +26,7 @@ from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
+from rollout.distributed.protocol.status import parse_status
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import DeadlineError, EngineStateError, RolloutError
@@ -29,12 +34,15 @@ from rollout.llm.job_requests import JobRequests
 from rollout.state import EngineState
 from rollout.threads.loop_thread import LoopThread
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """For all engines to stop."""
 RECONNECT_TIMEOUT_S = 10.0
 """A lost coordinator is not replaced, so that waiting calls fail soon."""
+JOIN_POLL_S = 0.05
+"""Between two looks at which ranks have joined."""
 
 
 class EngineService(JobRequests):
@@ -62,6 +70,7 @@ class EngineService(JobRequests):
         world = World.of_torch()
         rank = 0 if world is None else world.rank
         self.world_size = 1 if world is None else world.size
+        self._all_joined = False
         self.is_primary = rank == 0
         # All requests come from the rank that launched it: without that rank it has nothing to do.
         job = JobCoordinator(coordinator.replace(outlive_launcher=False), engine, world)
@@ -80,6 +89,21 @@ class EngineService(JobRequests):
 
     def _new_client(self, address: str, keys: JobKeys | None) -> InferenceClient:
         return InferenceClient(address, name="llm", keys=keys, control_timeout_s=self.engine.config.control_timeout_s)
+
+    def control_all(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
+        """A control call that no rank may miss: `ask` is called when every rank has joined once.
+
+        Raises, from the future:
+            DeadlineError: a rank has not joined within the engine's `control_timeout_s`.
+        """
+
+        async def when_joined(client: InferenceClient) -> T:
+            if not self._all_joined:
+                await _joined(client, self.world_size, self.engine.config.control_timeout_s)
+                self._all_joined = True
+            return await ask(client)
+
+        return self.control(when_joined)
 
     def refuse_when_over(self) -> None:
         """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
@@ -141,3 +165,16 @@ async def _end_job(client: InferenceClient) -> None:
             client.shutdown_coordinator()
     except RolloutError as exc:
         _log.warning("shutting down: %s", exc)
+
+
+async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
+    """Return when the coordinator knows `size` ranks."""
+    end = time.monotonic() + timeout_s
+    while len(ranks := parse_status(await client.status()).ranks) < size:
+        if time.monotonic() > end:
+            there = ", ".join(each.name for each in ranks) or "none"
+            raise DeadlineError(
+                f"{size} ranks: {len(ranks)} have joined the coordinator within timeout_s={timeout_s} ({there}); every rank "
+                "builds an LLM, and those that are not primary call wait_for_shutdown()"
+            )
+        await asyncio.sleep(JOIN_POLL_S)

@@ -181,7 +181,7 @@ def test_a_thousand_suspends_with_live_requests_grow_nothing(mode: str) -> None:
     assert len(host) <= 3, "the host pool follows the most live blocks there ever were, and no count of cycles"
     assert max(host) < max(device) // 4
     # With recompute every step prefills longer prompts than the one before. A pool per cycle would be 6 GiB.
-    assert resident[-1] - resident[0] < (24 if mode == "recompute" else 2) * 2**20
+    assert resident[-1] - resident[0] < (24 if mode == "recompute" else 8) * 2**20
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
