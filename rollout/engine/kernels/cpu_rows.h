@@ -30,10 +30,9 @@ static auto into(T* out, int64_t stride, const void* bias) {
     };
 }
 
-// weight * x / sqrt(mean(x^2) + epsilon), rounded after the division and after the product (arXiv 1910.07467).
+// 1 / sqrt(mean(x^2) + epsilon)
 template <typename T>
-KEPT_APART static void rms_norm(const T* x, const void* weight, T* out, int64_t width, float epsilon) {
-    const T* w = static_cast<const T*>(weight);
+KEPT_APART static float inverse_rms(const T* x, int64_t width, float epsilon) {
     vec squares = vec{};
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
@@ -44,8 +43,16 @@ KEPT_APART static void rms_norm(const T* x, const void* weight, T* out, int64_t 
         const vec v = load_first(x + i, width - i);
         squares += v * v;
     }
-    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
-    for (i = 0; i + LANES <= width; i += LANES) store(out + i, load(w + i) * rounded<T>(load(x + i) * scale));
+    return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
+}
+
+// weight * x / sqrt(mean(x^2) + epsilon), rounded after the division and after the product (arXiv 1910.07467).
+template <typename T>
+KEPT_APART static void rms_norm(const T* x, const void* weight, T* out, int64_t width, float epsilon) {
+    const T* w = static_cast<const T*>(weight);
+    const float scale = inverse_rms(x, width, epsilon);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(out + i, load(w + i) * rounded<T>(load(x + i) * scale));
     for (; i < width; i++) store_one(out + i, load_one(w + i) * rounded<T>(load_one(x + i) * scale));
 }
 
@@ -53,18 +60,9 @@ KEPT_APART static void rms_norm(const T* x, const void* weight, T* out, int64_t 
 template <typename T>
 KEPT_APART static void rms_norm_rounded_once(const T* x, const void* weight, float offset, T* out, int64_t width, float epsilon) {
     const T* w = static_cast<const T*>(weight);
-    vec squares = vec{};
+    const float scale = inverse_rms(x, width, epsilon);
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        const vec v = load(x + i);
-        squares += v * v;
-    }
-    if (i < width) {
-        const vec v = load_first(x + i, width - i);
-        squares += v * v;
-    }
-    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
-    for (i = 0; i + LANES <= width; i += LANES) store(out + i, load(x + i) * scale * (load(w + i) + offset));
+    for (; i + LANES <= width; i += LANES) store(out + i, load(x + i) * scale * (load(w + i) + offset));
     for (; i < width; i++) store_one(out + i, load_one(x + i) * scale * (load_one(w + i) + offset));
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -73,7 +74,10 @@ def load() -> dict[str, Entry]:
 def save(entries: dict[str, Entry]) -> None:
     """Replace the file."""
     content = {name: asdict(entry) for name, entry in entries.items()}
-    FILE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    # A list of numbers on one line.
+    text = re.sub(r"\[[-+.0-9eE,\s]+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+    FILE.write_text(text + "\n", encoding="utf-8")
 
 
 def rounded(found: Any) -> Any:

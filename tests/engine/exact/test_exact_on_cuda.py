@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +31,7 @@ from rollout.engine.sampling.softmax_logprobs import softmax_logprobs
 from rollout.requests.request import DynamicInferenceRequest
 from tests.engine.exact.test_exact import distance, padded, whole
 from tests.engines import at_random, finish, make_engine, pass_suspended, steps, token_ids
+from tests.interpreter import CANNOT_LOOP, assert_holds_interpreted
 from tests.models import make_model
 
 try:
@@ -47,7 +46,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ign
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-CANNOT_LOOP = 77
 LONG = 70 if INTERPRETED else 600
 """Tokens that make more than one part of attention."""
 KV_HEADS = 1 if INTERPRETED else 2
@@ -334,16 +332,7 @@ def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
 @pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
 @pytest.mark.timeout(1600)
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton or bits"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=1500, check=False,
-    )  # fmt: skip
-    if done.returncode == CANNOT_LOOP:
-        pytest.skip("this Triton's interpreter cannot loop with this numpy")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert_holds_interpreted(__file__, "-k", "triton or bits")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")

@@ -6,11 +6,8 @@ They run in Triton's interpreter, in a process of its own (see tests/engine/kern
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ from rollout.engine.kernels import triton_layers
 from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, rms_norm, rotated
 from rollout.engine.kernels.triton_paged import load
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
+from tests.interpreter import assert_holds_interpreted
 from tests.models import make_model
 
 try:
@@ -331,11 +329,4 @@ def test_it_serves_the_families_without_adapters_that_exact_mode_serves() -> Non
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert_holds_interpreted(__file__)

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +25,7 @@ from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAtten
 from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, load
 from rollout.engine.memory.buffers import ALIGNMENT, packed, upload_together
 from tests.engines import assert_greedy, finish, greedily, make_engine, pass_suspended, shared_model, steps, token_ids
+from tests.interpreter import assert_holds_interpreted
 from tests.models import make_model
 
 try:
@@ -373,13 +371,4 @@ def test_the_paged_kernels_of_graphs_find_a_pool_that_has_moved(paged):
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "paged"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    if done.returncode == 77:
-        pytest.skip("this Triton's interpreter cannot loop with this numpy")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert_holds_interpreted(__file__, "-k", "paged")

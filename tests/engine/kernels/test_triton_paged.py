@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,6 +24,7 @@ from torch import Tensor
 from rollout.engine.kernels import triton_paged
 from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, load, merge, num_splits, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
+from tests.interpreter import CANNOT_LOOP, assert_holds_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -39,7 +38,6 @@ DTYPES = [
         ),
     ),
 ]
-CANNOT_LOOP = 77
 """Exit status of the interpreter's process where Triton's is older than numpy's rules about scalars."""
 
 
@@ -578,16 +576,7 @@ def test_a_trial_of_these_kernels_passes(kind, dtype, caplog):
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    if done.returncode == CANNOT_LOOP:
-        pytest.skip("this Triton's interpreter cannot loop with this numpy")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert_holds_interpreted(__file__)
 
 
 def test_a_plan_of_parts_depends_on_the_length_alone() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from rollout.engine.kernels import cpu_draw, triton_draw
 from rollout.engine.sampling.sampler import Sampled, sample
 from rollout.engine.sampling.sampling_table import SamplingRows, SamplingTable
 from rollout.sampling_params import SamplingParams
+from tests.interpreter import assert_holds_interpreted
 
 try:
     import triton
@@ -192,11 +191,4 @@ def test_kernels_compile_for_a_device_that_is_not_there(monkeypatch, tmp_path) -
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert_holds_interpreted(__file__)
