@@ -137,6 +137,14 @@ def test_the_version_is_that_of_the_latest_tag_and_the_commits_since(tmp_path):
             command, cwd=folder, capture_output=True, text=True, timeout=120, check=True, env=environment | nobody
         ).stdout.strip()
 
+    def exported(commit: str) -> Path:
+        """The files of an archive, as hosts of git offer it for download."""
+        command = ["git", "archive", commit]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(made)) as archive:
+            archive.extractall(tmp_path / commit, filter="data")
+        return tmp_path / commit
+
     def version(folder: Path = tmp_path) -> str:
         return run(sys.executable, "-m", "setuptools_scm", folder=folder)
 
@@ -144,20 +152,12 @@ def test_the_version_is_that_of_the_latest_tag_and_the_commits_since(tmp_path):
     run("git", "add", ".")
     run("git", "commit", "-qm", "one")
     assert re.fullmatch(r"0\.1\.dev\d+\+g[0-9a-f]+", version())
+    assert version(exported("HEAD")) == FALLBACK
     run("git", "tag", "v1.2.3")
     assert version() == "1.2.3"
     run("git", "commit", "-qm", "two", "--allow-empty")
     assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", version())
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    with tarfile.open(fileobj=io.BytesIO(archive_of(tmp_path, "v1.2.3"))) as archive:
-        archive.extractall(exported, filter="data")
-    assert version(exported) == "1.2.3"
-
-
-def archive_of(folder: Path, commit: str) -> bytes:
-    """A tar file, as hosts of git offer it for download."""
-    return subprocess.run(["git", "archive", commit], cwd=folder, capture_output=True, timeout=120, check=True).stdout
+    assert version(exported("v1.2.3")) == "1.2.3"
 
 
 def test_the_package_tells_the_version_that_is_installed():
