@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.errors import ConfigError, RolloutError
 from rollout.units import binary_bytes, short_count
+from rollout.version import __version__
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command in ("-h", "--help"):
             print(HELP, end="")
         elif command == "--version":
-            print(f"rollout-engine {version('rollout-engine')}")
+            print(f"rollout-engine {__version__}")
         elif command == "serve":
             _serve(rest)
         elif command == RANK:

@@ -359,10 +359,10 @@ class TraceConfig(_Options):
     """Which training steps of a `RolloutManager` are traced. Frozen; validated at construction."""
 
     folder: str = "traces"
-    """Folder of the timelines, `step-<number>.json.gz`; made if need be. On several ranks each writes its own files."""
+    """Folder of the timelines, `step-<number>.json.gz`; made if need be. Of several ranks, rank 0 writes one file of all."""
 
     every_steps: int = 10
-    """Trace every this many training steps, at least 1. A step begins with the first `generate` after a weight update."""
+    """Trace every this many training steps, at least 1. A step begins with the first rollout after a weight update."""
 
     _rules: ClassVar[Rules] = {AT_LEAST_1: ("every_steps",), (_is_text, "a folder"): ("folder",)}
 

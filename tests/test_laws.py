@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["rollout.diagnosis"],
-    ["rollout.errors", "rollout.metrics", "rollout.units"],
+    ["rollout.errors", "rollout.metrics", "rollout.units", "rollout.version"],
     ["rollout.state", "rollout.structured_output"],
     ["rollout.config", "rollout.sampling_params", "rollout.threads"],
     ["rollout.flags", "rollout.requests"],
@@ -46,7 +46,8 @@ with, and imports only from its own folder and from folders of lower layers."""
 LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 
 TORCH_FREE = [
-    "rollout.diagnosis", "rollout.errors", "rollout.state", "rollout.metrics", "rollout.units", "rollout.config",
+    "rollout.diagnosis", "rollout.errors", "rollout.state", "rollout.metrics", "rollout.units", "rollout.version",
+    "rollout.config",
     "rollout.sampling_params", "rollout.structured_output", "rollout.threads", "rollout.flags", "rollout.requests",
     "rollout.journal", "rollout.tracing", "rollout.engine.scheduling", "rollout.distributed.protocol",
     "rollout.distributed.transport", "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",

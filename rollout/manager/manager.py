@@ -160,7 +160,7 @@ class RolloutManager(ManagerScoring):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
-            self._step_traces.generate_begins(self.policy_version)
+            self._step_traces.rollout_begins(self.policy_version)
             mine = self.submit(prompts, sampling_params, metadata=metadata)
             try:
                 if min_groups is None:
@@ -230,6 +230,7 @@ class RolloutManager(ManagerScoring):
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
         self._follow_sharding()
         self.engine.check_weights()
+        self._step_traces.rollout_begins(self.policy_version)
         with self._loop.gathering.held():
             try:
                 while (batch := self._next_completed(chosen, on_error)) is not None:

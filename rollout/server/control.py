@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from importlib.metadata import version as version_of
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query
@@ -25,6 +24,7 @@ from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.openai.schema import Body
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
+from rollout.version import __version__
 
 
 class UpdateWeightsRequest(Body):
@@ -287,7 +287,7 @@ def _add_descriptions(router: APIRouter, serving: Serving, control: Control) -> 
     @router.get("/version")
     async def version() -> VersionReply:
         """Return the version of this package."""
-        return VersionReply(version=version_of("rollout-engine"))
+        return VersionReply(version=__version__)
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
