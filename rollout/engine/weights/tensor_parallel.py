@@ -1,7 +1,12 @@
-"""Tensor-parallel weights: finds the mesh dimension that splits a model's parameters, refuses other kinds of parallelism.
+"""Tensor- and expert-parallel weights: the mesh dimensions that split a model's parameters; refuses other parallelism.
 
 A parameter is tensor-parallel where it is a DTensor on a dimension that FSDP2 does not gather. Both ways to get there are
 read alike: transformers' `tp_plan` (`from_pretrained(distributed_config=...)`) and torch's `parallelize_module`.
+
+Experts are split in one of two ways, which transformers' meshes tell apart:
+
+    ep_size == tp_size    the ranks of the tensor-parallel group hold some experts each, and share every batch: one group
+    ep_size > tp_size     ranks with batches of their own exchange tokens inside each layer: an expert-parallel group
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ _OTHERS = {
     "pp": "pipeline parallelism",
     "cp": "context parallelism",
     "sp": "sequence parallelism",
-    "ep": "expert parallelism",
+    "ep": "expert parallelism other than transformers' own",
 }
 
 
@@ -39,8 +44,28 @@ class TensorParallelWeights(Weights):
         return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
 
+def expert_parallel_mesh(model: nn.Module) -> Any:
+    """The one-dimensional mesh of the ranks that exchange tokens with their experts' ranks; None: no layer does.
+
+    Raises:
+        UnsupportedModelError: the ranks of a tensor-parallel group share one of the batches.
+    """
+    manager = getattr(model, "_mesh_manager", None)
+    if "ep" not in _sizes(manager, "_expert_mesh"):
+        return None
+    experts, tensor = manager.get_mesh("ep"), manager.get_mesh("tp")
+    if experts.size() == 1 or experts.mesh.tolist() == tensor.mesh.tolist():
+        return None
+    if tensor.size() > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: ep_size={experts.size()} with tp_size={tensor.size()}: experts that are exchanged "
+            "between tensor-parallel groups are not served; use ep_size=tp_size, or tp_size=1"
+        )
+    return experts
+
+
 def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]]) -> Any:
-    """The one-dimensional mesh that splits the parameters of a model; None: none does.
+    """The one-dimensional mesh that splits the parameters of a model, experts that are exchanged excepted; None: none does.
 
     Args:
         gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that it manages.
@@ -49,6 +74,9 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         UnsupportedModelError: the model is parallel in a way that the engine does not serve; names it.
     """
     _refuse_other_meshes(model)
+    exchanged = expert_parallel_mesh(model)
+    # With `ep_size == tp_size` both names stand for the same ranks.
+    shared = "ep" in _sizes(getattr(model, "_mesh_manager", None), "_expert_mesh")
     found: tuple[str, Any] | None = None
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
@@ -56,9 +84,9 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
             continue
         names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
         left = [each for each in names if each not in gathered.get(name, ())]
-        if not left:
+        if not left or (left == ["ep"] and exchanged is not None):
             continue
-        if len(left) > 1 or left[0] in _OTHERS:
+        if len(left) > 1 or (left[0] in _OTHERS and not (left[0] == "ep" and shared)):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {name} is split over the mesh dimensions {left}, which the engine does not gather "
                 f"({_OTHERS.get(left[-1], 'one of tensor parallelism is served')}): shard by a tp_plan, fully_shard, or both"
@@ -77,14 +105,18 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
 def _refuse_other_meshes(model: nn.Module) -> None:
     """Parallelism that leaves no trace in the parameters of this rank: transformers notes its mesh at the model."""
     manager = getattr(model, "_mesh_manager", None)
-    for attribute in ("_dense_mesh", "_expert_mesh"):
-        mesh = getattr(manager, attribute, None)
-        for name, size in zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False):
-            if name in _OTHERS and size > 1:
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} is split by {_OTHERS[name]} ({name}={size} in its device mesh), which the "
-                    "engine does not serve: load it with tensor parallelism (tp_size) and FSDP alone"
-                )
+    for name, size in _sizes(manager, "_dense_mesh").items():
+        if name in _OTHERS and size > 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is split by {_OTHERS[name]} ({name}={size} in its device mesh), which the engine "
+                "does not serve: load it with tensor parallelism (tp_size), expert parallelism (ep_size) and FSDP alone"
+            )
+
+
+def _sizes(manager: Any, mesh: str) -> dict[str, int]:
+    """Sizes of the named dimensions of one of transformers' meshes; {}: the model was not split by transformers."""
+    found = getattr(manager, mesh, None)
+    return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
 
 
 def _refuse_sequence_parallel(model: nn.Module, name: str, parameter: Any) -> None:
