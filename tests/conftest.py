@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.distributed.job.nursery import Nursery
+
 # The models are tiny: a second thread costs more than it brings, and many times more when the machine is busy.
 torch.set_num_threads(1)
 
@@ -27,3 +29,13 @@ def nothing_is_left_switched_on() -> Iterator[None]:
     yield
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """One for all tests of several ranks: importing what a rank needs takes seconds."""
+    nursery = Nursery()
+    try:
+        yield nursery
+    finally:
+        nursery.close()
