@@ -93,8 +93,8 @@ def _refuse_other_meshes(model: nn.Module) -> None:
     ep, tp = _sizes(manager, "_expert_mesh").get("ep", 1), _sizes(manager, "_dense_mesh").get("tp", 1)
     if ep > tp:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: expert parallelism with ep_size={ep} and tp_size={tp}: ranks with batches of their own "
-            "would wait for each other's tokens in every layer, which the engine does not serve; load it with "
+            f"{type(model).__name__}: expert parallelism with ep_size={ep} and tp_size={tp}: ranks with batches of their "
+            "own would wait for each other's tokens in every layer, which the engine does not serve; load it with "
             "ep_size=tp_size, whose ranks share every batch"
         )
 
