@@ -221,6 +221,12 @@ def video(name: str, label: str) -> tuple[dict[str, torch.Tensor], int, int]:
     """Tensors of one random video, how many frames it has, and how many placeholders each takes."""
     content, _, speed = label.partition("@")
     random = torch.Generator().manual_seed(sum(content.encode()))
+    if "gemma4" in name:
+        at = torch.full((3, 16, 2), -1)
+        at[:, :8] = torch.cartesian_prod(torch.arange(4), torch.arange(2)).flip(-1)
+        frames = torch.rand(3, 16, 3 * 4 * 4, generator=random)
+        frames[:, 8:] = 0
+        return {"pixel_values_videos": frames, "video_position_ids": at, "num_frames_per_video": torch.tensor([3])}, 3, 2
     grid = torch.tensor([[3, 4, 4]])
     tensors = {
         "pixel_values_videos": torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=random),

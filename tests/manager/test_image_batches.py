@@ -30,7 +30,7 @@ def test_the_trainers_forward_of_a_batch_gives_the_log_probs_it_was_sampled_with
     """Rows with one, several and no images, and a video; all rows, and any part of them."""
     model = shared_vision_model(name)
     with manager_of(name) as manager:
-        last = ["c", 4, "clip", 2] if "qwen" in name else ["c", 4]
+        last = ["c", 4, "clip", 2] if "qwen" in name or "gemma4" in name else ["c", 4]
         prompts = [picture_prompt(name, [2, "a", 3, "b"]), token_ids(5), picture_prompt(name, last)]
         batch = manager.generate(prompts, SAMPLED)
     model.eval()
