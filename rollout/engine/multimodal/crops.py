@@ -16,6 +16,7 @@ from rollout.requests.images import PIXELS, ImageInputs
 
 FRAMES = "num_frames_per_video"
 
+
 class CropFamily(Family):
     """Gemma 3: one square crop per run of placeholders, whose positions see each other in both directions."""
 
@@ -109,11 +110,14 @@ class PooledFamily(Family):
             )
         for length in lengths:
             frames, pictures = pictures[:length], pictures[length:]
-            yield {
-                VIDEO_PIXELS: pad_sequence([patches for patches, _, _ in frames], batch_first=True),
-                "video_position_ids": pad_sequence([at for _, at, _ in frames], True, -1),
-                FRAMES: torch.tensor([length]),
-            }, sum(count for _, _, count in frames)
+            yield (
+                {
+                    VIDEO_PIXELS: pad_sequence([patches for patches, _, _ in frames], batch_first=True),
+                    "video_position_ids": pad_sequence([at for _, at, _ in frames], True, -1),
+                    FRAMES: torch.tensor([length]),
+                },
+                sum(count for _, _, count in frames),
+            )
 
     def _pictures(self, images: ImageInputs, name: str, places_name: str) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(patches, their places, number of embeddings) of each image or frame, without what it was filled up with."""
