@@ -350,7 +350,10 @@ class ManagerControl:
         if vision.family is None or vision.image_token is None:
             return None
         video = vision.video_token if vision.family.serves_video else None
-        return ImageLayout(vision.image_token, vision.family.token_types, vision.family.tiled, video)
+        family = vision.family
+        return ImageLayout(
+            vision.image_token, family.token_types, family.tiled, video, family.bidirectional, family.positions
+        )
 
     def _handed_out(self, batch: Batch, on_error: OnError) -> Batch:
         self._metrics.batch(batch)
