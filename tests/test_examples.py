@@ -83,6 +83,22 @@ def test_the_example_over_http_runs(name: str, words: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_example_with_verifiers_trains_on_the_tokens_and_log_probs_that_were_sampled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within this process, which has imported torch already."""
+    pytest.importorskip("verifiers.v1", exc_type=ImportError)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["verifiers_grpo.py", "--quick"])
+    importlib.import_module("verifiers_grpo").main()
+    out = capsys.readouterr().out
+    rows = re.findall(r"^ +(\d+) +[01]\.\d\d █* *(\d+)  (\de[-+]\d\d)  \d", out, re.MULTILINE)
+    assert [number for number, *_ in rows] == ["1", "2"], out
+    assert all(int(tokens) > 0 and float(difference) < 1e-4 for _, tokens, difference in rows), out
+    assert "held-out, sampled" in out
+
+
+@pytest.mark.slow
 def test_the_example_with_trls_own_trainer_runs_and_leaves_a_picture(tmp_path: Path) -> None:
     assert "held-out" in run("trl_grpo", tmp_path)
     assert [each for each in tmp_path.glob("*.png") if each.stat().st_size > 10_000]
