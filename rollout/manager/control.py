@@ -59,7 +59,7 @@ class ManagerControl:
         self.config = engine.config
         self._metrics = RolloutMetrics(engine, clock)
         self._backend = backend
-        self._step_traces = StepTraces(trace)
+        self._step_traces = StepTraces(trace, backend)
         gathering = Gathering(engine, backend.barrier, World.of_torch() if engine.weights.collective else None)
         follows = engine.group is not None and not engine.group.leads
         self._loop = loop_of(
@@ -279,7 +279,7 @@ class ManagerControl:
         if self._closed:
             return
         with interrupt_deferred():
-            self._step_traces.end()
+            self._step_traces.close()
             episodes = len(self._player)
             self._player.close()
             with self.engine.locked():
