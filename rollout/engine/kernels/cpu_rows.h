@@ -149,6 +149,21 @@ KEPT_APART static void activated(int64_t activation, T* gate, const T* up, int64
     });
 }
 
+// 1 / (1 + exp(-x)), rounded
+template <typename T>
+static inline float sigmoid(float x) {
+    return rounded<T>(1.0f / (1.0f + std::exp(-x)));
+}
+
+// x = x * sigmoid(gate), rounded after both
+template <typename T>
+static inline void gate_by_sigmoid(T* x, const T* gate, int64_t width) {
+    const auto one = [](vec v, vec g) { return v * rounded<T>(1.0f / (1.0f + exponential(-g))); };
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(x + i, one(load(x + i), load(gate + i)));
+    if (i < width) store_first(x + i, one(load_first(x + i, width - i), load_first(gate + i, width - i)), width - i);
+}
+
 // x = x * factor
 template <typename T>
 static inline void scale(T* x, float factor, int64_t width) {
