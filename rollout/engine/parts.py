@@ -37,12 +37,14 @@ from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
+from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.staleness import Staleness
 from rollout.engine.stepper import Stepper
@@ -50,7 +52,7 @@ from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.engine.tensor_parallel.leader import Leader
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
-from rollout.errors import UnsupportedModelError
+from rollout.errors import ConfigError, UnsupportedModelError
 from rollout.metrics import ENGINE_STATS
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
@@ -127,6 +129,8 @@ class EngineParts:
             layout.layers, blocks, self.config.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
             memory.release, groups,
         )  # fmt: skip
+        if self.config.kv_cache_host_memory_gb is not None:
+            self._keep_host_blocks(self.config.kv_cache_host_memory_gb)
         self.states: StatePool | None = None
         if layout.states:
             memory = self._pool_memory(allocate, layout.device)
@@ -192,12 +196,39 @@ class EngineParts:
             peak = peak_bytes(runner, config.max_tokens_per_step, self.max_sequence_length, config.max_requests)
             self.context.keep_free(peak)
 
+    def _keep_host_blocks(self, gib: float) -> None:
+        """Take host memory for evicted blocks.
+
+        Raises:
+            ConfigError: it holds no block, or the host has not so much.
+        """
+        blocks = int(gib * 2**30 // self.cache.block_bytes) if self.cache.block_bytes else 0
+        if self.group is not None:
+            # The first rank's slot numbers hold on all members.
+            blocks = self.group.least(blocks)
+        named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
+        if blocks < self.cache.num_groups:
+            raise ConfigError(
+                f"{named} holds no block of {self.cache.block_bytes * self.cache.num_groups / 2**20:.2f} MiB"
+            )
+        try:
+            self.cache.keep_host_blocks(blocks)
+        except HostMemoryError as exc:
+            raise ConfigError(
+                f"{named}: the host has not {exc}; lower it, or raise ulimit -l or the container's limit"
+            ) from exc
+
     def _refuse_beside_states(self, model: nn.Module) -> None:
         """Refuse what a model with recurrent layers cannot be combined with.
 
         Raises:
             UnsupportedModelError: names it.
         """
+        if self.config.kv_cache_host_memory_gb is not None:
+            raise UnsupportedModelError(
+                f"InferenceConfig.kv_cache_host_memory_gb={self.config.kv_cache_host_memory_gb}: {type(model).__name__} has "
+                "recurrent layers, whose states are not kept on the host; set it to None"
+            )
         if self.config.speculation:
             raise UnsupportedModelError(
                 f"InferenceConfig.speculation=True: {type(model).__name__} has recurrent layers, whose state cannot go back "
@@ -259,6 +290,7 @@ class EngineParts:
             queues=SimpleNamespace(**self.context.scheduler.counters),
             allocator=self.context.allocator,
             states=self.context.allocator.states or StateSlots(0),
+            host=self.context.allocator.host or HostCache(0, self.config.block_size_tokens),
             cache=self.cache,
             runner=self.controller.runner,
             state_pool=SimpleNamespace(device_bytes=0) if self.states is None else self.states,
