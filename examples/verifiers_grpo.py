@@ -159,7 +159,7 @@ def parse_options() -> argparse.Namespace:
         "--held-out", type=int, default=128, help="tasks that are played before and after, and not trained on"
     )
     parser.add_argument("--lr", type=float, default=4e-4, help="highest learning rate of GRPO")
-    parser.add_argument("--warm-up", type=float, default=0.9, help="loss that ends the teacher's lessons")
+    parser.add_argument("--warm-up", type=float, default=0.5, help="loss that ends the teacher's lessons")
     parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
     options = parser.parse_args()
     if options.quick:
@@ -176,7 +176,7 @@ def main() -> None:
     environment = make_environment()
     turns = teachers_turns(environment.taskset.skip(options.held_out), tokenizer.eos_token)
     lessons = Problems(turns, held_out=0, seed=options.seed)
-    print(f"{warm_up(model, tokenizer, lessons, until=options.warm_up)} lessons")
+    print(f"{warm_up(model, tokenizer, lessons, until=options.warm_up, fall=10)} lessons")
     config = InferenceConfig(max_requests=GROUP * options.prompts, block_size_tokens=4, seed=options.seed)
     with LLM(model, tokenizer, config) as llm, tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
