@@ -158,8 +158,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--held-out", type=int, default=128, help="tasks that are played before and after, and not trained on"
     )
-    parser.add_argument("--lr", type=float, default=4e-4, help="highest learning rate of GRPO")
-    parser.add_argument("--warm-up", type=float, default=0.5, help="loss that ends the teacher's lessons")
+    parser.add_argument("--lr", type=float, default=2e-4, help="highest learning rate of GRPO")
+    parser.add_argument("--warm-up", type=float, default=0.4, help="loss that ends the teacher's lessons")
     parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
     options = parser.parse_args()
     if options.quick:
