@@ -11,6 +11,8 @@ from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, RequestError, UnsupportedModelError
 from rollout.requests.request import DynamicInferenceRequest
+from rollout.tracing import recorder as tracing
+from rollout.tracing.timeline import timeline
 from tests.engines import assert_greedy, greedily, make_engine, pass_suspended, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -106,6 +108,20 @@ def test_a_full_tier_keeps_what_was_evicted_last() -> None:
     request = next_turn(engine, said[3])
     assert request.num_cached_tokens > 16
     assert_greedy("qwen3", request)
+
+
+def test_a_trace_tells_what_each_step_offloads_and_loads() -> None:
+    engine, recorder = tiered("qwen3"), tracing.start("host tier")
+    try:
+        next_turn(engine, first_turns(engine)[0])
+    finally:
+        tracing.stop(recorder)
+    events = timeline(recorder)["traceEvents"]
+    steps = [each["args"] for each in events if each.get("cat") == "step"]
+    stats = engine.stats()
+    assert sum(each["kv_blocks_offloaded"] for each in steps) == stats["kv_blocks_offloaded"]
+    assert sum(each["kv_blocks_loaded"] for each in steps) == stats["kv_blocks_loaded"] > 0
+    assert max(each["args"]["kept"] for each in events if each["name"] == "KV blocks on the host") > 0
 
 
 def test_blocks_that_a_failed_step_was_to_load_are_not_taken_for_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
