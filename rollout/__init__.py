@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from rollout.state import Status as Status
     from rollout.structured_output import StructuredOutput as StructuredOutput
     from rollout.tracing.recorder import span as span
+    from rollout.version import __version__ as __version__
 
 _HOMES = {
     "rollout.manager.batch": ("RolloutBatch",),
@@ -211,6 +212,7 @@ _HOMES = {
     ),
     "rollout.distributed.client.text_stream": ("TextDelta",),
     "rollout.tracing.recorder": ("span",),
+    "rollout.version": ("__version__",),
     "rollout.distributed.worker.worker": ("EngineWorker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

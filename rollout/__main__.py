@@ -24,15 +24,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.errors import ConfigError, RolloutError
+from rollout.names import did_you_mean
 from rollout.units import binary_bytes, short_count
+from rollout.version import __version__
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command in ("-h", "--help"):
             print(HELP, end="")
         elif command == "--version":
-            print(f"rollout-engine {version('rollout-engine')}")
+            print(f"rollout-engine {__version__}")
         elif command == "serve":
             _serve(rest)
         elif command == RANK:
@@ -94,10 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             top(rest)
         else:
-            near = get_close_matches(command, ["serve", "doctor", "trace", "top", "--version", "--help"], n=1)
-            raise ConfigError(
-                f"{command!r}: no such command; " + (f"did you mean {near[0]}?" if near else "see --help")
-            )
+            known = ("serve", "doctor", "trace", "top", "--version", "--help")
+            raise ConfigError(f"{command!r}: no such command; {did_you_mean(command, known, 'see --help')}")
     except RolloutError as exc:
         _say(f"rollout: {_in_flags(_in_one_line(exc))}")
         return REFUSED

@@ -1,7 +1,7 @@
 """Configuration dataclasses of the engine, the coordinator and the HTTP server.
 
-Each class is frozen, takes keyword arguments only, and validates every field at construction: an unknown name raises
-`TypeError`, a value out of range raises `ConfigError`. Defaults are defined here and nowhere else; command-line flags
+Each class is frozen, takes keyword arguments only, and validates every field at construction: an unknown name and a value
+out of range raise `ConfigError`. Defaults are defined here and nowhere else; command-line flags
 and the reference documentation are generated from these fields.
 """
 
@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, ClassVar, Literal, Self
 
 from rollout.errors import ConfigError
+from rollout.names import NamedOptions
 from rollout.state import (
     KVCacheManagementMode,
     PrefixCachingCoordinatorPolicy,
@@ -64,7 +65,7 @@ SEED: Rule = (lambda value: _is_int(value) and 0 <= value < 2**63, "an integer i
 ADDRESS: Rule = (_is_text, "an address")
 
 
-class _Options:
+class _Options(NamedOptions):
     """Validation shared by the configuration dataclasses: booleans and enums by their default, the rest by `_rules`."""
 
     _rules: ClassVar[Rules] = {}
@@ -145,7 +146,8 @@ class InferenceConfig(_Options):
     """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
 
     image_folder: str | None = None
-    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
+    """Folder that images and videos named by path in chat messages may be read from. None: no file is read. Nothing is
+    fetched."""
 
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
     """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
@@ -359,10 +361,10 @@ class TraceConfig(_Options):
     """Which training steps of a `RolloutManager` are traced. Frozen; validated at construction."""
 
     folder: str = "traces"
-    """Folder of the timelines, `step-<number>.json.gz`; made if need be. On several ranks each writes its own files."""
+    """Folder of the timelines, `step-<number>.json.gz`; made if need be. Of several ranks, rank 0 writes one file of all."""
 
     every_steps: int = 10
-    """Trace every this many training steps, at least 1. A step begins with the first `generate` after a weight update."""
+    """Trace every this many training steps, at least 1. A step begins with the first rollout after a weight update."""
 
     _rules: ClassVar[Rules] = {AT_LEAST_1: ("every_steps",), (_is_text, "a folder"): ("folder",)}
 

@@ -7,7 +7,6 @@ validation. No help text or error message contains the API key. Does not import 
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import tyro
 
 from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.errors import ConfigError
+from rollout.names import did_you_mean
 
 API_KEY = "ROLLOUT_API_KEY"
 """Environment variable with the API key, read when no flag sets it."""
@@ -180,9 +180,7 @@ def _refuse_unknown(arguments: Sequence[str], prog: str, known: Sequence[str]) -
         name = argument.partition("=")[0].replace("_", "-")
         if not re.match(r"--?[a-zA-Z]", name) or name in known or name.startswith("--tyro-"):
             continue
-        near = difflib.get_close_matches(name, known, n=1)
-        cure = f"did you mean {near[0]}?" if near else f"`{prog} --help` lists them"
-        raise ConfigError(f"{name}: no such option; {cure}")
+        raise ConfigError(f"{name}: no such option; {did_you_mean(name, known, f'`{prog} --help` lists them')}")
 
 
 # --- the dataclasses as tyro reads them ---------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ One "request" in this table is one sample: a prompt with n=8 is eight requests.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+
+from rollout.names import did_you_mean
 
 
 class Kind(StrEnum):
@@ -316,6 +317,5 @@ def describe() -> str:
 
 def unknown_name(name: str, known: Mapping[str, Metric]) -> KeyError:
     """Return the `KeyError` for a name that is not in the table, with the closest known names."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    cure = f"did you mean {' or '.join(close)}?" if close else "see rollout.metrics.describe()"
+    cure = did_you_mean(name, known, "see rollout.metrics.describe()", most=3, cutoff=0.5)
     return KeyError(f"{name!r} is not a metric of this package: names are those of rollout.metrics; {cure}")

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from rollout.errors import ConfigError, SerializationError
+from rollout.names import NamedOptions
 from rollout.structured_output import StructuredOutput
 
 MIN_TEMPERATURE = 1e-6
@@ -35,7 +36,7 @@ ORDINARY_LOGIT = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(NamedOptions):
     """Sampling options of one prompt and its n completions. Frozen; validated at construction.
 
     Numbers may be numpy scalars and are stored as Python numbers; `stop` and `stop_token_ids` are stored as tuples.
@@ -43,7 +44,7 @@ class SamplingParams:
     penalties, `temperature`, `top_k`, `top_p`, `min_p`.
 
     Raises:
-        ConfigError: (a `ValueError`) a value is out of range; names field, value and rule.
+        ConfigError: (a `ValueError`) an option is unknown, or a value out of range; names field, value and rule.
     """
 
     n: int = 1
@@ -214,10 +215,6 @@ class SamplingParams:
         """
         if not isinstance(plain, Mapping):
             raise SerializationError(f"SamplingParams: a {type(plain).__name__} arrived where a dict of fields must be")
-        known = [item.name for item in fields(cls)]
-        for name, value in plain.items():
-            if name not in known:
-                raise ConfigError(f"SamplingParams.{name}={value!r}: unknown; the fields are {', '.join(known)}")
         return cls(**plain)
 
 

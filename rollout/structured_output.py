@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from rollout.errors import ConfigError
+from rollout.names import NamedOptions
 
 MAX_CHARACTERS = 2**18
 """Maximum length of a schema, an expression or a grammar: what one request may cost the others is bounded by it."""
@@ -17,7 +18,7 @@ WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StructuredOutput:
+class StructuredOutput(NamedOptions):
     """Constraint on the text of a completion: exactly one of the three fields. Needs the extra `structured`.
 
     Tokens that no text of the constraint continues with get probability 0 before temperature and filters; log-probs are of
@@ -80,7 +81,7 @@ class StructuredOutput:
 
         Raises:
             ConfigError: as the class.
-            TypeError: something else, or an unknown field.
+            TypeError: something else.
         """
         if given is None or isinstance(given, cls):
             return given

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.distributed.job.nursery import Nursery
 
 # The models are tiny: a second thread costs more than it brings, and many times more when the machine is busy.
 torch.set_num_threads(1)
@@ -21,9 +24,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a collection of garbage need not look at it, a million objects, each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_switched_on() -> Iterator[None]:
     """A test that leaves autocast or no_grad behind would make later ones fail for no reason of theirs."""
     yield
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """One for all tests of several ranks: importing what a rank needs takes seconds."""
+    nursery = Nursery()
+    try:
+        yield nursery
+    finally:
+        nursery.close()

@@ -52,7 +52,9 @@ def _page(title: str, parts: list[str]) -> str:
 
 
 def _configuration() -> list[str]:
-    parts = ["An unknown name is a `TypeError`, a value out of range a `ConfigError` that names field, value and rule."]
+    parts = [
+        "An unknown name is a `ConfigError` that gives the nearest one, a value out of range one that gives value and rule."
+    ]
     for options in (InferenceConfig, SamplingParams, CoordinatorConfig, ServerConfig, TraceConfig):
         parts += [f"## {options.__name__}", "\n".join(_rows(options))]
     return parts

@@ -1,8 +1,10 @@
-"""Tests of what is published: the wheel holds all that runs, the sdist builds it, version and changelog agree."""
+"""Tests of what is published: the wheel holds all that runs, the sdist builds it, the version is that of the tag."""
 
 from __future__ import annotations
 
 import ast
+import io
+import os
 import re
 import shutil
 import subprocess
@@ -11,12 +13,16 @@ import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import rollout
+
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, FALLBACK = PYPROJECT["project"], PYPROJECT["tool"]["setuptools_scm"]["fallback_version"]
 PACKAGES = ("rollout", "trainer_hooks")
 BUILD = """
 import sys
@@ -43,6 +49,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(sdist of a copy of this tree, wheel built from the unpacked sdist)."""
     pytest.importorskip("setuptools", "77")
+    pytest.importorskip("setuptools_scm")
     folder = tmp_path_factory.mktemp("dist")
     tree = folder / "tree"
     tree.mkdir()
@@ -72,12 +79,15 @@ def test_the_wheel_holds_every_module_and_every_source_of_the_kernels_and_nothin
 
 def test_the_wheel_says_what_the_project_says(built):
     with zipfile.ZipFile(built[1]) as wheel:
-        (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        (about,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
         (scripts,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
-        said = Parser().parsestr(wheel.read(metadata).decode())
+        said = Parser().parsestr(wheel.read(about).decode())
         assert "rollout = rollout.__main__:main" in wheel.read(scripts).decode()
         assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())
-    assert built[1].name == f"rollout_engine-{PROJECT['version']}-py3-none-any.whl"
+    # Of a tree without git, by way of an sdist.
+    assert said["Version"] == FALLBACK
+    assert built[1].name == f"rollout_engine-{FALLBACK}-py3-none-any.whl"
+    assert built[0].name == f"rollout_engine-{FALLBACK}.tar.gz"
     assert said["Requires-Python"] == PROJECT["requires-python"]
     assert {re.match(r"[\w-]+", each)[0] for each in said.get_all("Requires-Dist") if "extra" not in each} == {
         re.match(r"[\w-]+", each)[0] for each in PROJECT["dependencies"]
@@ -107,7 +117,54 @@ def test_every_module_parses_as_the_oldest_supported_python():
             ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=oldest)
 
 
-def test_a_release_is_tagged_with_its_version_and_in_the_changelog():
+def test_the_version_is_that_of_the_latest_tag_and_the_commits_since(tmp_path):
+    """Without a tag, as in a shallow clone, and in an archive of git, the tree can still be installed."""
+    pytest.importorskip("setuptools_scm")
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    for name in ("pyproject.toml", ".gitattributes", ".git_archival.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    nobody = {
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
+        "GIT_COMMITTER_EMAIL": "a@b",
+    }
+    environment = {each: value for each, value in os.environ.items() if not each.startswith(("GIT_", "SETUPTOOLS_SCM"))}
+
+    def run(*command: str, folder: Path = tmp_path) -> str:
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=120, check=True, env=environment | nobody
+        ).stdout.strip()
+
+    def exported(commit: str) -> Path:
+        """The files of an archive, as hosts of git offer it for download."""
+        command = ["git", "archive", commit]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(made)) as archive:
+            archive.extractall(tmp_path / commit, filter="data")
+        return tmp_path / commit
+
+    def version(folder: Path = tmp_path) -> str:
+        return run(sys.executable, "-m", "setuptools_scm", folder=folder)
+
+    run("git", "init", "-q")
+    run("git", "add", ".")
+    run("git", "commit", "-qm", "one")
+    assert re.fullmatch(r"0\.1\.dev\d+\+g[0-9a-f]+", version())
+    assert version(exported("HEAD")) == FALLBACK
+    run("git", "tag", "v1.2.3")
+    assert version() == "1.2.3"
+    run("git", "commit", "-qm", "two", "--allow-empty")
+    assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", version())
+    assert version(exported("v1.2.3")) == "1.2.3"
+
+
+def test_the_package_tells_the_version_that_is_installed():
+    assert rollout.__version__ == metadata.version("rollout-engine")
+
+
+def test_a_release_is_in_the_changelog():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "\n## Unreleased\n" in changelog
     git = shutil.which("git")
@@ -116,5 +173,4 @@ def test_a_release_is_tagged_with_its_version_and_in_the_changelog():
     asked = [git, "tag", "--points-at", "HEAD", "--list", "v*"]
     tags = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     for tag in tags:
-        assert tag == f"v{PROJECT['version']}", "the tag of a release is v and the version in pyproject.toml"
-        assert re.search(rf"^## \[?{re.escape(PROJECT['version'])}\b", changelog, re.MULTILINE)
+        assert re.search(rf"^## \[?{re.escape(tag.removeprefix('v'))}\b", changelog, re.MULTILINE)

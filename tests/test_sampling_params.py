@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import msgpack
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.config import InferenceConfig
 from rollout.errors import ConfigError, SerializationError
 from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 
@@ -75,7 +78,7 @@ def test_max_tokens_zero_is_zero_and_not_unlimited():
 
 NAN, INF = math.nan, math.inf
 REFUSED = {
-    "structured": [1, "a", {"pattern": "a"}],
+    "structured": [1, "a", []],
     "cache_salt": [1, b"a", "x" * 1025, "\ud800"],
     "adapter": [1, "", "a b", "a=b", "a\0", "x" * 257],
     "n": [0, -1, 1.0, "1", None, True, 2**31],
@@ -127,10 +130,12 @@ def test_a_value_out_of_range_is_a_value_error_that_names_field_value_and_rule(n
 
 
 def test_an_unknown_field_is_refused_by_name():
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1.0)
-    with pytest.raises(ConfigError, match=r"SamplingParams.temprature=1.0: unknown; the fields are n, temperature"):
-        SamplingParams.deserialize({"temprature": 1.0})
+    for attempt in (SamplingParams, SamplingParams().replace, lambda **given: SamplingParams.deserialize(given)):
+        with pytest.raises(ConfigError, match=r"^SamplingParams.temprature: .*did you mean temperature\?$"):
+            attempt(temprature=1.0)
+    with pytest.raises(ConfigError, match=r"^InferenceConfig.zzz: .*the options are block_size_tokens, "):
+        InferenceConfig(zzz=1)
+    assert copy.deepcopy(SamplingParams(n=2)) == pickle.loads(pickle.dumps(SamplingParams(n=2)))
 
 
 def test_something_other_than_a_dict_is_a_serialization_error():

@@ -29,6 +29,7 @@ from transformers import (
     Qwen3VLConfig,
     SmolVLMConfig,
 )
+from transformers.video_utils import VideoMetadata
 
 from tests.models import SMALL, VOCAB
 
@@ -142,7 +143,8 @@ def shared_vision_model(name: str) -> PreTrainedModel:
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<boi>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+    "{% if p.type == 'image' %}<boi>{% elif p.type == 'video' %}<boi><video><eoi>{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -168,21 +170,42 @@ def make_processor() -> Gemma3Processor:
     return Gemma3Processor(image_processor=images, tokenizer=make_vision_tokenizer(), image_seq_length=4)
 
 
-class _WithoutVideo(Qwen2_5_VLProcessor):  # type: ignore[misc]
-    """Without a video processor, which would need torchvision."""
+class FramesProcessor:
+    """What Qwen2.5-VL's video processor makes of frames of 16 x 16, without torchvision, which that needs."""
+
+    merge_size = temporal_patch_size = 2
+    do_sample_frames = False
+
+    def __call__(self, videos: list[Any], video_metadata: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
+        """Patches of videos [F, 16, 16, 3] in Qwen's order, and their grids."""
+        patches, grids = [], []
+        for video in videos:
+            frames = torch.from_numpy(video).permute(0, 3, 1, 2) / 255
+            frames = torch.cat([frames, frames[-1:]])[: len(frames) + len(frames) % 2]
+            steps = frames.view(-1, 2, 3, 2, 2, 4, 2, 2, 4).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+            patches.append(steps.reshape(-1, 3 * 2 * 4 * 4))
+            grids.append([len(frames) // 2, 4, 4])
+        found = [VideoMetadata(**metadata) for metadata in video_metadata]
+        return {
+            "pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids), "video_metadata": found,
+        }  # fmt: skip
+
+
+class _AnyParts(Qwen2_5_VLProcessor):  # type: ignore[misc]
+    """With a video processor that is not of transformers, or none."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
         """Take what is given."""
         return type(argument)
 
 
-def make_qwen_processor() -> Qwen2_5_VLProcessor:
+def make_qwen_processor(videos: FramesProcessor | None = None) -> Qwen2_5_VLProcessor:
     """Qwen2.5-VL's processor for its tiny model: one to four placeholders per image, by its size."""
     size = {"shortest_edge": 64, "longest_edge": 256}
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
     tokenizer = make_vision_tokenizer()
     template = TEMPLATE.replace("<boi>", "<boi><img><eoi>")
-    return _WithoutVideo(image_processor=images, tokenizer=tokenizer, video_processor=None, chat_template=template)
+    return _AnyParts(image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=template)
 
 
 def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -221,6 +244,16 @@ def video(name: str, label: str) -> tuple[dict[str, torch.Tensor], int, int]:
     """Tensors of one random video, how many frames it has, and how many placeholders each takes."""
     content, _, speed = label.partition("@")
     random = torch.Generator().manual_seed(sum(content.encode()))
+    if "gemma4" in name:
+        at = torch.full((3, 16, 2), -1)
+        at[:, :8] = torch.cartesian_prod(torch.arange(4), torch.arange(2)).flip(-1)
+        frames = torch.rand(3, 16, 3 * 4 * 4, generator=random)
+        frames[:, 8:] = 0
+        return (
+            {"pixel_values_videos": frames, "video_position_ids": at, "num_frames_per_video": torch.tensor([3])},
+            3,
+            2,
+        )
     grid = torch.tensor([[3, 4, 4]])
     tensors = {
         "pixel_values_videos": torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=random),

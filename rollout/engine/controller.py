@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers.video_utils import VideoMetadata
 
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
@@ -16,13 +17,14 @@ from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.requests.chat_messages import known_roles, plain_messages
+from rollout.requests.chat_messages import MediaPart, known_roles, plain_messages
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
 from rollout.requests.pictures import open_picture
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import InferenceRequest
 from rollout.requests.seeds import stream_key
+from rollout.requests.videos import FPS, Clip, evenly, open_video
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -73,15 +75,15 @@ class TextGenerationController:
             raise TypeError(f"prompt of type {type(prompt).__name__}: must be text, token ids or chat messages")
         if items and all(isinstance(item, Mapping) for item in items):
             tokenizer = self._require_tokenizer("a prompt of chat messages")
-            images: list[tuple[str, Any]] = []
+            media: list[MediaPart] = []
             template = self.chat_template or tokenizer.chat_template
             messages = known_roles(
-                plain_messages(cast(Sequence[Mapping[str, Any]], items), images=images if self.takes_images else None),
+                plain_messages(cast(Sequence[Mapping[str, Any]], items), media=media if self.takes_images else None),
                 str(template),
             )
             options = {"chat_template": self.chat_template, "add_generation_prompt": True}
-            if images:
-                return self.process(tokenizer.apply_chat_template(messages, tokenize=False, **options), images)
+            if media:
+                return self.process(tokenizer.apply_chat_template(messages, tokenize=False, **options), media)
             ids = tokenizer.apply_chat_template(messages, return_dict=False, **options)
             return [int(token) for token in ids]
         for position, item in enumerate(items):
@@ -104,29 +106,58 @@ class TextGenerationController:
         template: str | None = getattr(self.processor, "chat_template", None)
         return template
 
-    def process(self, text: str, images: Sequence[tuple[str, Any]]) -> list[int]:
-        """The prompt of a text with one placeholder per image, expanded by the processor.
+    def process(self, text: str, media: Sequence[MediaPart]) -> list[int]:
+        """The prompt of a text with one placeholder per image and per video, expanded by the processor.
 
         Args:
-            images: (place, source) of each; see `open_picture`.
+            media: the images and videos, in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, an image cannot be read, or the processor refuses text or images.
+            InvalidRequestError: there is no processor, an image or video cannot be read, or the processor refuses it.
         """
         if self.processor is None:
+            what = "a video" if media[0].video else "an image"
             raise InvalidRequestError(
-                f"{images[0][0]}: an image in a message needs the model's processor: pass it as tokenizer= "
+                f"{media[0].where}: {what} in a message needs the model's processor: pass it as tokenizer= "
                 "(AutoProcessor.from_pretrained(...)), or send what the processor returned as the prompt"
             )
-        pictures = [open_picture(source, self._image_folder, where) for where, source in images]
+        pictures = [open_picture(part.source, self._image_folder, part.where) for part in media if not part.video]
+        given: dict[str, Any] = {"images": pictures} if pictures else {}
+        clips = [self._clip(part) for part in media if part.video]
+        if clips:
+            given |= {
+                "videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips],
+                "do_sample_frames": False,
+            }  # fmt: skip
         try:
-            inputs = self.processor(text=[text], images=pictures, return_tensors="pt")
+            inputs = self.processor(text=[text], **given, return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as exc:
             raise InvalidRequestError(
-                f"{type(self.processor).__name__} refuses {len(pictures)} images with this text: {exc}; its chat template "
-                "has to write one placeholder for each"
+                f"{type(self.processor).__name__} refuses {len(pictures)} images and {len(clips)} videos with this text: "
+                f"{exc}; its chat template has to write one placeholder for each"
             ) from exc
         return processed_prompt(inputs)
+
+    def _clip(self, part: MediaPart) -> Clip:
+        """The frames of a video that the processor's own video processor samples."""
+        family, videos = self.runner.vision.family, getattr(self.processor, "video_processor", None)
+        if family is None or not family.serves_video:
+            raise InvalidRequestError(
+                f"{part.where}: a video, which {type(self.model).__name__} is not served; send frames as images"
+            )
+        if videos is None:
+            raise InvalidRequestError(
+                f"{part.where}: a video needs the processor's video processor, and this {type(self.processor).__name__} has "
+                "none: install torchvision and load it again, or send what a processor returned as the prompt"
+            )
+
+        def choose(total: int, rate: float) -> Sequence[int]:
+            if not videos.do_sample_frames:
+                return evenly(total, rate, FPS)
+            found = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+            return [int(index) for index in videos.sample_frames(metadata=found)]
+
+        return open_video(part.source, self._image_folder, part.where, part.fps, choose)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Check that prompt tokens are valid model input.

@@ -330,7 +330,7 @@ class DynamicInferenceEngine(GroupMember):
             take: gets the logits chunk by chunk.
 
         Returns:
-            The policy version and the names of the adapters that computed them.
+            The policy version and the names of the model's own adapters that acted; those that sequences name are theirs.
 
         Raises:
             InvalidRequestError: a sequence cannot be computed by this engine; nothing was.

@@ -51,6 +51,13 @@ class Wanted(NamedTuple):
     """Ascending, at least one; tokens behind the last are not computed, unless there are images."""
     images: ImageInputs | None = None
     """Of the placeholders among the tokens."""
+    adapter: str | None = None
+    """Name of a loaded LoRA adapter; None: the model as it stands."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Parameters of a request that computes the sequence and samples nothing."""
+        return _PROMPT_ONLY if self.adapter is None else _PROMPT_ONLY.replace(adapter=self.adapter)
 
 
 @dataclass(eq=False)
@@ -70,8 +77,9 @@ class Prefill:
         """Hand the logits of every wanted position to `take`, each once or, after a preemption, again.
 
         Raises:
-            InvalidRequestError: a sequence is empty, too long for the engine, holds an id outside the vocabulary, or
-                placeholders that its images do not fit; names its index. Nothing was computed.
+            InvalidRequestError: a sequence is empty, too long for the engine, holds an id outside the vocabulary or
+                placeholders that its images do not fit, or its adapter is not loaded; names its index. Nothing was
+                computed.
         """
         longest_whole = max((self._check(index, each) for index, each in enumerate(wanted)), default=0)
         scheduler = self._scheduler(longest_whole)
@@ -93,7 +101,7 @@ class Prefill:
         """
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
-            self._admission.check(index, tokens, _PROMPT_ONLY)
+            self._admission.check(index, tokens, wanted.params)
             # Placeholders without images would be scored as if they were text.
             images = self._admission.images(index, tokens)
         except InvalidRequestError as exc:
@@ -117,7 +125,7 @@ class Prefill:
     def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
         first, last = int(wanted.positions[0]), int(wanted.positions[-1])
         sample = self._admission.group(
-            index, _tokens(wanted, last + 1), _PROMPT_ONLY, order=(0, index), version=scheduler.version, prompt=None,
+            index, _tokens(wanted, last + 1), wanted.params, order=(0, index), version=scheduler.version, prompt=None,
             priority=0, metadata=None,
         )  # fmt: skip
         # What is found in the prefix cache has no logits.
@@ -149,7 +157,9 @@ class Prefill:
         indices, positions, keep = _wanted_of(step, index_of, wanted)
         ids, rows = pack(step, scheduler.table)
         rows, images = self._runner.pictured(step, rows, scheduler.table)
-        logits = self._runner.forward(ids, rows, keep, scheduler.table.state[step.rows], images)
+        adapters = [wanted[index_of[sample]].adapter for sample in step.prefills]
+        named = adapters if any(adapters) else None
+        logits = self._runner.forward(ids, rows, keep, scheduler.table.state[step.rows], images, named)
         finite = take(indices, positions, logits[: len(keep)])
         memory = np.zeros(0, np.int32)
         if not finite:

@@ -28,6 +28,7 @@ class BaseLLM(LLMParts):
         temperature: float | None = None,
         top_k: int = 0,
         entropy: bool = False,
+        adapter: str | None = None,
     ) -> TokenScores:
         """Log-probs of given sequences; blocks, and requests that run stand still meanwhile. See `RolloutManager.score`.
 
@@ -40,8 +41,9 @@ class BaseLLM(LLMParts):
         """
         self.loop.refuse_inside("score()")
         return score_by(
-            self.engine, rollouts, prompt_lengths=prompt_lengths, temperature=temperature, top_k=top_k, entropy=entropy
-        )
+            self.engine, rollouts, prompt_lengths=prompt_lengths, temperature=temperature, top_k=top_k, entropy=entropy,
+            adapter=adapter,
+        )  # fmt: skip
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -345,18 +345,18 @@ class RolloutBatch:
             rows: int64 or a slice: the rows to pack. None: all.
 
         Raises:
-            ValueError: there are images.
+            ValueError: a placeholder of an image was sampled in one of the rows.
         """
-        self._refuse_images("tree()")
         every = torch.arange(len(self), device=self.input_ids.device)
         chosen = every if rows is None else every[rows]
         real = self.attention_mask[chosen].bool()
         columns = torch.arange(self.input_ids.shape[1], device=real.device)
         wanted = real & (columns >= self.prompt_lengths[chosen, None])
-        if self.routed_experts is None:
-            return pack_tree(self.input_ids[chosen], real, wanted, chosen)
-        routes = self.routed_experts[chosen]
-        packed = pack_tree(self.input_ids[chosen], real, wanted, chosen, routes)
+        routes = None if self.routed_experts is None else self.routed_experts[chosen]
+        pack = pack_tree if self.images is None else self.images.tree
+        packed = pack(self.input_ids[chosen], real, wanted, chosen, routes)
+        if routes is None:
+            return packed
         missing = (routes < 0).any(3).any(2) & real & (columns < real.sum(1, keepdim=True) - 1)
         trained = self.response_mask[chosen].any(1)
         return replace(packed, unrouted=chosen[missing.any(1) & trained])

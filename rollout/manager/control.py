@@ -59,7 +59,7 @@ class ManagerControl:
         self.config = engine.config
         self._metrics = RolloutMetrics(engine, clock)
         self._backend = backend
-        self._step_traces = StepTraces(trace)
+        self._step_traces = StepTraces(trace, backend)
         gathering = Gathering(engine, backend.barrier, World.of_torch() if engine.weights.collective else None)
         follows = engine.group is not None and not engine.group.leads
         self._loop = loop_of(
@@ -279,7 +279,7 @@ class ManagerControl:
         if self._closed:
             return
         with interrupt_deferred():
-            self._step_traces.end()
+            self._step_traces.close()
             episodes = len(self._player)
             self._player.close()
             with self.engine.locked():
@@ -350,7 +350,10 @@ class ManagerControl:
         if vision.family is None or vision.image_token is None:
             return None
         video = vision.video_token if vision.family.serves_video else None
-        return ImageLayout(vision.image_token, vision.family.token_types, vision.family.tiled, video)
+        family = vision.family
+        return ImageLayout(
+            vision.image_token, family.token_types, family.tiled, video, family.bidirectional, family.positions
+        )
 
     def _handed_out(self, batch: Batch, on_error: OnError) -> Batch:
         self._metrics.batch(batch)

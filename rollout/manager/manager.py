@@ -160,7 +160,7 @@ class RolloutManager(ManagerScoring):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
-            self._step_traces.generate_begins(self.policy_version)
+            self._step_traces.rollout_begins(self.policy_version)
             mine = self.submit(prompts, sampling_params, metadata=metadata)
             try:
                 if min_groups is None:
@@ -230,6 +230,7 @@ class RolloutManager(ManagerScoring):
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
         self._follow_sharding()
         self.engine.check_weights()
+        self._step_traces.rollout_begins(self.policy_version)
         with self._loop.gathering.held():
             try:
                 while (batch := self._next_completed(chosen, on_error)) is not None:
@@ -271,6 +272,7 @@ class RolloutManager(ManagerScoring):
         temperature: float | None = None,
         top_k: int = 0,
         entropy: bool = False,
+        adapter: str | None = None,
     ) -> TokenScores:
         """Log-probs of given sequences under the weights and adapters of now; nothing is sampled.
 
@@ -290,9 +292,12 @@ class RolloutManager(ManagerScoring):
                 with, and over its kept tokens.
             top_k: also return the k likeliest tokens.
             entropy: also return entropies.
+            adapter: name of a LoRA adapter that the engine has loaded (`SamplingParams.adapter`), for all rows. None: for a
+                row of a batch that of its request, for sequences of token ids the model as it stands.
 
         Raises:
-            InvalidRequestError: a sequence cannot be computed: empty, too long, an id outside the vocabulary.
+            InvalidRequestError: a sequence cannot be computed: empty, too long, an id outside the vocabulary, an adapter
+                that is not loaded.
             ConfigError: an argument is out of range; or a row of the batch was sampled with penalties, or truncated without
                 kept tokens, and `temperature` is None.
             EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
@@ -304,7 +309,7 @@ class RolloutManager(ManagerScoring):
                 self._loop.gathering.ensure()
                 return score_by(
                     self.engine, rollouts, prompt_lengths=prompt_lengths, temperature=temperature, top_k=top_k,
-                    entropy=entropy,
+                    entropy=entropy, adapter=adapter,
                 )  # fmt: skip
 
     # --- checkpoints and the end --------------------------------------------------------------------------------

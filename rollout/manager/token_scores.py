@@ -57,7 +57,7 @@ class TokenScores:
     of the engine that scored."""
 
     adapters: str
-    """Names of the adapters that acted, "none" for the model itself."""
+    """Names of the model's own adapters that acted and of those that rows named; "none": the model itself."""
 
     def __repr__(self) -> str:
         return (
@@ -77,6 +77,8 @@ def score(
     config: InferenceConfig | None = None,
 ) -> TokenScores:
     """Score sequences under a model that has no rollout, such as a reference model; its engine lasts for this call.
+
+    Adapters that the requests of a batch named play no part: they were loaded into another engine.
 
     Args:
         model: a causal language model of transformers.
@@ -104,9 +106,15 @@ def score_by(
     temperature: float | None = None,
     top_k: int = 0,
     entropy: bool = False,
+    adapter: str | None = None,
 ) -> TokenScores:
     """`RolloutManager.score` with a running engine."""
-    return _Plan.of(rollouts, prompt_lengths, temperature, top_k, entropy).run(engine, of_own=True)
+    plan = _Plan.of(rollouts, prompt_lengths, temperature, top_k, entropy)
+    if adapter is not None:
+        plan.adapters = [adapter] * len(plan.tokens)
+    elif plan.batch is not None:
+        plan.adapters = [request.sampling_params.adapter for request in plan.batch]
+    return plan.run(engine, of_own=True)
 
 
 def _just_enough(plan: _Plan) -> InferenceConfig:
@@ -131,6 +139,8 @@ class _Plan:
     entropy: bool
     images: list[ImageInputs | None] = field(default_factory=list)
     """[N]; empty: there are none."""
+    adapters: list[str | None] = field(default_factory=list)
+    """[N] LoRA adapter of each row; empty: none has one."""
 
     @classmethod
     def of(
@@ -177,15 +187,20 @@ class _Plan:
     def run(self, engine: DynamicInferenceEngine, *, of_own: bool) -> TokenScores:
         rows = np.flatnonzero(self.mask.any(1))
         images = self.images or [None] * len(self.tokens)
-        wanted = [Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, images[row]) for row in rows]
+        adapters = self.adapters or [None] * len(self.tokens)
+        wanted = [
+            Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, images[row], adapters[row]) for row in rows
+        ]
         results = _Results(self, engine.controller.runner.exact, min(self.top_k, engine.controller.layout.vocab_size))
 
         def take(indices: NDArray[np.int64], positions: NDArray[np.int64], logits: Tensor) -> bool:
             return results.take(rows[indices], positions + 1, logits)
 
-        version, adapters = engine.logits_at(wanted, take)
+        version, own = engine.logits_at(wanted, take)
+        named = sorted({repr(adapters[row]) for row in rows if adapters[row] is not None})
+        acting = ", ".join(named if named and own == "none" else [own, *named])
         device = engine.training_device if self.batch is None else self.batch.input_ids.device
-        return results.scores(version, adapters, device, of_own)
+        return results.scores(version, acting, device, of_own)
 
 
 class _Results:
@@ -288,11 +303,6 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
         ConfigError: they are of a distribution that the engine cannot score.
     """
     params = request.sampling_params
-    if params.adapter is not None:
-        raise ConfigError(
-            f"request {request.request_id} sample {request.sample_index} was sampled with adapter={params.adapter!r}, and "
-            "score computes the module without adapters that requests name: pass temperature= for log-probs of that"
-        )
     if params.greedy or params.logprobs_mode != "processed":
         return False
     names = ["repetition_penalty", "presence_penalty", "frequency_penalty"]

@@ -9,7 +9,8 @@ window). `rollout.engine.forward.tree_attention` is the attention that reads thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,8 @@ class PackedTree:
     """int64 [1, L]: of a token in its rows, from 0 in every branch."""
 
     attention_mask: Tensor
-    """int32 [1, 1, 2, L]: the index behind each token's subtree, and its position. Read by the tree attention alone."""
+    """int32 [1, 1, 2, L]: the index behind each token's subtree, and its position; [1, 1, 3, L] with images that see
+    themselves in both directions: also the last token of its image, or itself. Read by the tree attention alone."""
 
     logits_to_keep: Tensor
     """int64 [K]: tokens that a wanted token follows, whose logits alone are computed."""
@@ -54,6 +56,10 @@ class PackedTree:
     routed_experts: Tensor | None = None
     """int16 [1, L, layers, k]: the experts recorded for each token, -1 where there are none. Read by `rollout.replay`."""
 
+    image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arguments of the forward that images bring: their tensors, once per image of a prompt, token types, and
+    `position_ids` [4, 1, L] (place in the row, time, height, width) where a model has such."""
+
     unrouted: Tensor | None = None
     """int64: rows of the batch that are trained on and have no routes for some token; None: not looked for."""
 
@@ -72,6 +78,7 @@ class PackedTree:
             "attention_mask": self.attention_mask,
             "logits_to_keep": self.logits_to_keep,
             "use_cache": False,
+            **self.image_inputs,
         }
 
     def logprobs_of(self, logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -66,7 +66,7 @@ def _traces(folder: Path) -> list[str | os.PathLike[str]]:
     last = max(found, key=lambda path: (path.name.partition(".")[0], path.stat().st_mtime))
     step = last.name.partition(".")[0]
     ranks = [path for path in found if path.parent == last.parent and path.name.startswith(f"{step}.rank")]
-    return list(ranks) or [last]
+    return list(ranks) if last in ranks else [last]
 
 
 def _page(title: str, rows: list[dict[str, Any]], trace: ReadTrace | None, trace_name: str) -> str:

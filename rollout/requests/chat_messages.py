@@ -1,14 +1,15 @@
 """Converts OpenAI messages to chat-template messages, for HTTP, `LLM` and `RolloutManager`.
 
-Always true: text parts are joined into one text, and parts other than text and images are refused by name; an error names
-the message by its index, `messages[i]`. Independent of any tokenizer.
+Always true: text parts are joined into one text, and parts other than text, images and videos are refused by name; an error
+names the message by its index, `messages[i]`. Independent of any tokenizer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.errors import InvalidRequestError
 
@@ -18,25 +19,40 @@ Tools = Sequence[Mapping[str, Any]]
 SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of an HTTP message that are passed to the template."""
 
+MEDIA = ("image_url", "image", "video_url", "video")
+"""Types of parts that are images or videos: as in OpenAI's API, or as transformers' chat templates have them."""
+
+
+class MediaPart(NamedTuple):
+    """An image or a video of a message."""
+
+    where: str
+    """Its place in the messages, which begins the message of an error."""
+    source: Any
+    """See `open_picture` and `open_video`."""
+    video: bool = False
+    fps: float | None = None
+    """Of a video: frames per second that are sampled, or that its list of frames was taken at; None: not said."""
+
 
 def plain_messages(
     messages: Sequence[Mapping[str, Any]],
     shown: Collection[str] | None = None,
-    images: list[tuple[str, Any]] | None = None,
+    media: list[MediaPart] | None = None,
 ) -> list[Message]:
     """Copies of the messages for a template: text parts joined, call arguments parsed into objects, None values dropped.
 
     Args:
         shown: keys that the template may read; None: all keys.
-        images: takes (place in the messages, source) of every image; a content with one stays a list of parts, as templates
-            of vision models read it. None: images are refused.
+        media: takes every image and video; a content with one stays a list of parts, as templates of vision models read
+            it. None: they are refused.
 
     Raises:
         InvalidRequestError: a message is malformed.
     """
     if not messages:
         raise InvalidRequestError("messages: empty; give at least one message")
-    return [_plain(message, f"messages[{index}]", shown, images) for index, message in enumerate(messages)]
+    return [_plain(message, f"messages[{index}]", shown, media) for index, message in enumerate(messages)]
 
 
 def known_roles(messages: list[Message], template: str) -> list[Message]:
@@ -59,13 +75,13 @@ def check_tools(tools: Tools | None) -> None:
 
 
 def _plain(
-    message: Mapping[str, Any], where: str, keys: Collection[str] | None, images: list[tuple[str, Any]] | None
+    message: Mapping[str, Any], where: str, keys: Collection[str] | None, media: list[MediaPart] | None
 ) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{where}={message!r:.80}: must be an object with a role")
     shown = {key: message[key] for key in keys or message if message.get(key) is not None}
     if "content" in shown:
-        shown["content"] = _content(shown["content"], f"{where}.content", images)
+        shown["content"] = _content(shown["content"], f"{where}.content", media)
     if "tool_calls" in shown:
         calls = shown.pop("tool_calls")
         if not isinstance(calls, list):
@@ -76,44 +92,63 @@ def _plain(
     return shown
 
 
-def image_source(part: Any) -> Any:
-    """What an image part of a content names, in OpenAI's form or transformers'; None: it is no image part.
+def media_of(part: Any, where: str) -> MediaPart | None:
+    """The image or video that a part of a content names, in OpenAI's form or transformers'; None: it is another part.
 
-    {"type": "image_url", "image_url": {"url": …}}, {"type": "image", "image": …} (or "url", "path").
+    {"type": "image_url", "image_url": {"url": …}}, {"type": "image", "image": …} (or "url", "path"); so for videos, which
+    may have "fps" beside.
+
+    Raises:
+        InvalidRequestError: it names none, or something is said of it that is not read.
     """
-    if not isinstance(part, Mapping):
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in MEDIA:
         return None
-    if part.get("type") == "image_url":
-        named = part.get("image_url")
-        return named.get("url") if isinstance(named, Mapping) else named
-    if part.get("type") == "image":
-        return next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
-    return None
+    what = "video" if kind.startswith("video") else "image"
+    said = {key: value for key, value in part.items() if value is not None and key != "type"}
+    if kind == f"{what}_url" and isinstance(said.get(kind), Mapping):
+        said |= {key: value for key, value in said.pop(kind).items() if value not in (None, "auto")}
+    sources = [said.pop(key) for key in (kind, what, "url", "path") if key in said]
+    fps = said.pop("fps", None) if what == "video" else None
+    if said or len(sources) != 1:
+        wrong = (
+            f"{', '.join(map(repr, said))} is not read here" if said else f"names {len(sources)} {what}s, must name one"
+        )
+        raise InvalidRequestError(
+            f'{where}={part!r:.80}: {wrong}; {{"type": "{what}_url", "{what}_url": {{"url": …}}}} or '
+            f'{{"type": "{what}", "{what}": …}}'
+        )
+    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf):
+        raise InvalidRequestError(f"{where}: fps={fps!r:.40}: must be a number of frames per second above 0")
+    return MediaPart(where, sources[0], what == "video", fps)
 
 
-def _content(content: Any, where: str, images: list[tuple[str, Any]] | None) -> str | list[dict[str, Any]]:
-    sources = [image_source(part) for part in content] if isinstance(content, list) and images is not None else []
-    if images is None or all(source is None for source in sources):
+def _content(content: Any, where: str, media: list[MediaPart] | None) -> str | list[dict[str, Any]]:
+    if media is None or not isinstance(content, list):
         return _text(content, where)
+    found = [media_of(part, f"{where}[{place}]") for place, part in enumerate(content)]
+    if all(each is None for each in found):
+        return _text(content, where, MEDIA)
     parts: list[dict[str, Any]] = []
-    for place, (part, source) in enumerate(zip(content, sources, strict=True)):
-        if source is None:
-            parts.append({"type": "text", "text": _text([part], f"{where}[{place}]")})
+    for place, (part, each) in enumerate(zip(content, found, strict=True)):
+        if each is None:
+            parts.append({"type": "text", "text": _text([part], where, MEDIA, place)})
         else:
-            images.append((f"{where}[{place}]", source))
-            parts.append({"type": "image"})
+            media.append(each)
+            parts.append({"type": "video" if each.video else "image"})
     return parts
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, others: Sequence[str] = (), first: int = 0) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where}={content!r:.80}: must be text or a list of text parts")
-    for place, part in enumerate(content):
+    for place, part in enumerate(content, first):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            beside = f", and parts of type {', '.join(others)}," if others else ""
             raise InvalidRequestError(
-                f'{where}[{place}]={part!r:.80}: only {{"type": "text", "text": …}} can be shown to this model'
+                f'{where}[{place}]={part!r:.80}: only {{"type": "text", "text": …}}{beside} can be shown to this model'
             )
     return "".join(part["text"] for part in content)
 

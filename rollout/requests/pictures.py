@@ -28,15 +28,12 @@ def open_picture(source: Any, folder: str | None, where: str) -> Any:
         InvalidRequestError: it is none of these, is not allowed, is no image, or is too large.
         ConfigError: Pillow is not installed.
     """
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as exc:
-        raise ConfigError("images in messages need Pillow: pip install 'rollout-engine[vision]'") from exc
-    if isinstance(source, Image.Image):
+    pillow = image_module()
+    if isinstance(source, pillow.Image):
         return source.convert("RGB")
-    data = source if isinstance(source, bytes) else _read(source, folder, where)
+    data = source if isinstance(source, bytes) else read_source(source, folder, where)
     try:
-        with Image.open(io.BytesIO(data)) as picture:
+        with pillow.open(io.BytesIO(data)) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise InvalidRequestError(
                     f"{where}: an image of {picture.width} x {picture.height} pixels; at most {MAX_PIXELS:,} are decoded"
@@ -51,17 +48,37 @@ def open_picture(source: Any, folder: str | None, where: str) -> Any:
         ) from exc
 
 
-def _read(source: Any, folder: str | None, where: str) -> bytes:
+def image_module() -> Any:
+    """The module `PIL.Image`.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as exc:
+        raise ConfigError("images in messages need Pillow: pip install 'rollout-engine[vision]'") from exc
+    return Image
+
+
+def read_source(source: Any, folder: str | None, where: str, what: str = "image") -> bytes:
+    """Bytes of a data URL, or of a file in `folder`.
+
+    Args:
+        what: "image" or "video", for the messages of errors.
+
+    Raises:
+        InvalidRequestError: it is neither, or is not allowed.
+    """
     if not isinstance(source, str | PathLike):
-        raise InvalidRequestError(
-            f"{where}: an image of type {type(source).__name__}: must be a data URL, a path, bytes or an image of Pillow"
-        )
+        own = "bytes or an image of Pillow" if what == "image" else "bytes or a list of frames"
+        raise InvalidRequestError(f"{where}: {type(source).__name__} as {what}: must be a data URL, a path, {own}")
     text = fspath(source)
     if isinstance(source, str) and text.startswith("data:"):
-        return _decoded(text, where)
+        return _decoded(text, where, what)
     parts = urlsplit(text)
     if isinstance(source, str) and parts.scheme not in ("", "file"):
-        raise InvalidRequestError(f"{where}: {text!r:.60}: nothing is fetched; send the image as a data: URL")
+        raise InvalidRequestError(f"{where}: {text!r:.60}: nothing is fetched; send the {what} as a data: URL")
     if folder is None:
         raise InvalidRequestError(
             f"{where}: {text!r:.60}: files are read only from InferenceConfig.image_folder, which is not set; send a data: "
@@ -77,10 +94,10 @@ def _read(source: Any, folder: str | None, where: str) -> bytes:
         raise InvalidRequestError(f"{where}: {text!r:.60}: cannot be read ({type(exc).__name__})") from exc
 
 
-def _decoded(url: str, where: str) -> bytes:
+def _decoded(url: str, where: str, what: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise InvalidRequestError(f"{where}: {url!r:.40}: must be data:image/…;base64,…")
+        raise InvalidRequestError(f"{where}: {url!r:.40}: must be data:{what}/…;base64,…")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as exc:

@@ -2,7 +2,7 @@
 
     /v1/chat/completions  /v1/responses  /v1/models  …     OpenAI's API, with additional fields
     /inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
-    /health                                                for monitoring; requires no key
+    /health  /ping                                         for monitoring; require no key
     /metrics  /docs  /openapi.json
     /generate  …                                           SGLang's
     /admin/…  /pause  /resume  /update_weights  …          only if `ServerConfig.admin` is on
@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -27,13 +27,13 @@ from starlette.responses import Response
 
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
-from rollout.server.admin import add_admin_routes
+from rollout.server.admin import AbortOrder, SuspendOrder, WeightsOrder, add_admin_routes
 from rollout.server.bodies import ReplyBody
 from rollout.server.chat_template.conversation import Conversation
-from rollout.server.control import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest, add_control_routes
+from rollout.server.control import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
 from rollout.server.docs_page import docs_page
 from rollout.server.errors import ErrorReply, describe, documented
-from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary, cross_origin
+from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary, HeadAsGet, WithoutSlash, cross_origin
 from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.completions import add_completion_routes
@@ -44,7 +44,18 @@ from rollout.server.openai.token_generation import GenerateRequest, add_token_ro
 from rollout.server.openai.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization_routes
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
 from rollout.server.serving import Serving
-from rollout.server.sglang import AbortRequest, PauseGeneration, SGLangRequest, add_sglang_control, add_sglang_routes
+from rollout.server.sglang import (
+    AbortRequest,
+    ContinueGeneration,
+    PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
+    SGLangRequest,
+    add_sglang_control,
+    add_sglang_routes,
+)
+from rollout.server.unread import refuse_unread
+from rollout.server.vllm import add_vllm_control
 from rollout.state import EngineState
 
 _DESCRIPTION = """OpenAI's API over a rollout engine inside a trainer. In addition to OpenAI's fields, every choice contains
@@ -88,8 +99,8 @@ class HealthReply(ReplyBody):
 
 _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest,
-    ResponsesRequest, SGLangRequest, PauseGeneration, AbortRequest, UpdateWeightsRequest, LoadAdapterRequest,
-    UnloadAdapterRequest,
+    ResponsesRequest, SGLangRequest, PauseGeneration, ContinueGeneration, ReleaseMemory, ResumeMemory, AbortRequest,
+    UpdateWeightsRequest, LoadAdapterRequest, UnloadAdapterRequest, SuspendOrder, WeightsOrder, AbortOrder,
 )  # fmt: skip
 """Bodies that endpoints parse themselves."""
 
@@ -123,7 +134,7 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
     add_sglang_routes(app, serving)
     if config.admin:
         add_admin_routes(app, serving)
-        add_control_routes(app, serving)
+        add_vllm_control(app, serving)
         add_sglang_control(app, serving)
     return app
 
@@ -142,9 +153,12 @@ def bare_app(serving: Serving) -> FastAPI:
             Middleware(Boundary, serving=serving),
             Middleware(Auth, api_key=serving.config.api_key),
             Middleware(Body, serving=serving),
+            Middleware(HeadAsGet),
         ],
+        dependencies=[Depends(refuse_unread)],
         exception_handlers={HTTPException: _tell, RequestValidationError: _tell},
     )
+    app.router.default = WithoutSlash(app.router)
     app.state.serving = serving
     return app
 
@@ -163,6 +177,9 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
         """List the served model and the loaded LoRA adapters."""
         return ModelListReply(data=[described(name) for name in (serving.model_name, *serving.llm.lora_adapters)])
 
+    # Here because the path below would take it for a model of no name.
+    app.add_api_route("/v1/models/", models, include_in_schema=False)
+
     # A model name may contain slashes, which some clients send unescaped.
     @app.get("/v1/models/{model:path}", tags=["models"], responses=documented(404))
     async def model(model: str) -> ModelReply:
@@ -171,17 +188,18 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def add_watching_routes(app: FastAPI, serving: Serving) -> None:
-    """Register `/health`, `/metrics` and `/docs`."""
+    """Register `/health` and its other name `/ping`, `/metrics` and `/docs`."""
 
-    @app.get("/health", tags=["watching"], responses={503: {"model": HealthReply, "description": "The engine is gone"}})
+    gone: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply, "description": "The engine is gone"}}
+
+    @app.get("/health", tags=["watching"], responses=gone)
     async def health() -> HealthReply:
         """200 while the engine is alive, also if paused or suspended; 503 if it is dead. Requires no key."""
         reply, alive = _health(serving.llm)
         return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
 
-    # Load balancers send HEAD requests, some with a trailing slash.
-    app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
-    app.add_api_route("/health/", health, methods=["GET", "HEAD"], include_in_schema=False)
+    for method in ("GET", "POST"):
+        app.add_api_route("/ping", health, methods=[method], tags=["watching"], responses=gone)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

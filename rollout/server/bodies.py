@@ -117,7 +117,8 @@ def parsed(model: type[Model], text: bytes) -> Model:
     try:
         return model.model_validate(body)
     except ValidationError as exc:
-        message, field = explain([{**error, "loc": ("body", *error["loc"])} for error in exc.errors(include_url=False)])
+        errors = [{**error, "loc": ("body", *error["loc"])} for error in exc.errors(include_url=False)]
+        message, field = explain(errors, model.model_fields)
         raise bad_request(message, field) from None
 
 
@@ -127,7 +128,8 @@ def _json(text: bytes) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as exc:
-        raise bad_request(f"the body is not valid JSON: {exc.msg} at character {exc.pos}") from None
+        where = f"line {exc.lineno}, column {exc.colno} (character {exc.pos})"
+        raise bad_request(f"the body is not valid JSON: {exc.msg} at {where}") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply: flatten it") from None
     except ValueError as exc:
@@ -138,6 +140,11 @@ async def body_of(serving: Serving, request: Request, model: type[Model]) -> Mod
     """Read, parse and validate the body of a request. Raises: as `parsed`, and ClientGoneError."""
     text = await request.body()
     return await off_the_loop(serving, request, len(text), lambda _: parsed(model, text))
+
+
+async def body_or_default(serving: Serving, request: Request, model: type[Model]) -> Model:
+    """As `body_of`, of a request whose body may be left out."""
+    return await body_of(serving, request, model) if await request.body() else model()
 
 
 async def off_the_loop(serving: Serving, request: Request, size: int, work: Callable[[Stop], T]) -> T:
@@ -164,7 +171,7 @@ async def off_the_loop(serving: Serving, request: Request, size: int, work: Call
         stop.set()
 
 
-def documented_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route whose body is parsed by `body_of`."""
+def documented_body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route whose body is parsed by `body_of`, or by `body_or_default`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}

@@ -1,27 +1,19 @@
-"""Control routes under the names that trainers call: vLLM's. Registered only if `ServerConfig.admin` is on.
-
-/pause  /resume  /is_paused  /sleep  /wake_up  /is_sleeping     the engines of every rank, as /admin does it
-/reset_prefix_cache  /update_weights  /server_info  /get_world_size  /version
-/v1/load_lora_adapter  /v1/unload_lora_adapter                  also without /v1 (SGLang's), and below /admin
-"""
+"""What the control routes of every dialect (`admin`, `vllm`, `sglang`) ask of the engines, with bodies and replies."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version as version_of
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Query
 from pydantic import Field, JsonValue
-from starlette.requests import Request
 
-from rollout.engine.forward.adapters import MAX_ADAPTERS
-from rollout.engine.weights.lora_folder import MAX_RANK
+from rollout.errors import ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
-from rollout.server.admin import EngineReply, FlushReply, conflict, engine_now
-from rollout.server.bodies import ReplyBody, body_of, documented_body
-from rollout.server.errors import ApiError, bad_request, documented
+from rollout.server.bodies import ReplyBody
+from rollout.server.errors import ApiError, bad_request
 from rollout.server.openai.schema import Body
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
@@ -81,6 +73,29 @@ class UnloadAdapterRequest(Body):
     """Accepted, without effect: the name says which."""
 
 
+class EngineReply(ReplyBody):
+    """State of the engine after the call."""
+
+    state: str
+    """`running`, `paused`, `suspended` …"""
+    policy_version: int
+    """Policy version of the weights: the number of updates so far, unless set explicitly."""
+
+
+class FlushReply(ReplyBody):
+    """Result of a flush of the prefix cache."""
+
+    flushed_blocks: int
+    """Number of KV blocks freed."""
+
+
+class AbortReply(ReplyBody):
+    """Result of an abort."""
+
+    aborted: int
+    """Number of prompts that were still open; 0 if all had ended."""
+
+
 class AdapterReply(ReplyBody):
     """Result of loading or unloading a LoRA adapter."""
 
@@ -90,31 +105,6 @@ class AdapterReply(ReplyBody):
     """Policy version, which an adapter that takes the place of another has raised."""
     aborted: int = 0
     """Number of samples that have ended because their adapter was unloaded."""
-
-
-class PausedReply(ReplyBody):
-    """Whether the engines are paused."""
-
-    is_paused: bool
-
-
-class SleepingReply(ReplyBody):
-    """Whether the KV memory is released."""
-
-    is_sleeping: bool
-
-
-class WorldReply(ReplyBody):
-    """Number of engines."""
-
-    world_size: int
-    """Engines that compute for this server."""
-
-
-class VersionReply(ReplyBody):
-    """Version of this package."""
-
-    version: str
 
 
 class WeightsReply(ReplyBody):
@@ -127,51 +117,79 @@ class WeightsReply(ReplyBody):
 
 
 class Control:
-    """What both dialects ask of the engines. Every call reaches all ranks, and replies after it has completed."""
+    """Control calls over one server's engines. Each reaches all ranks, and replies after it has completed."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._llm = serving.llm
 
-    async def pause(self, *, abort: bool = False) -> EngineReply:
-        """Pause the engines. No-op if they are paused or suspended."""
-        with conflict():
-            if abort:
-                await self._serving.abort_all()
-            if self._llm.state == EngineState.RUNNING:
-                await self._serving.ask(self._llm.pause)
-        return engine_now(self._llm)
+    @property
+    def now(self) -> EngineReply:
+        """State and policy version of the engine."""
+        return EngineReply(state=str(self._llm.state), policy_version=self._llm.policy_version)
+
+    async def ask(self, method: Callable[..., Any], *arguments: Any) -> EngineReply:
+        """Call a lifecycle method of the LLM.
+
+        Raises:
+            ApiError: 409, the call is not allowed in the present state.
+        """
+        with _conflict():
+            await self._serving.ask(method, *arguments)
+        return self.now
+
+    async def pause(self, *, abort: bool = False, flush: bool = False) -> EngineReply:
+        """Pause the engines. No-op if they are paused or suspended.
+
+        Args:
+            abort: abort the requests that came over HTTP first.
+            flush: afterwards evict all cached KV blocks that no request references.
+        """
+        if abort:
+            await self._serving.abort_all()
+        if self._llm.state == EngineState.RUNNING:
+            await self.ask(self._llm.pause)
+        if flush:
+            await self.flush()
+        return self.now
 
     async def go_on(self) -> EngineReply:
         """Restore the KV memory and continue, as far as needed."""
-        with conflict():
-            if self._llm.state == EngineState.SUSPENDED:
-                await self._serving.ask(self._llm.resume)
-            if self._llm.state == EngineState.PAUSED:
-                await self._serving.ask(self._llm.unpause)
-        return engine_now(self._llm)
+        if self._llm.state == EngineState.SUSPENDED:
+            await self.ask(self._llm.resume)
+        if self._llm.state == EngineState.PAUSED:
+            await self.ask(self._llm.unpause)
+        return self.now
 
-    async def sleep(self, mode: KVCacheManagementMode | None) -> EngineReply:
-        """Pause the engines and release their KV memory."""
-        await self.pause()
-        with conflict():
-            if self._llm.state == EngineState.PAUSED:
-                await self._serving.ask(self._llm.suspend, mode)
-        return engine_now(self._llm)
+    async def wake(self, tags: Sequence[str] | None) -> EngineReply:
+        """Restore the KV memory and continue; no-op if `tags` names other memory only, which is never released."""
+        return self.now if tags and "kv_cache" not in tags else await self.go_on()
+
+    async def sleep(self, mode: KVCacheManagementMode | None, *, abort: bool = False) -> EngineReply:
+        """Pause the engines and release their KV memory; `mode` None: as each engine is configured."""
+        await self.pause(abort=abort)
+        if self._llm.state == EngineState.PAUSED:
+            await self.ask(self._llm.suspend, mode)
+        return self.now
 
     async def flush(self) -> FlushReply:
         """Evict all cached KV blocks that no request references."""
-        with conflict():
+        with _conflict():
             return FlushReply(flushed_blocks=await asyncio.to_thread(self._llm.flush_prefix_cache))
+
+    async def abort(self, reply_id: str | None) -> AbortReply:
+        """Abort the requests of one reply; None: all that came over HTTP."""
+        serving = self._serving
+        return AbortReply(aborted=await (serving.abort_all() if reply_id is None else serving.abort(reply_id)))
 
     async def load(self, order: UpdateWeightsRequest) -> WeightsReply:
         """Load weights from a folder."""
         if (order.weight_dir is None) is (order.model_path is None):
             raise bad_request("the body needs weight_dir, the folder of the weights", param="weight_dir")
         folder = order.weight_dir or order.model_path
-        with conflict():
-            if order.abort_all_requests:
-                await self._serving.abort_all()
+        if order.abort_all_requests:
+            await self._serving.abort_all()
+        with _conflict():
             version = await asyncio.to_thread(self._llm.load_weights, folder, order.version)
         return WeightsReply(success=True, message=f"loaded {folder}", policy_version=version)
 
@@ -184,7 +202,7 @@ class Control:
             )
         if order.base_model_name not in (None, served):
             raise bad_request(f"base_model_name={order.base_model_name!r}: must be {served!r}", param="base_model_name")
-        with conflict():
+        with _conflict():
             load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
             version = await asyncio.to_thread(load, order.lora_name, order.lora_path)
         return AdapterReply(message=f"loaded {order.lora_name!r} from {order.lora_path}", policy_version=version)
@@ -193,112 +211,22 @@ class Control:
         """Unload a LoRA adapter; requests that name it end with an error."""
         if order.lora_name not in self._llm.lora_adapters:
             raise ApiError(404, f"lora_name={order.lora_name!r}: no such adapter is loaded", param="lora_name")
-        with conflict():
+        with _conflict():
             ended = await asyncio.to_thread(self._llm.unload_lora_adapter, order.lora_name)
         version = self._llm.policy_version
         return AdapterReply(message=f"unloaded {order.lora_name!r}", policy_version=version, aborted=ended)
 
-    @property
-    def world_size(self) -> int:
-        """Number of engines."""
-        return int(self._llm.world_size)
 
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks that compute each forward together."""
-        return int(self._llm.tensor_parallel_size)
+@contextmanager
+def _conflict() -> Iterator[None]:
+    """Translate the engine's refusal of a call, in its current state or in direct mode, into a 409.
 
-
-def add_control_routes(app: FastAPI, serving: Serving) -> None:
-    """Register vLLM's control routes, without checking `ServerConfig.admin`."""
-    control = Control(serving)
-    router = APIRouter(tags=["control"], responses=documented(409, 504))
-
-    @router.post("/pause")
-    async def pause(mode: Annotated[Literal["keep", "abort"], Query()] = "keep") -> EngineReply:
-        """Pause every engine at its next step boundary: requests wait (`keep`) or are aborted (`abort`)."""
-        return await control.pause(abort=mode == "abort")
-
-    @router.post("/resume")
-    async def resume() -> EngineReply:
-        """Continue every engine, also a sleeping one."""
-        return await control.go_on()
-
-    @router.get("/is_paused")
-    async def is_paused() -> PausedReply:
-        """Whether the engines are paused or asleep."""
-        return PausedReply(is_paused=serving.llm.state != EngineState.RUNNING)
-
-    @router.post("/sleep")
-    async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1") -> EngineReply:
-        """Pause, and release the KV memory: kept on the host (level 1), or computed again (level 2)."""
-        return await control.sleep(KVCacheManagementMode.OFFLOAD if level == "1" else KVCacheManagementMode.RECOMPUTE)
-
-    @router.post("/wake_up")
-    async def wake_up() -> EngineReply:
-        """Restore the KV memory and continue."""
-        return await control.go_on()
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> SleepingReply:
-        """Whether the KV memory is released."""
-        return SleepingReply(is_sleeping=serving.llm.state == EngineState.SUSPENDED)
-
-    @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> FlushReply:
-        """Evict all cached KV blocks that no request references."""
-        return await control.flush()
-
-    for path in ("/update_weights", "/update_weights_from_disk"):
-
-        @router.post(path, openapi_extra=documented_body(UpdateWeightsRequest), responses=documented(400))
-        async def update_weights(request: Request) -> WeightsReply:
-            """Load the weights of a folder of safetensors; running requests go on under them."""
-            return await control.load(await body_of(serving, request, UpdateWeightsRequest))
-
-    for prefix in ("/v1", "", "/admin"):
-
-        @router.post(
-            f"{prefix}/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest), responses=documented(400)
-        )
-        async def load_lora_adapter(request: Request) -> AdapterReply:
-            """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
-            return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
-
-        @router.post(
-            f"{prefix}/unload_lora_adapter",
-            openapi_extra=documented_body(UnloadAdapterRequest),
-            responses=documented(400, 404),
-        )
-        async def unload_lora_adapter(request: Request) -> AdapterReply:
-            """Unload a LoRA adapter on every rank; its requests end with a 409 that says so."""
-            return await control.unload_adapter(await body_of(serving, request, UnloadAdapterRequest))
-
-    _add_descriptions(router, serving, control)
-    app.include_router(router)
-
-
-def _add_descriptions(router: APIRouter, serving: Serving, control: Control) -> None:
-    @router.get("/get_world_size")
-    async def get_world_size() -> WorldReply:
-        """Return the number of engines."""
-        return WorldReply(world_size=control.world_size)
-
-    @router.get("/version")
-    async def version() -> VersionReply:
-        """Return the version of this package."""
-        return VersionReply(version=version_of("rollout-engine"))
-
-    @router.get("/server_info")
-    async def server_info() -> dict[str, Any]:
-        """Describe the server where clients look for vLLM's configuration; null is what it does not have."""
-        config = {
-            "model_config": {"model": serving.model_name, "max_model_len": serving.llm.max_sequence_length},
-            "parallel_config": {
-                "tensor_parallel_size": control.tensor_parallel_size,
-                "data_parallel_size": control.world_size,
-            },
-            "lora_config": {"max_loras": MAX_ADAPTERS, "max_cpu_loras": MAX_ADAPTERS, "max_lora_rank": MAX_RANK},
-            "weight_transfer_config": None,
-        }
-        return {"vllm_config": config, "policy_version": serving.llm.policy_version}
+    Raises:
+        ApiError: 409 with the engine's message.
+    """
+    try:
+        yield
+    except RuntimeError as exc:
+        if type(exc) not in (RuntimeError, EngineStateError, ControlError):
+            raise
+        raise ApiError(409, str(exc), code="not_allowed_now", headers={"x-should-retry": "false"}) from exc

@@ -3,6 +3,7 @@
     Boundary   converts exceptions to replies, counts replies, refuses requests during shutdown
     Auth       checks the API key
     Body       reads the whole body within its size and time limits; refuses what is not JSON text
+    HeadAsGet  runs a HEAD request as GET
 
 In front of them `cross_origin`, if pages of other origins are allowed: a preflight has no key.
 
@@ -24,6 +25,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.config import ServerConfig
@@ -39,8 +41,8 @@ reply."""
 LOGGED_PATH = 200
 """Characters of a path that the request log shows."""
 
-OPEN_PATHS = frozenset({"/health", "/health/"})
-"""Paths that require no key."""
+OPEN_PATHS = frozenset({"/health", "/health/", "/ping", "/ping/"})
+"""Paths that require no key: load balancers and container platforms ask them."""
 
 _log = logging.getLogger(__name__)
 _requests = logging.getLogger("rollout.server.requests")
@@ -207,6 +209,45 @@ class Body:
     def _too_large(self) -> _RefusedBodyError:
         message = f"the body has more than {self._max_bytes} bytes: send less, or raise max_body_mb of the server"
         return _RefusedBodyError(ApiError(413, message, code="body_too_large"))
+
+
+class HeadAsGet:
+    """Runs a HEAD request as GET; the server below, which still sees HEAD, leaves the reply's body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on one request."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        inner = dict(scope, method="GET")
+        try:
+            await self._app(inner, receive, send)
+        finally:
+            if "route" in inner:
+                scope["route"] = inner["route"]
+
+
+class WithoutSlash:
+    """Routes a path that no route has again, without its trailing slashes; the default of a router.
+
+    A redirect instead would drop the key of some clients, and the body of others.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._not_found = router.default
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        path = scope["path"]
+        if scope["type"] == "http" and path.endswith("/") and path.rstrip("/"):
+            scope["path"] = path.rstrip("/")
+            await self._router(scope, receive, send)
+        else:
+            await self._not_found(scope, receive, send)
 
 
 class _RefusedBodyError(Exception):

@@ -1,7 +1,8 @@
 """SGLang's native routes, as slime and AReaL call them.
 
-    /generate  /health_generate  /get_model_info                                       always
+    /generate  /health_generate  /model_info  /get_model_info                          always
     /pause_generation  /continue_generation  /abort_request  /flush_cache              only if `ServerConfig.admin` is on
+    /release_memory_occupation  /resume_memory_occupation
 
 A request that is aborted while it runs is answered with what it has so far, and the finish reason `abort`.
 """
@@ -12,7 +13,7 @@ from base64 import b64encode
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Query
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
@@ -21,10 +22,9 @@ from starlette.responses import Response
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError, RequestAbortedError
 from rollout.sampling_params import SamplingParams
-from rollout.server.admin import AbortReply, EngineReply, FlushReply
-from rollout.server.bodies import LARGE, body_of, documented_body, off_the_loop
+from rollout.server.bodies import LARGE, body_of, body_or_default, documented_body, off_the_loop
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
-from rollout.server.control import Control
+from rollout.server.control import AbortReply, Control, EngineReply, FlushReply
 from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.openai import generation as calls
 from rollout.server.openai.logprobs import finite
@@ -145,6 +145,27 @@ class PauseGeneration(Body):
     """`abort` (default): open requests are answered with what they have. The others: they go on afterwards."""
 
 
+class ContinueGeneration(Body):
+    """Body of `/continue_generation`."""
+
+    torch_empty_cache: bool | None = None
+    """Accepted, without effect: a pause allocates nothing."""
+
+
+class ReleaseMemory(Body):
+    """Body of `/release_memory_occupation`."""
+
+    tags: list[Literal["kv_cache"]] | None = None
+    """What to release: the KV memory is all that can be; weights stay."""
+
+
+class ResumeMemory(Body):
+    """Body of `/resume_memory_occupation`."""
+
+    tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
+    """What to restore; only the KV memory was released. Null: all."""
+
+
 class AbortRequest(Body):
     """Body of `/abort_request`."""
 
@@ -193,12 +214,14 @@ def add_sglang_routes(app: FastAPI, serving: Serving) -> None:
         serving.llm.refuse_when_over()
         return {"status": str(serving.llm.state)}
 
-    @router.get("/get_model_info")
-    async def get_model_info() -> ModelInfoReply:
+    async def model_info() -> ModelInfoReply:
         """Describe the model."""
         name = serving.model_name
         weights = str(serving.llm.policy_version)
         return ModelInfoReply(model_path=name, tokenizer_path=name, is_generation=True, weight_version=weights)
+
+    for path in ("/model_info", "/get_model_info"):
+        router.add_api_route(path, model_info)
 
     app.include_router(router)
 
@@ -208,16 +231,29 @@ def add_sglang_control(app: FastAPI, serving: Serving) -> None:
     control = Control(serving)
     router = APIRouter(tags=["sglang"], responses=documented(409, 504))
 
-    @router.post("/pause_generation", openapi_extra=_optional(PauseGeneration))
+    @router.post("/pause_generation", openapi_extra=documented_body(PauseGeneration, required=False))
     async def pause_generation(request: Request) -> EngineReply:
         """Pause every engine at its next step boundary."""
-        order = PauseGeneration() if not await request.body() else await body_of(serving, request, PauseGeneration)
+        order = await body_or_default(serving, request, PauseGeneration)
         return await control.pause(abort=order.mode in (None, "abort"))
 
-    @router.post("/continue_generation")
-    async def continue_generation() -> EngineReply:
+    @router.post("/continue_generation", openapi_extra=documented_body(ContinueGeneration, required=False))
+    async def continue_generation(request: Request) -> EngineReply:
         """Continue every engine."""
+        await body_or_default(serving, request, ContinueGeneration)
         return await control.go_on()
+
+    @router.post("/release_memory_occupation", openapi_extra=documented_body(ReleaseMemory, required=False))
+    async def release_memory_occupation(request: Request) -> EngineReply:
+        """Pause, and release the KV memory as each engine is configured to; open requests go on afterwards."""
+        await body_or_default(serving, request, ReleaseMemory)
+        return await control.sleep(None)
+
+    @router.post("/resume_memory_occupation", openapi_extra=documented_body(ResumeMemory, required=False))
+    async def resume_memory_occupation(request: Request) -> EngineReply:
+        """Restore the KV memory and continue, unless `tags` leaves it out."""
+        order = await body_or_default(serving, request, ResumeMemory)
+        return await control.wake(order.tags)
 
     @router.post("/abort_request", openapi_extra=documented_body(AbortRequest))
     async def abort_request(request: Request) -> AbortReply:
@@ -225,9 +261,11 @@ def add_sglang_control(app: FastAPI, serving: Serving) -> None:
         order = await body_of(serving, request, AbortRequest)
         if order.rid is None and not order.abort_all:
             raise bad_request("the body needs rid, or abort_all=true", param="rid")
-        return AbortReply(aborted=await (serving.abort_all() if order.rid is None else serving.abort(order.rid)))
+        return await control.abort(order.rid)
 
-    async def flush_cache() -> FlushReply:
+    async def flush_cache(
+        timeout: Annotated[float, Query(ge=0, description="Without effect: nothing is waited for.")] = 0,
+    ) -> FlushReply:
         """Evict all cached KV blocks that no request references."""
         return await control.flush()
 
@@ -236,13 +274,6 @@ def add_sglang_control(app: FastAPI, serving: Serving) -> None:
         router.add_api_route("/flush_cache", flush_cache, methods=[method])
 
     app.include_router(router)
-
-
-def _optional(model: type[Body]) -> dict[str, Any]:
-    """Description of a body that may be left out."""
-    described = documented_body(model)
-    described["requestBody"]["required"] = False
-    return described
 
 
 def _prepared(

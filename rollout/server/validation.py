@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from rollout.names import did_you_mean
 
 MAX_REASONS = 4
 """Maximum number of union alternatives listed in a message."""
@@ -22,26 +24,28 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
+def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str | None]:
     """Return (message, field) of the first error; for a union, the message lists what each alternative requires.
 
     An unknown field is reported before a missing one: it is likely to be the missing one, misspelt.
 
     Args:
         errors: as returned by `RequestValidationError.errors()`.
+        known: fields of the body; the nearest to an unknown one is given.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
     field = _field(first)
-    if first["type"] == "json_invalid":
-        return f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
     if field is None and first["type"] == "missing":
         return "the body is missing: send a JSON object", None
     if field is None:
         shape = first["type"] in _NO_OBJECT
         return ("the body must be a JSON object" if shape else f"the body: {_reason(first)}"), None
     if first["type"] == "extra_forbidden":
-        return f"{field}: there is no such field here; see /docs for those there are", field
+        return (
+            f"{field}: there is no such field here; {did_you_mean(field, known, 'see /docs for those there are')}",
+            field,
+        )
     if first["type"] == "missing":
         return f"{field}: required, and not there", field
     reasons = dict.fromkeys(_reason(error) for error in errors if _field(error) == field)

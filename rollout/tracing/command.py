@@ -20,9 +20,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("rollout trace", description="Summarise a timeline that rollout.trace() wrote.")
     parser.add_argument("file", nargs="+", help="a trace, or those of all ranks of a job")
     parser.add_argument("--slowest", type=int, default=5, metavar="N", help="samples whose lives are told (default: 5)")
-    parser.add_argument(
-        "--merge", metavar="OUT", help="also write the files as one timeline, taking their clocks to agree"
-    )
+    parser.add_argument("--merge", metavar="OUT", help="also write the files as one timeline, their clocks aligned")
     options = parser.parse_args(arguments)
     if options.slowest < 0:
         parser.error(f"--slowest {options.slowest}: must be at least 0")

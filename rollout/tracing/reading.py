@@ -80,7 +80,7 @@ class ReadTrace:
 
 
 def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
-    """Read one trace file, or those of several ranks, whose clocks are then taken to agree.
+    """Read one trace file, or those of several ranks; see `merged`.
 
     Raises:
         ConfigError: a file is missing, no trace of this package, or damaged; names it.
@@ -91,7 +91,7 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
 def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     """The trace events of one file, or of several merged; raises as `read`."""
     traces = sorted(map(_load, paths), key=lambda trace: trace["otherData"]["rank"])
-    return traces[0] if len(traces) == 1 else merged(traces, [0.0] * len(traces))
+    return traces[0] if len(traces) == 1 else merged(traces)
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,16 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def merged(traces: Sequence[dict[str, Any]], offsets_s: Sequence[float]) -> dict[str, Any]:
+def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One trace of all ranks.
 
     Args:
-        traces: from `timeline`, the first one's start is time 0.
-        offsets_s: seconds that each rank's clock is ahead of the first one's.
+        traces: from `timeline`; the first one's start is time 0, by its clock. `otherData["clock"]`, where there is one, is
+            seconds since the epoch at moments that were the same on all ranks, by the moment's number: clocks are aligned
+            by the median difference to the first one's, and are taken to agree where two have no moment in common.
     """
     first = traces[0]["otherData"]
+    offsets_s = [_ahead_s(trace["otherData"].get("clock", {}), first.get("clock", {})) for trace in traces]
     events: list[Event] = []
     end_s = 0.0
     for trace, offset in zip(traces, offsets_s, strict=True):
@@ -76,10 +79,15 @@ def merged(traces: Sequence[dict[str, Any]], offsets_s: Sequence[float]) -> dict
     about = first | {
         "duration_s": end_s,
         "ranks": [trace["otherData"]["rank"] for trace in traces],
-        "clock_offsets_s": list(offsets_s),
+        "clock_offsets_s": offsets_s,
         "dropped": sum(trace["otherData"]["dropped"] for trace in traces),
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _ahead_s(clock: dict[str, float], of_first: dict[str, float]) -> float:
+    ahead = [at - of_first[moment] for moment, at in clock.items() if moment in of_first]
+    return statistics.median(ahead) if ahead else 0.0
 
 
 def with_decisions(trace: dict[str, Any], decisions: Sequence[tuple[float, str, dict[str, Any]]]) -> dict[str, Any]:

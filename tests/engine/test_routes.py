@@ -299,6 +299,24 @@ def test_gradients_under_checkpointing_are_those_without(foreign: RolloutBatch) 
         gradient(True, outside=True)
 
 
+def test_an_engine_in_the_block_routes_live_and_does_not_disturb_what_is_replayed(foreign: RolloutBatch) -> None:
+    def play(sampling: bool) -> tuple[torch.Tensor, list[int]]:
+        model = copy.deepcopy(shared_model("qwen3_moe"))
+        model.gradient_checkpointing_enable()
+        engine = make_engine(model)
+        engine.add_request(token_ids(5, 9), greedily(4))
+        with rollout.replay(foreign, model):
+            loss = trainer_logprobs_of(model, foreign).sum()
+            inside = finish(engine) if sampling else None
+            loss.backward()
+        (done,) = (inside or finish(engine)).values()
+        return model.model.layers[0].mlp.gate.weight.grad, done.generated_tokens
+
+    (gradient, tokens), (expected, outside) = play(True), play(False)
+    torch.testing.assert_close(gradient, expected)
+    assert tokens == outside
+
+
 def test_two_checkpointed_forwards_before_their_backward_are_refused(foreign: RolloutBatch) -> None:
     model = copy.deepcopy(shared_model("qwen3_moe"))
     model.gradient_checkpointing_enable()

@@ -105,7 +105,7 @@ def test_a_manager_reads_messages_and_what_the_processor_returned_alike(expected
         ("text.png", "8 bytes that are no image"),
         ("data:image/png;base64,!!", "base64 is damaged"),
         ("data:image/png,abc", "must be data:image"),
-        (7, "of type int: must be a data URL"),
+        (7, "int as image: must be a data URL"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_named_by_its_place(llm: LLM, source: Any, says: str) -> None:

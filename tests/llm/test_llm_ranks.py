@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,6 @@ from tests.models import make_model
 from tests.ranks import run_together
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 def alone(count: int, length: int) -> list[list[int]]:

@@ -167,7 +167,7 @@ def other_kinds(rank: int, folder: str, mixture: str) -> dict[str, str]:
     sequence = parallelize_module(whole, init_device_mesh("cpu", (2,)), plan)
     return {
         "pipeline": said(lambda: make_rollout(load(folder, pp_size=2))),
-        "expert": said(lambda: make_rollout(load(mixture, ep_size=2, tp_size=2))),
+        "expert": said(lambda: make_rollout(load(mixture, ep_size=2, fsdp_size=2))),
         "sequence": said(lambda: make_rollout(sequence)),
     }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.distributed.job.nursery import Nursery
@@ -11,15 +9,6 @@ from tests.manager import episode_jobs
 from tests.ranks import run_together
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 def test_ranks_play_their_episodes_together_and_each_gets_its_own(nursery: Nursery) -> None:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.job.nursery import Nursery
 from tests.manager import tensor_parallel_jobs as jobs
 from tests.models import make_model
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 @pytest.fixture(scope="module")

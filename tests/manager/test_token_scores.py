@@ -20,7 +20,7 @@ from rollout import (
     WeightsChangedError,
 )
 from rollout.engine import prefill
-from tests.adapters import saved_adapter
+from tests.adapters import adapted, saved_adapter
 from tests.models import VOCAB, make_model
 from tests.rollouts import assert_nothing_leaked, completions, make_rollout, tokens, trainer_logprobs_of, update
 from trainer_hooks.peft import adapter
@@ -324,10 +324,20 @@ def test_a_suspended_rollout_wakes_for_a_score(model):
         rollout.score(PROMPTS)
 
 
-def test_samples_of_an_adapter_that_requests_name_are_not_scored_as_the_models_own(tmp_path: Path) -> None:
-    with make_rollout(make_model("qwen3")) as rollout:
-        rollout.engine.load_adapter("a", saved_adapter(make_model("qwen3"), tmp_path))
-        batch = rollout.generate([[5, 6]], tokens(3, adapter="a"))
-        with pytest.raises(ConfigError, match=r"adapter='a'.*temperature="):
-            rollout.score(batch)
-        assert rollout.score(batch, temperature=1.0).mask.any()
+def test_rows_are_scored_with_the_adapter_their_requests_named(model: PreTrainedModel, tmp_path: Path) -> None:
+    folder = saved_adapter(make_model("qwen3"), tmp_path)
+    with make_rollout(model) as rollout:
+        rollout.engine.load_adapter("a", folder)
+        batch = rollout.generate([PROMPTS[0]] * 2, [tokens(3, adapter="a"), tokens(3)])
+        scores = rollout.score(batch)
+        assert torch.allclose(scores.logprobs, batch.logprobs, atol=1e-5)
+        sequences = [row[: int(batch.prompt_lengths[0]) + 3].tolist() for row in batch.input_ids]
+        named, plain = (rollout.score(sequences, adapter=name) for name in ("a", None))
+        assert_equals_forward(adapted(make_model("qwen3"), folder), named, sequences)
+        assert_equals_forward(model, plain, sequences)
+        assert torch.equal(rollout.score(batch, adapter="a").logprobs[1, -3:], named.logprobs[1, -3:])
+        assert (scores.adapters, named.adapters, plain.adapters) == ("'a'", "'a'", "none")
+        with pytest.raises(InvalidRequestError, match="sequence 0: adapter 'b' is not loaded"):
+            rollout.score(sequences, adapter="b")
+        assert_nothing_leaked(rollout)
+    assert_equals_forward(model, package.score(model, batch), sequences)

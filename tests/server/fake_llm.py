@@ -132,6 +132,7 @@ class FakeLLM:
     """
 
     _stream_class = FakeStream
+    world_size = tensor_parallel_size = 1
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.loop = LoopThread()

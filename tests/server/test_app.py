@@ -424,7 +424,7 @@ def test_the_offer_of_another_protocol_is_declined_and_the_request_answered(open
 
 
 def test_unknown_paths_and_methods_have_our_shape(url):
-    for path in ("/nowhere", "/v1/completions/", "/admin/pause", "/v1/../etc/passwd", "/%00"):
+    for path in ("/nowhere", "/nowhere/", "/", "//", "/admin/pause/", "/v1/../etc/passwd", "/%00"):
         assert error_of(httpx.get(url + path), 404)["type"] == "not_found_error"
     wrong = httpx.get(f"{url}/v1/completions")
     assert "POST" in error_of(wrong, 405)["message"]

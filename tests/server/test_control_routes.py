@@ -80,6 +80,7 @@ def until(holds: Any) -> None:
 @pytest.mark.parametrize(("stop", "go", "state"), [
     ("/pause?mode=keep", "/resume", "paused"), ("/sleep?level=1", "/wake_up", "suspended"),
     ("/sleep?level=2", "/resume", "suspended"), ("/pause_generation", "/continue_generation", "paused"),
+    ("/release_memory_occupation", "/resume_memory_occupation", "suspended"),
 ])  # fmt: skip
 def test_engines_are_stopped_and_continued_twice_without_harm(http: httpx.Client, stop: str, go: str, state: str):
     for _ in range(2):
@@ -89,6 +90,31 @@ def test_engines_are_stopped_and_continued_twice_without_harm(http: httpx.Client
     for _ in range(2):
         assert ok(http.post(go))["state"] == "running"
     assert ok(http.get("/is_paused")) == {"is_paused": False}
+
+
+def test_tags_say_what_wakes_and_options_without_effect_are_refused(http: httpx.Client):
+    ok(http.post("/sleep?level=1&mode=abort"))
+    assert ok(http.post("/wake_up?tags=weights"))["state"] == "suspended"
+    assert ok(http.post("/resume_memory_occupation", json={"tags": ["weights", "cuda_graph"]}))["state"] == "suspended"
+    assert ok(http.post("/wake_up?tags=weights&tags=kv_cache"))["state"] == "running"
+    for order, param in (
+        ("/wake_up?tags=scheduling", "tags[0]"),
+        ("/sleep?level=0", "level"),
+        ("/sleep?mode=wait", "mode"),
+        ("/pause?wait_for_inflight_requests=true", "wait_for_inflight_requests"),
+        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests"),
+    ):
+        refused = http.post(order)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert http.post("/release_memory_occupation", json={"tags": ["weights"]}).status_code == 400
+    assert ok(http.get("/is_paused")) == {"is_paused": False}
+
+
+def test_a_pause_may_clear_the_prefix_cache(llm: LLM, http: httpx.Client):
+    llm.generate(PROMPT, SamplingParams(max_tokens=8))
+    ok(http.post("/pause?mode=keep&clear_cache=true&wait_for_inflight_requests=false"))
+    assert ok(http.post("/reset_prefix_cache?reset_running_requests=false"))["flushed_blocks"] == 0
+    ok(http.post("/continue_generation", json={"torch_empty_cache": True}))
 
 
 def test_the_server_describes_itself_to_trainers(http: httpx.Client):
@@ -103,7 +129,7 @@ def test_the_server_describes_itself_to_trainers(http: httpx.Client):
     assert ok(http.get("/version"))["version"]
 
 
-@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache?timeout=5"])
 def test_the_prefix_cache_is_flushed(llm: LLM, http: httpx.Client, path: str):
     llm.generate(PROMPT, SamplingParams(max_tokens=8))
     assert ok(http.post(path))["flushed_blocks"] > 0

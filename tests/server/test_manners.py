@@ -12,6 +12,7 @@ import pytest
 
 from rollout import ConfigError, ServerConfig
 from rollout.server.chat_template.reasoning import ReasoningParser
+from rollout.state import EngineState
 from tests.server.chat_templates import byte_level
 from tests.server.fake_llm import served
 from tests.server.scripted import events, scripted, spoken
@@ -19,6 +20,7 @@ from tests.server.scripted import events, scripted, spoken
 ASK = {"model": "fakes/one", "prompt": [1, 2, 3]}
 PAGE = "https://page.example"
 PATIENCE_S = 60.0
+TOKENIZER = byte_level("qwen2.5")
 
 
 # --- request log ------------------------------------------------------------------------------------------------------
@@ -40,7 +42,7 @@ def test_each_request_is_one_line_without_its_query_if_asked_for(caplog: pytest.
             httpx.request(method, server.url + path, json=ASK if method == "POST" else None)
             assert len(lines_of(caplog, count)) == count
         said = [re.sub(r"127.0.0.1:\d+|\d+\.\d{3}s", "*", line) for line in caplog.messages]
-    assert said == ["* POST /v1/completions 200 *", "* GET /v1/models 200 *", "* GET /no%0Awhere 404 *"]
+    assert said == ["* POST /v1/completions 200 *", "* GET /v1/models 400 *", "* GET /no%0Awhere 404 *"]
 
 
 def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,6 +101,61 @@ def test_operations_have_ids_of_their_own(recwarn: pytest.WarningsRecorder) -> N
     ids = [each.get("operationId") for methods in document["paths"].values() for each in methods.values()]
     assert len(ids) == len(set(ids))
     assert not [str(each.message) for each in recwarn if "Operation ID" in str(each.message)]
+
+
+# --- paths, methods, and what a route does not read -------------------------------------------------------------------
+
+
+def test_every_page_is_there_for_head_and_with_a_trailing_slash() -> None:
+    with (
+        served(TOKENIZER, admin=True, api_key="sk-1") as (_, server),
+        httpx.Client(base_url=server.url) as client,
+    ):
+        assert [client.head(path).status_code for path in ("/health", "/ping/", "/ping")] == [200] * 3
+        assert [client.head(path).status_code for path in ("/metrics", "/v1/models/")] == [401] * 2
+        client.headers["Authorization"] = "Bearer sk-1"
+        document = client.get("/openapi.json").json()
+        pages = {path for path, methods in document["paths"].items() if "get" in methods and "{" not in path}
+        assert pages >= {"/v1/models", "/model_info", "/ping", "/tokenizer_info", "/is_paused", "/metrics"}
+        for path in pages | {"/docs", "/openapi.json"}:
+            there = client.get(path)
+            assert there.status_code == 200, path
+            assert client.get(f"{path}/").headers["content-type"] == there.headers["content-type"]
+            for head in (client.head(path), client.head(f"{path}/")):
+                assert (head.status_code, head.content) == (200, b"")
+        assert client.head("/v1/completions").status_code == 405
+        assert client.post("/v1/completions/", json=ASK).status_code == 200
+        assert client.head("/v1/models/no").status_code == 404
+
+
+def test_a_query_or_body_that_a_route_does_not_read_is_refused_by_name() -> None:
+    with (
+        served(TOKENIZER, admin=True, insecure=True) as (llm, server),
+        httpx.Client(base_url=server.url) as client,
+    ):
+        for path, methods in client.get("/openapi.json").json()["paths"].items():
+            for method in methods:
+                refused = client.request(method, path.replace("{", "").replace("}", ""), params={"zz": "sk-secret"})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "zz"), path
+                assert "sk-secret" not in refused.text
+                if method == "post":
+                    refused = client.post(path, json={"zz": 1, "model": None})
+                    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "zz"), path
+        assert "did you mean mode?" in client.post("/pause?mdoe=abort").text
+        assert "/pause?mode=..." in client.post("/pause", json={"mode": "abort"}).text
+        assert "did you mean temperature?" in client.post("/v1/completions", json=ASK | {"temprature": 1}).text
+        assert llm.state == EngineState.RUNNING
+
+
+def test_what_is_no_json_is_told_with_its_place() -> None:
+    with served() as (_, server):
+        sent = {"content": b'{"prompt": "a",\n "n": 1,}', "headers": {"Content-Type": "application/json"}}
+        assert "line 2, column 9 (character 24)" in httpx.post(f"{server.url}/v1/completions", **sent).text
+        sent["headers"] = {"Content-Type": "text/plain"}
+        assert (
+            "Content-Type: text/plain: must be application/json"
+            in httpx.post(f"{server.url}/v1/completions", **sent).text
+        )
 
 
 # --- reasoning --------------------------------------------------------------------------------------------------------

@@ -156,8 +156,12 @@ def test_files_of_ranks_become_one_timeline(step, tmp_path, capsys):
 
 def test_a_clock_that_is_ahead_is_set_back(step):
     trace = load([step])
-    ahead = trace | {"otherData": trace["otherData"] | {"started_s": trace["otherData"]["started_s"] + 5, "rank": 1}}
-    both = merged([trace, ahead], [0.0, 5.0])
+    about, moments = trace["otherData"], {"7": 100.0, "8": 101.0, "9": 102.0}
+    # One reading that came late does not count.
+    late = {"8": 106.0, "9": 107.0, "10": 108.0, "7": 190.0}
+    ahead = trace | {"otherData": about | {"started_s": about["started_s"] + 5, "rank": 1, "clock": late}}
+    both = merged([trace | {"otherData": about | {"clock": moments}}, ahead])
+    assert both["otherData"]["clock_offsets_s"] == [0.0, 5.0]
     assert both["otherData"]["duration_s"] == pytest.approx(trace["otherData"]["duration_s"])
 
 

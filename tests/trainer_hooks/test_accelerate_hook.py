@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
-from tests.distributed.job.nursery import Nursery
 from tests.distributed.job.rank_jobs import Sample
 from tests.ranks import run_together
 from tests.trainer_hooks.accelerate_jobs import FakeRollout, a_model, is_sharded, is_trained, saves_only, sgd
@@ -253,15 +252,6 @@ def test_the_door_imports_no_other_framework():
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 @pytest.mark.distributed

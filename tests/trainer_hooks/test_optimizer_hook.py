@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from rollout.errors import ConfigError
 from rollout.state import KVCacheManagementMode
-from tests.distributed.job.nursery import Nursery
 from tests.ranks import run_together
 from tests.trainer_hooks import deepspeed_jobs
 from trainer_hooks.optimizer import attach
@@ -393,15 +392,11 @@ def test_the_optimizer_inside_of_deepspeeds_is_refused_for_what_it_steps(model, 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_deepspeed_engines_of_every_stage_count_the_steps_they_made():
+def test_deepspeed_engines_of_every_stage_count_the_steps_they_made(nursery):
     """What `FakeZero` stands for; also through accelerate."""
     pytest.importorskip("deepspeed")
-    nursery = Nursery()
-    try:
-        for stage in (1, 2, 3):
-            for answer in run_together(nursery, 2, deepspeed_jobs.is_stepped, stage=stage):
-                assert answer == {"versions": [0, 1, 1, 1, 1, 1], "right": True, "skipped": True, "steps": 1}
-        for answer in run_together(nursery, 2, deepspeed_jobs.is_prepared):
-            assert answer == {"versions": [0, 1, 1, 2], "optimizer": "DeepSpeedOptimizerWrapper"}
-    finally:
-        nursery.close()
+    for stage in (1, 2, 3):
+        for answer in run_together(nursery, 2, deepspeed_jobs.is_stepped, stage=stage):
+            assert answer == {"versions": [0, 1, 1, 1, 1, 1], "right": True, "skipped": True, "steps": 1}
+    for answer in run_together(nursery, 2, deepspeed_jobs.is_prepared):
+        assert answer == {"versions": [0, 1, 1, 2], "optimizer": "DeepSpeedOptimizerWrapper"}

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from rollout.manager.manager import RolloutManager
 from rollout.metrics import LOGGED
 from rollout.sampling_params import SamplingParams
-from tests.distributed.job.nursery import Nursery
 from tests.distributed.job.rank_jobs import samples
 from tests.models import make_tokenizer
 from tests.ranks import run_together
@@ -286,15 +285,6 @@ def test_the_door_imports_neither_the_trainer_nor_the_engine():
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 @pytest.mark.distributed

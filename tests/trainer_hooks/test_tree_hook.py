@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from tests.benchmarks.tree import METHODS, Step
-from tests.distributed.job.nursery import Nursery
 from tests.models import make_model
 from tests.ranks import run_together
 from tests.trainer_hooks import tree_jobs
@@ -63,12 +62,8 @@ def test_adapters_get_the_padded_batchs_gradients(first):
 
 
 @pytest.mark.distributed
-def test_on_two_ranks_with_checkpointing_averaged_gradients_are_the_padded_batchs():
-    nursery = Nursery()
-    try:
-        mine, other = run_together(nursery, 2, tree_jobs.gradients)
-    finally:
-        nursery.close()
+def test_on_two_ranks_with_checkpointing_averaged_gradients_are_the_padded_batchs(nursery):
+    mine, other = run_together(nursery, 2, tree_jobs.gradients)
     assert mine == other
     assert set(mine) == {"DDP", "accelerate", "FSDP2"}
     for wrapper, found in mine.items():

@@ -17,7 +17,6 @@ from rollout.engine.forward.routers import routers_of
 from rollout.errors import ConfigError, RolloutFailedError
 from rollout.manager.manager import RolloutManager
 from rollout.state import EngineState
-from tests.distributed.job.nursery import Nursery
 from tests.models import make_model, make_tokenizer
 from tests.ranks import run_together
 from tests.rollouts import assert_nothing_leaked, make_rollout
@@ -678,12 +677,8 @@ def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(tmp_path):
-    nursery = Nursery()
-    try:
-        answers = run_together(nursery, 2, trl_jobs.trains_sharded, folder=str(tmp_path))
-    finally:
-        nursery.close()
+def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(nursery, tmp_path):
+    answers = run_together(nursery, 2, trl_jobs.trains_sharded, folder=str(tmp_path))
     for answer in answers:
         assert (answer["version"], answer["sharded"]) == (2, True)
         assert max(answer["rollout/logprob_diff_max"]) < 1e-5

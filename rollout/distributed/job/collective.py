@@ -7,17 +7,20 @@ that is disconnected at the end of a call does not wait in it forever.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+
+import torch.distributed as dist
 
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
 from rollout.errors import ConnectionLostError, DeadlineError, EngineStateError
 from rollout.state import CoordinatorState
 
-CLOCK_BARRIERS = 5
-"""Barriers of one alignment of clocks; the median difference counts."""
+CLOCK_BARRIERS = 16
+"""Latest barriers by which clocks are aligned; the median difference counts."""
 
 
 class CollectiveCalls:
@@ -34,6 +37,7 @@ class CollectiveCalls:
         self._on_event = on_event
         self._timeout_s = member.engine.config.control_timeout_s
         self._gathered = 0
+        self._passed_at: deque[tuple[int, float]] = deque(maxlen=CLOCK_BARRIERS)
         self._ended = 0
         """Number of completed calls."""
         self._barrier: Future[None] | None = None
@@ -84,13 +88,25 @@ class CollectiveCalls:
         self.meet(f"{what}()")
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
 
-    def clock_readings(self) -> list[float]:
-        """Seconds since the epoch when barriers were passed, on all ranks at nearly the same moment; [] on one host."""
-        readings = []
-        for _ in range(0 if self._world.one_host else CLOCK_BARRIERS):
-            self.meet("clock()")
-            readings.append(time.time())
-        return readings
+    def post(self, what: str, value: bytes) -> bool:
+        """Leave a value for rank 0, in the place of the one before; False if the store's process has ended."""
+        try:
+            self._world.publish(f"{what}/{self._world.rank}", value)
+        except dist.DistError:
+            return False
+        return True
+
+    def posted(self, what: str) -> list[bytes | None] | None:
+        """What each rank has posted last, None where nothing; None on another rank than 0."""
+        if self._world.rank:
+            return None
+        keys = [f"{what}/{rank}" for rank in range(self._world.size)]
+        return [self._world.wait_for(key, self._timeout_s) if self._world.is_published(key) else None for key in keys]
+
+    def clock_readings(self) -> dict[int, float]:
+        """Seconds since the epoch by collective call, when its barrier was passed: all ranks pass it at nearly the same
+        moment. The latest `CLOCK_BARRIERS`; {} on one host."""
+        return {} if self._world.one_host else dict(self._passed_at.copy())
 
     def try_finish(self) -> bool:
         """Arrive at the barrier that ends `generate`, without waiting; returns whether every rank has arrived.
@@ -178,7 +194,14 @@ class CollectiveCalls:
             self._ended, timeout_s, what=call, policy_version=self._member.engine.policy_version
         )
         arrived = self._member.loop.start(barrier)
-        arrived.add_done_callback(lambda _: self._on_event())
+        call_index = self._ended
+
+        def answered(barrier: Future[None]) -> None:
+            if not (barrier.cancelled() or barrier.exception()):
+                self._passed_at.append((call_index, time.time()))
+            self._on_event()
+
+        arrived.add_done_callback(answered)
         return arrived
 
     def _end(self) -> None:

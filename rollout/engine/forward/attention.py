@@ -30,6 +30,11 @@ _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", defaul
 """Batch of the current thread's forward."""
 
 
+def is_rollout_forward() -> bool:
+    """Whether the current thread runs a forward of an engine, not one of the trainer's."""
+    return _carried.get() is not None
+
+
 class AttentionBatch(Protocol):
     """Per-step input that is passed to every attention layer."""
 

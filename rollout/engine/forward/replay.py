@@ -2,8 +2,9 @@
 
 The trainer's forward is aligned with the batch by its tokens: any rows of the batch in any order, padded on the left or the
 right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward of a prefix tree pass the tree
-instead. Only the choice is replayed: scores, softmax and normalisation are the live router's, with gradient. The module is
-as before after the block, also after an exception.
+instead. Only the choice is replayed: scores, softmax and normalisation are the live router's, with gradient. An engine's
+own forwards inside of the block (`generate`, `score`) are routed live. The module is as before after the block, also after
+an exception.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rollout.engine.forward.attention import is_rollout_forward
 from rollout.engine.forward.routers import ChosenExperts, chosen_experts, routers_of
 from rollout.engine.memory.kv_cache import RouteShape
 
@@ -111,6 +113,8 @@ class _Replaying:
         self._alignment = alignment
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_rollout_forward():
+            return self._forward(*args, **kwargs)
         shape = self._alignment.shape
         experts = self._alignment.routes()[:, self._index]
         with ChosenExperts(experts, shape.num_experts) as choice:
@@ -223,7 +227,9 @@ class _Alignment:
         self._recomputed = False
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Align with the sequences of a forward of the model; a forward pre-hook."""
+        """Align with the sequences of a forward of the model, unless it is an engine's; a forward pre-hook."""
+        if is_rollout_forward():
+            return
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             raise ValueError("replay: the forward needs input_ids [B, T], by which its rows are found in the batch")

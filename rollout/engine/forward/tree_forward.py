@@ -1,10 +1,10 @@
 """Prefix-tree attention in the trainer's own forward and backward, through transformers' attention interface.
 
 While attached, a model's attention implementation is one of ours that stands before the model's own. A tree travels as
-the `attention_mask`, int32 [1, 1, 2, L] (see `rollout.manager.tree`). Transformers passes a mask of four dimensions on to
-every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT. With
-any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are not
-changed.
+the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `rollout.manager.tree`). Transformers passes a mask of four dimensions on
+to every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT.
+With any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are
+not changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,14 +23,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rollout.engine.forward.attention import configs_of
 from rollout.engine.forward.model_support import inspect_model
 from rollout.engine.kernels.tree_attention import Scores, tree_attention
+from rollout.engine.multimodal.families import family_of
 from rollout.errors import UnsupportedModelError
 
 PREFIX = "rollout_tree_"
 """Of the implementations' names; the name of the model's own follows."""
 
 _FIELD = "_attn_implementation_internal"
-_windows: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
 """Of the attention modules of attached models."""
+
+
+class _Layer(NamedTuple):
+    """What an attention layer lets a token attend to."""
+
+    window: int | None
+    causal: bool
+    """Whether also in an image."""
 
 
 class TreeAttachment:
@@ -46,7 +55,7 @@ class TreeAttachment:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if any(module in _windows for module in model.modules()):
+        if any(module in _layers for module in model.modules()):
             raise ValueError(
                 "tree attention is attached to this model already: keep that attachment, or detach() it first"
             )
@@ -64,8 +73,10 @@ class TreeAttachment:
         # The configuration of an attached model, if it was copied, has a name of ours already.
         self._before = [(config, _own_of(config)) for config in configs_of(model)]
         self._modules = list(layout.layer_of)
+        family = family_of(model)
         for module, index in layout.layer_of.items():
-            _windows[module] = layout.calls[index].window
+            window = layout.calls[index].window
+            _layers[module] = _Layer(window, window is None and family is not None and family.bidirectional_in_windows)
         for config, own in self._before:
             setattr(config, _FIELD, _registered(own or "eager"))
 
@@ -74,7 +85,7 @@ class TreeAttachment:
         for config, own in self._before:
             setattr(config, _FIELD, own)
         for module in self._modules:
-            _windows.pop(module, None)
+            _layers.pop(module, None)
         self._before, self._modules = [], []
 
     def __enter__(self) -> TreeAttachment:
@@ -114,7 +125,7 @@ def _attention(
     if not _is_tree(attention_mask):
         return _own_attention(own, module)(module, query, key, value, attention_mask, **arguments)
     assert attention_mask is not None
-    if module not in _windows:
+    if module not in _layers:
         raise UnsupportedModelError(
             f"{type(module).__name__} got a prefix tree and belongs to no model that tree attention is attached to "
             "(a copy of one?): attach(model) the model that runs"
@@ -140,14 +151,20 @@ def _attention(
     scaling = arguments.get("scaling")
     scores = Scores(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=_windows[module],
+        window=_layers[module].window,
         softcap=arguments.get("softcap"),
+        causal=_layers[module].causal,
     )
     return tree_attention(query, key, value, attention_mask, scores), None
 
 
 def _is_tree(mask: Tensor | None) -> bool:
-    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[:3] == (1, 1, 2)
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.int32
+        and mask.ndim == 4
+        and mask.shape[:3] in ((1, 1, 2), (1, 1, 3))
+    )
 
 
 def _own_attention(own: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -1,7 +1,8 @@
 """Attention over a prefix tree, with its backward: C++ on a CPU, FlexAttention on CUDA, plain torch otherwise.
 
 A tree's tokens are in depth-first order; query q attends to key k iff k <= q < ends[k] and, with a window, positions[q] -
-positions[k] < window.
+positions[k] < window. In a tree with images that see themselves in both directions, k <= lasts[q] instead of k <= q, where
+lasts[q] is the last token of q's image, and q itself elsewhere; the C++ does not know these.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ class Scores:
     """Positions a query attends to, its own included; None: all."""
     softcap: float | None = None
     """softcap * tanh(score / softcap); None: none."""
+    causal: bool = False
+    """Whether images see themselves in both directions nowhere in this layer, whatever the tree says."""
+
+    def lasts(self, tree: Tensor) -> Tensor | None:
+        """int32 [L] last token that each attends to; None: itself."""
+        return None if self.causal or tree.shape[2] == 2 else tree[0, 0, 2]
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
@@ -38,7 +45,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
         query: [1, H, L, D].
         key: [1, Hkv, L, D]; H is a multiple of Hkv.
         value: [1, Hkv, L, Dv].
-        tree: int32 [1, 1, 2, L]: the index behind each token's subtree, and its position.
+        tree: int32 [1, 1, 2 or 3, L]: the index behind each token's subtree, its position, and the last token of its image.
         scores: see `Scores`.
 
     Returns:
@@ -48,7 +55,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.device.type == "cuda" and dtype != torch.float64:
         return flex_tree_attention(query, key, value, tree, scores)
-    library = cpu_library.load() if query.device.type == "cpu" and dtype in _COMPILED else None
+    compiled = query.device.type == "cpu" and dtype in _COMPILED and scores.lasts(tree) is None
+    library = cpu_library.load() if compiled else None
     if library is None:
         return torch_tree_attention(query, key, value, tree, scores)
     out: Tensor = _CpuTreeAttention.apply(query, key, value, tree[0, 0].contiguous(), scores)  # type: ignore[no-untyped-call]
@@ -63,13 +71,15 @@ QUERIES = 512
 
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
     """`tree_attention` for every device and dtype: blocks of queries over the keys that some query of the block sees."""
-    ends, positions = tree[0, 0].to(torch.int64)
+    ends, positions = tree[0, 0, :2].to(torch.int64)
     index = torch.arange(query.shape[2], device=query.device)
+    found = scores.lasts(tree)
+    lasts = index if found is None else found.to(torch.int64)
     groups, out = query.shape[1] // key.shape[1], []
     for rows in torch.split(index, QUERIES):
-        keys = index[: int(rows[-1]) + 1]
+        keys = index[: int(lasts[rows].max()) + 1]
         keys = keys[ends[keys] > rows[0]]
-        seen = (keys <= rows[:, None]) & (rows[:, None] < ends[keys])
+        seen = (keys <= lasts[rows, None]) & (rows[:, None] < ends[keys])
         if scores.window is not None:
             seen &= positions[rows, None] - positions[keys] < scores.window
         some_keys, some_values = (part[:, :, keys].repeat_interleave(groups, 1) for part in (key, value))
@@ -102,7 +112,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
         key,
         value,
         score_mod=None if scores.softcap is None else soften,
-        block_mask=block_mask(tree, scores.window),
+        block_mask=block_mask(tree, scores.window, scores.lasts(tree) is None),
         scale=scores.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -110,24 +120,25 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of every living tree, by window: made once for all layers and passes."""
+"""Of every living tree, by window and whether it is causal: made once for all layers and passes."""
 
 
-def block_mask(tree: Tensor, window: int | None) -> BlockMask:
+def block_mask(tree: Tensor, window: int | None, causal: bool = True) -> BlockMask:
     """The tree's mask for FlexAttention, from the extremes of each block: no [L, L] array is made."""
     if tree not in _MASKS:
         _MASKS[tree] = {}
-    known: dict[int | None, BlockMask] = _MASKS[tree]
-    if window not in known:
-        known[window] = _block_mask(tree, window)
-    return known[window]
+    known: dict[tuple[int | None, bool], BlockMask] = _MASKS[tree]
+    if (window, causal) not in known:
+        known[window, causal] = _block_mask(tree, window, causal)
+    return known[window, causal]
 
 
-def _block_mask(tree: Tensor, window: int | None) -> BlockMask:
-    ends, positions = tree[0, 0].to(torch.int64)
+def _block_mask(tree: Tensor, window: int | None, causal: bool) -> BlockMask:
+    ends, positions = tree[0, 0, :2].to(torch.int64)
+    lasts = torch.arange(len(ends), device=tree.device) if causal else tree[0, 0, 2].to(torch.int64)
 
     def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen: Tensor = (k <= q) & (q < ends[k])
+        seen: Tensor = (k <= lasts[q]) & (q < ends[k])
         if window is not None:
             seen = seen & (positions[q] - positions[k] < window)
         return seen
@@ -136,10 +147,12 @@ def _block_mask(tree: Tensor, window: int | None) -> BlockMask:
     count = -(-length // FLEX_BLOCK)
     surplus = (0, count * FLEX_BLOCK - length)
     # Padding repeats the last token: it changes no extreme.
-    end, position = (pad(part[None].float(), surplus, "replicate")[0].view(count, -1) for part in (ends, positions))
+    end, position, last = (
+        pad(part[None].float(), surplus, "replicate")[0].view(count, -1) for part in (ends, positions, lasts)
+    )
     first = torch.arange(count, device=tree.device) * FLEX_BLOCK
     q, k = first[:, None], first[None]
-    some = (k <= q) & (end.amax(1) > q)
+    some = (k <= last.amax(1)[:, None]) & (end.amax(1) > q)
     every = (k < q) & (end.amin(1) >= (q + FLEX_BLOCK).clamp(max=length)) & (q + FLEX_BLOCK <= length)
     if window is not None:
         some &= position.amin(1)[:, None] - position.amax(1) < window

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from rollout.engine.multimodal.family import Family, ImageItem
+from rollout.engine.multimodal.family import VIDEO_PIXELS, Family, ImageItem
 from rollout.errors import InvalidRequestError
 from rollout.requests.images import PIXELS, ImageInputs
+
+FRAMES = "num_frames_per_video"
 
 
 class CropFamily(Family):
@@ -65,10 +68,14 @@ class TileFamily(Family):
 
 
 class PooledFamily(Family):
-    """Gemma 4: patches of an image at their places, pooled by squares; embeddings of tokens that enter every layer."""
+    """Gemma 4: patches of an image or a frame at their places, pooled by squares; embeddings of tokens that enter every
+    layer."""
 
     types = ("gemma4",)
-    tensors = required = (PIXELS, "image_position_ids")
+    tensors = (PIXELS, "image_position_ids", VIDEO_PIXELS, "video_position_ids", FRAMES)
+    required = ()
+    together = ((PIXELS, "image_position_ids"), (VIDEO_PIXELS, "video_position_ids", FRAMES))
+    serves_video = True
     token_types = "mm_token_type_ids"
     bidirectional_in_windows = True
 
@@ -90,7 +97,31 @@ class PooledFamily(Family):
         return inputs
 
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
-        pixels, places = images.tensors[PIXELS], images.tensors["image_position_ids"]
+        if PIXELS in images.tensors:
+            for patches, at, count in self._pictures(images, PIXELS, "image_position_ids"):
+                yield {PIXELS: patches[None], "image_position_ids": at[None]}, count
+        if VIDEO_PIXELS not in images.tensors:
+            return
+        pictures = list(self._pictures(images, VIDEO_PIXELS, "video_position_ids"))
+        lengths = images.tensors[FRAMES].reshape(-1).tolist()
+        if sum(lengths) != len(pictures) or min(lengths, default=0) < 1:
+            raise InvalidRequestError(
+                f"{FRAMES}={lengths}: must be above 0, and together the {len(pictures)} frames of {VIDEO_PIXELS}"
+            )
+        for length in lengths:
+            frames, pictures = pictures[:length], pictures[length:]
+            yield (
+                {
+                    VIDEO_PIXELS: pad_sequence([patches for patches, _, _ in frames], batch_first=True),
+                    "video_position_ids": pad_sequence([at for _, at, _ in frames], True, -1),
+                    FRAMES: torch.tensor([length]),
+                },
+                sum(count for _, _, count in frames),
+            )
+
+    def _pictures(self, images: ImageInputs, name: str, places_name: str) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """(patches, their places, number of embeddings) of each image or frame, without what it was filled up with."""
+        pixels, places = images.tensors[name], images.tensors[places_name]
         vision = self.config.vision_config
         width, square = 3 * vision.patch_size**2, vision.pooling_kernel_size**2
         if (
@@ -98,7 +129,7 @@ class PooledFamily(Family):
             or places.shape != (*pixels.shape[:2], 2)
         ):  # fmt: skip
             raise InvalidRequestError(
-                f"{PIXELS} of shape {list(pixels.shape)}, image_position_ids of shape {list(places.shape)}: must be "
+                f"{name} of shape {list(pixels.shape)}, {places_name} of shape {list(places.shape)}: must be "
                 f"[images, patches, {width}] and integers [images, patches, 2]"
             )
         for patches, at in zip(pixels, places, strict=True):
@@ -107,10 +138,10 @@ class PooledFamily(Family):
             count, rest = divmod(int(real.sum()), square)
             if rest or not count:
                 raise InvalidRequestError(
-                    f"image_position_ids with {int(real.sum())} patches of an image: must be a multiple of {square}, which "
+                    f"{places_name} with {int(real.sum())} patches of an image: must be a multiple of {square}, which "
                     "are pooled into one embedding"
                 )
-            yield {PIXELS: patches[real][None], "image_position_ids": at[real][None]}, count
+            yield patches[real], at[real], count
 
 
 class ShapedFamily(Family):

@@ -47,6 +47,8 @@ class Family(ABC):
     """Names of the images' tensors."""
     required: ClassVar[tuple[str, ...]] = (PIXELS,)
     """Those without which there is no image."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Names of tensors that come together or not at all."""
     token_types: ClassVar[str | None] = None
     """Argument of the trainer's forward that marks the placeholders; None: it needs none."""
     bidirectional: bool = False
@@ -73,7 +75,9 @@ class Family(ABC):
         for name in (PIXELS, VIDEO_PIXELS):
             if name in images.tensors and not images.tensors[name].is_floating_point():
                 raise InvalidRequestError(f"{name} of {images.tensors[name].dtype}: must be floating-point numbers")
-        return [ImageItem(inputs, count, digest_of(inputs)) for inputs, count in self._cut(images)]
+        return [
+            ImageItem(inputs, count, digest_of(inputs), VIDEO_PIXELS in inputs) for inputs, count in self._cut(images)
+        ]
 
     def encode(self, item: ImageItem, device: torch.device) -> list[Tensor]:
         """[count, hidden] embeddings of an item; then those added behind the first decoder layers (deepstack), if any.
@@ -81,7 +85,9 @@ class Family(ABC):
         The caller has gradients and training behaviour off.
         """
         inputs = {name: value.to(device) for name, value in self._tower_inputs(item).items()}
-        tower: Any = self.model.get_video_features if item.video else self.model.get_image_features
+        name = "get_video_features" if item.video else "get_image_features"
+        # Gemma 4's outermost module has the one for images alone.
+        tower = getattr(self.model if hasattr(self.model, name) else self.core, name)
         output = tower(**inputs, return_dict=True)
         pooled = _joined(getattr(output, "pooler_output", output))
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
@@ -112,6 +118,11 @@ class Family(ABC):
         for name in self.required:
             if name not in images.tensors:
                 raise InvalidRequestError(f"the prompt's images bring no {name}, which {kind} needs beside {PIXELS}")
+        for names in self.together:
+            given = [name for name in names if name in images.tensors]
+            for name in names:
+                if given and name not in given:
+                    raise InvalidRequestError(f"the prompt brings {given[0]} and no {name}, which {kind} needs with it")
 
     @abstractmethod
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:

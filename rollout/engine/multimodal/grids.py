@@ -25,24 +25,8 @@ class GridFamily(Family):
     types: ClassVar[tuple[str, ...]] = ("muse_glimmer",)
     tensors: tuple[str, ...] = (PIXELS, "image_grid_thw", VIDEO_PIXELS, "video_grid_thw")
     required = ()
+    together: tuple[tuple[str, ...], ...] = ((PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw"))
     serves_video = True
-
-    def items(self, images: ImageInputs) -> list[ImageItem]:
-        """Those of the images, then those of the videos."""
-        return [replace(item, video=VIDEO_PIXELS in item.inputs) for item in super().items(images)]
-
-    @property
-    def _pairs(self) -> list[tuple[str, str]]:
-        """Tensors that come together."""
-        return [(PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw")]
-
-    def _check_names(self, images: ImageInputs) -> None:
-        super()._check_names(images)
-        for one, other in (*self._pairs, *(pair[::-1] for pair in self._pairs)):
-            if one in images.tensors and other not in images.tensors:
-                raise InvalidRequestError(
-                    f"the prompt brings {one} and no {other}, which {type(self.model).__name__} needs with it"
-                )
 
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
         for pixels, grids in ((PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw")):
@@ -80,9 +64,9 @@ class RotaryGridFamily(GridFamily):
         super().__init__(model)
         self.core = next(module for module in model.modules() if hasattr(module, "get_rope_index"))
         # Without them a model that knows them takes every frame for a second, in silence.
-        self._timed = SECONDS in inspect.signature(self.core.get_rope_index).parameters
-        if self._timed:
+        if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
             self.tensors = (*self.tensors, SECONDS)
+            self.together = (*self.together, (VIDEO_PIXELS, SECONDS))
 
     def items(self, images: ImageInputs) -> list[ImageItem]:
         """As of any family. Equal videos at another speed are different items: their positions in time differ."""
@@ -113,10 +97,6 @@ class RotaryGridFamily(GridFamily):
                 f"{exc}): text stands between images, and for Qwen3-VL and later between the frames of a video"
             ) from exc
         return found[:, 0]
-
-    @property
-    def _pairs(self) -> list[tuple[str, str]]:
-        return [*super()._pairs, *[(VIDEO_PIXELS, SECONDS)] * self._timed]
 
 
 def _first(config: Any, *names: str, default: int = 0) -> int:

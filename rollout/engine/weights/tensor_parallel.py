@@ -1,7 +1,12 @@
-"""Tensor-parallel weights: finds the mesh dimension that splits a model's parameters, refuses other kinds of parallelism.
+"""Tensor- and expert-parallel weights: the mesh dimensions that split a model's parameters; refuses other parallelism.
 
 A parameter is tensor-parallel where it is a DTensor on a dimension that FSDP2 does not gather. Both ways to get there are
 read alike: transformers' `tp_plan` (`from_pretrained(distributed_config=...)`) and torch's `parallelize_module`.
+
+Experts are split in one of two ways, which transformers' meshes tell apart:
+
+    ep_size == tp_size    the ranks of the tensor-parallel group hold some experts each, and share every batch: one group
+    ep_size > tp_size     ranks with batches of their own exchange tokens inside each layer: refused
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ _OTHERS = {
     "pp": "pipeline parallelism",
     "cp": "context parallelism",
     "sp": "sequence parallelism",
-    "ep": "expert parallelism",
+    "ep": "expert parallelism other than transformers' own",
 }
 
 
@@ -49,6 +54,8 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         UnsupportedModelError: the model is parallel in a way that the engine does not serve; names it.
     """
     _refuse_other_meshes(model)
+    # The same ranks as those of "tp": experts that are exchanged have been refused.
+    shared = "ep" in _sizes(getattr(model, "_mesh_manager", None), "_expert_mesh")
     found: tuple[str, Any] | None = None
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
@@ -58,7 +65,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         left = [each for each in names if each not in gathered.get(name, ())]
         if not left:
             continue
-        if len(left) > 1 or left[0] in _OTHERS:
+        if len(left) > 1 or (left[0] in _OTHERS and not (left[0] == "ep" and shared)):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {name} is split over the mesh dimensions {left}, which the engine does not gather "
                 f"({_OTHERS.get(left[-1], 'one of tensor parallelism is served')}): shard by a tp_plan, fully_shard, or both"
@@ -77,14 +84,25 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
 def _refuse_other_meshes(model: nn.Module) -> None:
     """Parallelism that leaves no trace in the parameters of this rank: transformers notes its mesh at the model."""
     manager = getattr(model, "_mesh_manager", None)
-    for attribute in ("_dense_mesh", "_expert_mesh"):
-        mesh = getattr(manager, attribute, None)
-        for name, size in zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False):
-            if name in _OTHERS and size > 1:
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} is split by {_OTHERS[name]} ({name}={size} in its device mesh), which the "
-                    "engine does not serve: load it with tensor parallelism (tp_size) and FSDP alone"
-                )
+    for name, size in _sizes(manager, "_dense_mesh").items():
+        if name in _OTHERS and size > 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is split by {_OTHERS[name]} ({name}={size} in its device mesh), which the engine "
+                "does not serve: load it with tensor parallelism (tp_size), expert parallelism (ep_size) and FSDP alone"
+            )
+    ep, tp = _sizes(manager, "_expert_mesh").get("ep", 1), _sizes(manager, "_dense_mesh").get("tp", 1)
+    if ep > tp:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: expert parallelism with ep_size={ep} and tp_size={tp}: ranks with batches of their "
+            "own would wait for each other's tokens in every layer, which the engine does not serve; load it with "
+            "ep_size=tp_size, whose ranks share every batch"
+        )
+
+
+def _sizes(manager: Any, mesh: str) -> dict[str, int]:
+    """Sizes of the named dimensions of one of transformers' meshes; {}: the model was not split by transformers."""
+    found = getattr(manager, mesh, None)
+    return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
 
 
 def _refuse_sequence_parallel(model: nn.Module, name: str, parameter: Any) -> None:

@@ -85,7 +85,7 @@ class ManagerScoring(ManagerEpisodes):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
-            self._step_traces.generate_begins(self.policy_version)
+            self._step_traces.rollout_begins(self.policy_version)
             self._pacer.begin_round(self.policy_version)
             if isinstance(tasks, LongRounds):
                 tasks.begin_round(groups)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollout.server.chat_template.tool_blocks import Block, deepseek, glm, kimi, qwen_xml
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """Tool-call syntax of a family of chat templates."""
 
@@ -18,20 +18,8 @@ class ToolFormat:
     signs: tuple[str, ...]
     """Texts that every template of this family contains."""
 
-    foreign: tuple[str, ...]
-    """Texts that no template of this family contains."""
-
     marker: str
     """Text before a call."""
-
-    bare: str
-    """Beginning of a call without a marker, at the start of the reply or directly after a call; "" if not permitted.
-
-    Needed because markers that are special tokens do not appear in the text.
-    """
-
-    closing: str
-    """Text after a call; optional in a reply."""
 
     required: str
     """Beginning of a reply that must be a call."""
@@ -40,7 +28,19 @@ class ToolFormat:
     """Beginning of a reply that must be a call of the function NAME (a JSON string) or BARE (its name). Ends before a space,
     because models generate the space in one token with the text after it."""
 
-    one_call_ends_at: str
+    foreign: tuple[str, ...] = ()
+    """Texts that no template of this family contains."""
+
+    bare: str = ""
+    """Beginning of a call without a marker, at the start of the reply or directly after a call; "" if not permitted.
+
+    Needed because markers that are special tokens do not appear in the text.
+    """
+
+    closing: str = ""
+    """Text after a call; optional in a reply. "": there is none."""
+
+    one_call_ends_at: str = ""
     """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
 
     block: Block | None = None
@@ -67,7 +67,6 @@ HERMES = ToolFormat(
     signs=("<tool_call>", "arguments"),
     foreign=("<function=", "<arg_key>"),
     marker="<tool_call>",
-    bare="",
     closing="</tool_call>",
     required="<tool_call>\n",
     named='<tool_call>\n{"name": NAME, "arguments":',
@@ -80,11 +79,10 @@ LLAMA3 = ToolFormat(
     signs=("<|start_header_id|>", "ipython", "parameters"),
     foreign=("<tool_call>", "func_name1("),
     marker="<|python_tag|>",
-    bare="{",
     closing=";",
+    bare="{",
     required='{"name": "',
     named='{"name": NAME, "parameters":',
-    one_call_ends_at="",
 )
 """Llama 3.1 to 3.3, calls in JSON."""
 
@@ -94,10 +92,8 @@ MISTRAL = ToolFormat(
     foreign=("[ARGS]", "[CALL_ID]"),
     marker="[TOOL_CALLS]",
     bare="[",
-    closing="",
     required="[TOOL_CALLS] [",
     named='[TOOL_CALLS] [{"name": NAME, "arguments":',
-    one_call_ends_at="",
     id_prefix="",
     id_digits=9,
 )
@@ -106,9 +102,7 @@ MISTRAL = ToolFormat(
 QWEN_XML = ToolFormat(
     name="qwen_xml",
     signs=("<tool_call>", "<function=", "<parameter="),
-    foreign=(),
     marker="<tool_call>",
-    bare="",
     closing="</tool_call>",
     required="<tool_call>\n<function=",
     named="<tool_call>\n<function=BARE>",
@@ -122,11 +116,9 @@ GLM = ToolFormat(
     signs=("<tool_call>", "<arg_key>", "<arg_value>"),
     foreign=("<function=",),
     marker="<tool_call>",
-    bare="",
     closing="</tool_call>",
     required="<tool_call>",
     named="<tool_call>BARE",
-    one_call_ends_at="",
     block=glm,
     closed=True,
 )
@@ -135,13 +127,10 @@ GLM = ToolFormat(
 KIMI = ToolFormat(
     name="kimi",
     signs=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
-    foreign=(),
     marker="<|tool_calls_section_begin|>",
-    bare="",
     closing="<|tool_calls_section_end|>",
     required="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
     named="<|tool_calls_section_begin|><|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>",
-    one_call_ends_at="",
     block=kimi,
 )
 """Kimi K2. Call ids are those that the model writes."""
@@ -149,13 +138,10 @@ KIMI = ToolFormat(
 DEEPSEEK_V3 = ToolFormat(
     name="deepseek_v3",
     signs=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
-    foreign=(),
     marker="<｜tool▁calls▁begin｜>",
-    bare="",
     closing="<｜tool▁calls▁end｜>",
     required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>BARE\n```json\n",
-    one_call_ends_at="",
     block=deepseek,
 )
 """DeepSeek V3 and R1."""
@@ -165,11 +151,9 @@ DEEPSEEK_V31 = ToolFormat(
     signs=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
     foreign=("```json",),
     marker="<｜tool▁calls▁begin｜>",
-    bare="",
     closing="<｜tool▁calls▁end｜>",
     required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>BARE<｜tool▁sep｜>",
-    one_call_ends_at="",
     block=deepseek,
 )
 """DeepSeek V3.1."""

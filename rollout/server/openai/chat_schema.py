@@ -40,13 +40,13 @@ def _of_type(served: tuple[str, ...], what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_TEXT_OR_IMAGE = _of_type(("text", "image_url"), "the engine takes text and images")
+_SEEN = _of_type(("text", "image_url", "video_url"), "the engine takes text, image_url and video_url")
 _FUNCTION_ONLY = _of_type(("function",), "tools are functions")
 
 
 def _kind_of_part(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "Image" if kind == "image_url" else "Text"
+    return {"image_url": "Image", "video_url": "Video"}.get(str(kind), "Text")
 
 
 def _kind_of_choice(value: Any) -> str:
@@ -82,6 +82,22 @@ class ImagePart(Body):
 
     type: Literal["image_url"]
     image_url: ImageUrl
+
+
+class VideoUrl(Body):
+    """A video by its URL."""
+
+    url: str
+    """`data:video/…;base64,…`, or a path below `InferenceConfig.image_folder`. Nothing is fetched."""
+    fps: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Frames per second that are sampled. Default: as the model's video processor samples."""
+
+
+class VideoPart(Body):
+    """Video part of a message, for a vision model served with its processor."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
 
 
 class CalledFunction(Body):
@@ -123,7 +139,8 @@ class RolloutIds(BaseModel):
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")], Discriminator(_kind_of_part)
+    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")] | Annotated[VideoPart, Tag("Video")],
+    Discriminator(_kind_of_part),
 ]
 
 
@@ -135,12 +152,12 @@ class Message(Body):
     content: (
         Annotated[
             Annotated[str, Tag("One")]
-            | Annotated[list[Annotated[ContentPart, _TEXT_OR_IMAGE]], Field(min_length=1), Tag("Many")],
+            | Annotated[list[Annotated[ContentPart, _SEEN]], Field(min_length=1), Tag("Many")],
             Discriminator(one_or_many),
         ]
         | None
     ) = None
-    """Text, or a list of parts: text and images."""
+    """Text, or a list of parts: text, images and videos."""
     name: str | None = None
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None

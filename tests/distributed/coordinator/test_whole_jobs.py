@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.coordinator.simulation import World, run
 
 ROOT = Path(__file__).parents[3]
-SCHEDULES = int(os.environ.get("ROLLOUT_SIMULATED_SCHEDULES", "15000"))
+SCHEDULES = int(os.environ.get("ROLLOUT_SIMULATED_SCHEDULES", "9000"))
 
 
 @pytest.mark.slow

@@ -25,6 +25,9 @@ CASES = {
     "window and softcap": (4, 2, 16, 16, Scores(0.25, window=9, softcap=2.0)),
     "odd widths": (3, 3, 12, 20, Scores(0.3)),
     "one kv head, wide": (4, 1, 136, 136, Scores(0.1, window=150)),
+    "images": (4, 2, 16, 16, Scores(0.25)),
+    "images in a window": (4, 2, 16, 16, Scores(0.25, window=9)),
+    "images in a causal layer": (4, 2, 16, 16, Scores(0.25, causal=True)),
 }
 
 
@@ -37,10 +40,24 @@ def a_tree(seed: int = 0) -> Tensor:
     return pack_tree(ids, real, real).attention_mask
 
 
-def dense_mask(tree: Tensor, window: int | None) -> Tensor:
-    ends, positions = tree[0, 0].long()
+def tree_of(case: str) -> Tensor:
+    return with_images(a_tree()) if "images" in case else a_tree()
+
+
+def with_images(tree: Tensor) -> Tensor:
+    """The same with images of tokens 3 to 9 of each prompt and 60 to 69 of the first, which see themselves both ways."""
+    second = int(tree[0, 0, 0, 0])
+    lasts = torch.arange(tree.shape[3], dtype=torch.int32)
+    for start, stop in ((3, 10), (60, 70), (second + 3, second + 10)):
+        lasts[start:stop] = stop - 1
+    return torch.cat([tree, lasts[None, None, None]], dim=2)
+
+
+def dense_mask(tree: Tensor, window: int | None, causal: bool = False) -> Tensor:
+    ends, positions = tree[0, 0, :2].long()
     q, k = torch.arange(len(ends))[:, None], torch.arange(len(ends))
-    return (k <= q) & (q < ends[k]) & (positions[:, None] - positions < (window or 10**6))
+    lasts = q if causal or tree.shape[2] == 2 else tree[0, 0, 2].long()[:, None]
+    return (k <= lasts) & (q < ends[k]) & (positions[:, None] - positions < (window or 10**6))
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
@@ -48,7 +65,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Score
     products = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scores.scaling
     if scores.softcap is not None:
         products = scores.softcap * (products / scores.softcap).tanh()
-    weights = products.masked_fill(~dense_mask(tree, scores.window), -torch.inf).softmax(-1)
+    weights = products.masked_fill(~dense_mask(tree, scores.window, scores.causal), -torch.inf).softmax(-1)
     return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
@@ -75,7 +92,7 @@ def distances(mine: list[Tensor], right: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
 def test_values_and_gradients_are_those_of_a_dense_mask(case, dtype, allowed):
-    tree = a_tree()
+    tree = tree_of(case)
     right = outcome(dense, case, tree, torch.float64, dtype)
     assert max(distances(outcome(tree_attention, case, tree, dtype, dtype), right)) < allowed
     assert max(distances(outcome(torch_tree_attention, case, tree, dtype, dtype), right)) < allowed
@@ -83,7 +100,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(case, dtype, allowed):
 
 @pytest.mark.parametrize("case", CASES)
 def test_float64_is_as_exact_as_it_can_be(case):
-    tree = a_tree()
+    tree = tree_of(case)
     right = outcome(dense, case, tree, torch.float64, torch.float64)
     assert max(distances(outcome(tree_attention, case, tree, torch.float64, torch.float64), right)) < 1e-14
 
@@ -116,11 +133,14 @@ def test_without_a_compiler_plain_torch_serves(monkeypatch):
     assert called
 
 
+@pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("window", [None, 40])
-def test_flex_attentions_blocks_hold_what_is_seen_and_call_whole_what_is_seen_whole(window):
-    tree = a_tree()
-    mask, seen = block_mask(tree, window), dense_mask(tree, window)
-    assert block_mask(tree, window) is mask, "made once for all layers"
+def test_flex_attentions_blocks_hold_what_is_seen_and_call_whole_what_is_seen_whole(window, images):
+    tree = with_images(a_tree()) if images else a_tree()
+    if images:
+        tree[0, 0, 2, 120:136] = 135
+    mask, seen = block_mask(tree, window, not images), dense_mask(tree, window)
+    assert block_mask(tree, window, not images) is mask, "made once for all layers"
     length = tree.shape[3]
     for q in range(-(-length // FLEX_BLOCK)):
         rows = slice(q * FLEX_BLOCK, (q + 1) * FLEX_BLOCK)
@@ -131,10 +151,10 @@ def test_flex_attentions_blocks_hold_what_is_seen_and_call_whole_what_is_seen_wh
             block = seen[rows, k * FLEX_BLOCK : (k + 1) * FLEX_BLOCK]
             assert k in partly or k in whole or not block.any()
             assert k not in whole or (block.all() and block.shape == (FLEX_BLOCK, FLEX_BLOCK))
-        assert len(partly) + len(whole) < q + 1 or q < 3 or window is None
+        assert len(partly) + len(whole) < q + 1 + images or q < 3 or window is None
 
 
-@pytest.mark.parametrize("case", ["grouped heads", "window and softcap"])
+@pytest.mark.parametrize("case", ["grouped heads", "window and softcap", "images", "images in a causal layer"])
 def test_flex_attention_is_asked_for_the_same_tree(case, monkeypatch):
     """In the place of FlexAttention, which needs a compiler, what its arguments say."""
 
@@ -148,7 +168,7 @@ def test_flex_attention_is_asked_for_the_same_tree(case, monkeypatch):
         return products.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(groups, 1)
 
     monkeypatch.setattr(kernels, "flex_attention", flex)
-    tree = a_tree()
+    tree = tree_of(case)
     right = outcome(dense, case, tree, torch.float64, torch.float64)
     assert max(distances(outcome(flex_tree_attention, case, tree, torch.float64, torch.float64), right)) < 1e-14
 
@@ -161,6 +181,6 @@ def test_on_cuda_values_and_gradients_are_those_of_a_dense_mask(case, dtype, all
     def on_cuda(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
         return tree_attention(query.cuda(), key.cuda(), value.cuda(), tree.cuda(), scores).cpu()
 
-    tree = a_tree()
+    tree = tree_of(case)
     right = outcome(dense, case, tree, torch.float64, dtype)
     assert max(distances(outcome(on_cuda, case, tree, dtype, dtype), right)) < allowed

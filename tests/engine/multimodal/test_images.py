@@ -67,10 +67,11 @@ def test_images_text_and_both_in_one_batch_are_sampled_as_generate_samples_them(
     assert isinstance(done[0, 0], VLMInferenceRequest)
 
 
+VIDEO_MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "muse_glimmer", "gemma4", "gemma4_small"]
 WITH_VIDEO = (3, "clip", 4, "a", 2, "clipped", 3)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "muse_glimmer"])
+@pytest.mark.parametrize("name", VIDEO_MODELS)
 @pytest.mark.parametrize("budget", [64, 9])
 def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name: str, budget: int) -> None:
     engine = make_engine(shared_vision_model(name), max_tokens_per_step=budget)
@@ -271,11 +272,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "qwen2_5_vl", QWEN | {"image_grid_thw": torch.tensor([[1, 4, 7], [1, 4, 3]])}, "multiples of 2",
     ),
     "a video": (
-        "gemma4",
-        picture_prompt("gemma4", ["a"]) | {"pixel_values_videos": torch.zeros(4, 96)},
+        "gemma3",
+        picture_prompt("gemma3", ["a"]) | {"pixel_values_videos": torch.zeros(4, 96)},
         "pixel_values_videos: video is not served",
     ),
-    "a video's placeholder": ("gemma4", {"input_ids": torch.tensor([[5, VIDEO]])}, "placeholders of a video .* not served"),
+    "frames of no video": (
+        "gemma4", picture_prompt("gemma4", ["clip"]) | {"num_frames_per_video": torch.tensor([2])},
+        r"num_frames_per_video=\[2\]: must be above 0, and together the 3 frames",
+    ),
     "a placeholder and no video": (
         "qwen3_vl", {"input_ids": torch.tensor([[5, VIDEO]])}, r"1 placeholders of videos \(token 91\) and no video",
     ),

@@ -27,7 +27,7 @@ class History:
         self._peers = peers
         self._control = control
         self._barriers = barriers
-        self._kept: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=MAX_DECISIONS)
+        self._kept: deque[tuple[float, ScheduleRecord | tuple[str, dict[str, Any]]]] = deque(maxlen=MAX_DECISIONS)
         self._state = control.state
         self._version = control.policy_version
         self._passed = barriers.passed
@@ -36,28 +36,29 @@ class History:
         """Keep the decisions of a turn: its assignments, and what differs from the turn before."""
         keep = self._kept.append
         for joined, name in self._peers.take_rank_changes():
-            keep((now, "rank joined" if joined else "rank left", {"rank": name}))
+            keep((now, ("rank joined" if joined else "rank left", {"rank": name})))
         if self._control.state is not self._state:
             self._state = self._control.state
-            keep((now, f"job {self._state.value}", {}))
+            keep((now, (f"job {self._state.value}", {})))
         if self._control.policy_version != self._version:
             self._version = self._control.policy_version
-            keep((now, f"version {self._version}", {"version": self._version}))
+            keep((now, (f"version {self._version}", {"version": self._version})))
+        # As they are: what a trace says of them is made when one is asked for.
         for each in assigned:
-            keep(
-                (
-                    now,
-                    "assign" if each.first else "assign more",
-                    {
-                        "request": each.request_id, "rank": each.rank, "samples": each.samples,
-                        "prompt_blocks": each.num_hashes, "cached_blocks": each.num_matched,
-                    },
-                )
-            )  # fmt: skip
+            keep((now, each))
         if self._barriers.passed != self._passed:
             self._passed = self._barriers.passed
-            keep((now, "barrier passed", {"barrier": self._passed}))
+            keep((now, ("barrier passed", {"barrier": self._passed})))
 
     def last(self, seconds: float, now: float) -> list[list[Any]]:
         """[age in seconds, name, arguments] of the decisions of that many last seconds, in order."""
-        return [[now - at, name, args] for at, name, args in self._kept if at >= now - seconds]
+        return [[now - at, *_told(kept)] for at, kept in self._kept if at >= now - seconds]
+
+
+def _told(kept: ScheduleRecord | tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    if not isinstance(kept, ScheduleRecord):
+        return kept
+    return "assign" if kept.first else "assign more", {
+        "request": kept.request_id, "rank": kept.rank, "samples": kept.samples,
+        "prompt_blocks": kept.num_hashes, "cached_blocks": kept.num_matched,
+    }  # fmt: skip

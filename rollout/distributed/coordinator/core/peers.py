@@ -78,6 +78,8 @@ class Peers:
 
     def take_rank_changes(self) -> list[tuple[bool, str]]:
         """Return (whether it joined, name) of the ranks that joined or left since the last call, in order."""
+        if not self._rank_changes:
+            return []
         taken, self._rank_changes = self._rank_changes, []
         return taken
 

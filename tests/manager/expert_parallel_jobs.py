@@ -1,0 +1,77 @@
+"""Jobs of `tests.manager.test_expert_parallel`: each runs on every rank, over gloo."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rollout.engine.forward.replay import replay
+from rollout.manager.batch import RolloutBatch
+from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown, whole
+from tests.rollouts import logprob_error, make_rollout
+from trainer_hooks.optimizer import attach
+
+
+def routes_of(batch: RolloutBatch) -> Any:
+    """The recorded experts, as a list."""
+    assert batch.routed_experts is not None
+    return batch.routed_experts.tolist()
+
+
+def shares_every_batch(rank: int, folders: list[str]) -> list[dict[str, Any]]:
+    """One batch of each model, whose experts are split over the ranks that split its other layers too."""
+    told = []
+    for folder in folders:
+        model = load(folder, tp_size=2, ep_size=2)
+        with make_rollout(model, verify_model=True, record_routes=True) as rollout:
+            batch = rollout.generate(PROMPTS, GREEDY)
+            error = logprob_error(model, batch)
+            with replay(batch, model):
+                replayed = logprob_error(model, batch)
+            local = model.model.layers[0].mlp.experts.down_proj.to_local().shape[0]
+            told.append(
+                {"told": shown(batch), "routes": routes_of(batch), "errors": [error, replayed], "local experts": local}
+            )
+    return told
+
+
+def trains(rank: int, folder: str, **sizes: int) -> dict[str, Any]:
+    """Two steps with samples before each one, and the same steps without."""
+    told, after = [], []
+    for with_rollouts in (True, False):
+        model = load(folder, **sizes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with make_rollout(model) if with_rollouts else nullcontext() as rollout:
+            if rollout is not None:
+                attach(optimizer, rollout)
+            for step in range(2):
+                if rollout is not None:
+                    batch = rollout.generate(PROMPTS[:1], DRAWN.replace(seed=step, n=2, max_tokens=4))
+                    told.append((logprob_error(model, batch), rollout.policy_version))
+                ids = torch.tensor([[5 + step, 6, 7, 8, 9, 10]])
+                model(ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        after.append(whole(model))
+    return {"told": told, "same": after[0] == after[1]}
+
+
+def dies(rank: int, folder: str, victim: int, **sizes: int) -> str:
+    """A member ends without a word between two layers; what the other one is told, then and later."""
+    model: PreTrainedModel = load(folder, **sizes)
+    rollout = make_rollout(model, control_timeout_s=60.0)
+    rollout.generate(PROMPTS, GREEDY)
+
+    def end(*_: Any) -> None:
+        os._exit(0)
+
+    if rank == victim:
+        model.model.layers[1].register_forward_pre_hook(end)
+    first = said(lambda: rollout.generate(PROMPTS, GREEDY))
+    again = said(lambda: rollout.generate(PROMPTS, GREEDY))
+    rollout.close()
+    return f"{first}\n{again}"

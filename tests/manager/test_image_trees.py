@@ -1,0 +1,90 @@
+"""Tests of batches with images as prefix trees: log-probs and gradients of the padded batch, each image once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParams
+from rollout.errors import UnsupportedModelError
+from tests.engines import token_ids
+from tests.trees import distance, gradient
+from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, make_vision_model, picture_prompt
+from trainer_hooks.tree import attach
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+RECURRENT = ["lfm2_vl", "qwen3_5"]
+SAMPLED = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=3, logit_bias=NO_MARKS)
+
+
+def batch_of(name: str, model: Any, *prompts: Any, **options: Any) -> RolloutBatch:
+    config = InferenceConfig(kv_cache_blocks=96, block_size_tokens=4, max_requests=16)
+    with RolloutManager(model, None, config) as manager:
+        return manager.generate(prompts, SAMPLED.replace(**options))
+
+
+def padded_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
+    logits = model(**batch.model_inputs(), use_cache=False).logits[:, :-1].float()
+    chosen = logits.log_softmax(-1).gather(2, batch.input_ids[:, 1:, None])[..., 0]
+    return nn.functional.pad(chosen, (1, 0)).where(batch.response_mask, 0.0)
+
+
+def tree_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
+    packed = batch.tree()
+    return packed.logprobs_of(model(**packed.inputs).logits)
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(RECURRENT)))
+def test_gradients_are_those_of_the_padded_batch_and_each_image_is_computed_once(name: str) -> None:
+    """Also of prompts that share their first image and not the text behind it, and of one that ends with an image."""
+    model = make_vision_model(name).eval()
+    several = picture_prompt(name, [2, "a", 3, "b"])
+    other = several | {"input_ids": several["input_ids"].clone()}
+    other["input_ids"][0, (other["input_ids"][0] == 93).nonzero()[0] + 1] = 7
+    bare = picture_prompt(name, [2, "b"])
+    bare = bare | {"input_ids": bare["input_ids"][:, :-1], "attention_mask": None}
+    last = picture_prompt(name, ["c", 4, "clip", 2] if "qwen" in name or "gemma4" in name else ["c", 4])
+    batch = batch_of(name, model, several, token_ids(5), last, other, bare)
+    right, expected = gradient(model, batch, padded_logprobs), padded_logprobs(model, batch).detach()
+    deltas = getattr(model.model, "rope_deltas", None)
+    with attach(model):
+        mine, found = gradient(model, batch, tree_logprobs), tree_logprobs(model, batch).detach()
+        part = batch.tree(slice(6, 9))
+        found_part = part.logprobs_of(model(**part.inputs).logits).detach()
+    assert distance(mine, right) < 1e-5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found_part, expected[6:9], rtol=0, atol=1e-5)
+    assert getattr(model.model, "rope_deltas", None) is deltas
+    inputs, packed = batch.model_inputs(), batch.tree()
+    assert (batch.input_ids == IMAGE).sum() == 3 * (packed.input_ids == IMAGE).sum()
+    shared = (packed.inputs["pixel_values"] != 0).sum()
+    assert (inputs["pixel_values"] != 0).sum() == 3 * shared
+    assert batch.to("cpu").tree().inputs.keys() == packed.inputs.keys()
+
+
+def test_a_tree_of_text_rows_of_a_batch_with_images_holds_no_image() -> None:
+    name = "qwen3_vl"
+    model = make_vision_model(name).eval()
+    batch = batch_of(name, model, picture_prompt(name, [2, "a"]), token_ids(5))
+    packed = batch.tree(slice(3, 6))
+    assert "pixel_values" not in packed.inputs
+    with attach(model):
+        logprobs = packed.logprobs_of(model(**packed.inputs).logits).detach()
+    torch.testing.assert_close(logprobs, padded_logprobs(model, batch)[3:6].detach(), rtol=0, atol=1e-5)
+
+
+def test_rows_with_a_sampled_placeholder_are_named() -> None:
+    name = "gemma3"
+    batch = batch_of(name, make_vision_model(name), picture_prompt(name, [2, "a"]), logit_bias={IMAGE: 100.0})
+    with pytest.raises(ValueError, match=r"rows \[0, 1, 2\]: a placeholder .* was sampled"):
+        batch.tree()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_vision_model_with_recurrent_layers_is_refused_when_attaching(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+        attach(make_vision_model(name))
