@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -45,6 +47,21 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+"""Layers of the gated delta rule beside one of attention."""
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16),
@@ -81,6 +98,9 @@ MORE_CONFIGS: dict[str, Callable[[], Any]] = {
                                                          "partial_rotary_factor": 0.5}),
     "glm": lambda: GlmConfig(**SMALL, head_dim=16, attention_bias=True),
     "glm4": lambda: Glm4Config(**SMALL, head_dim=16),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **DELTA),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**SMALL, **DELTA, num_experts=4, num_experts_per_tok=2,
+                                                moe_intermediate_size=32, shared_expert_intermediate_size=48),
     "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 """Other arrangements of the same parts, for the fused forward."""

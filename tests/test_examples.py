@@ -89,6 +89,18 @@ def test_the_example_over_http_runs(name: str, words: str, nursery: Nursery, tmp
 
 
 @pytest.mark.slow
+def test_the_example_with_verifiers_trains_on_the_tokens_and_log_probs_that_were_sampled(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    pytest.importorskip("verifiers.v1", exc_type=ImportError)
+    out = fork_example(nursery, "verifiers_grpo", tmp_path, "--quick")
+    rows = re.findall(r"^ +(\d+) +[01]\.\d\d █* *(\d+)  (\de[-+]\d\d)  \d", out, re.MULTILINE)
+    assert [number for number, *_ in rows] == ["1", "2"], out
+    assert all(int(tokens) > 0 and float(difference) < 1e-4 for _, tokens, difference in rows), out
+    assert "held-out, sampled" in out
+
+
+@pytest.mark.slow
 def test_the_example_with_trls_own_trainer_runs_and_leaves_a_picture(nursery: Nursery, tmp_path: Path) -> None:
     assert "held-out" in fork_example(nursery, "trl_grpo", tmp_path, "--quick", "--out", str(tmp_path))
     assert [each for each in tmp_path.glob("*.png") if each.stat().st_size > 10_000]

@@ -33,8 +33,10 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.utils import logging
 
@@ -47,6 +49,13 @@ from tests.benchmarks.workloads import Room, Scale, steady
 
 PEERS = ("ours", "generate", "vllm")
 MIXTURE = {"intermediate_size": 256, "num_experts_per_tok": 2}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+"""Heads of layers with a gated delta rule: as wide together as those of attention, and three of four layers have it."""
 COMMON = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
@@ -67,6 +76,10 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "glm4": lambda size: Glm4Config(**size),
     "qwen3_moe": lambda size: Qwen3MoeConfig(
         **size | {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
+    ),
+    "qwen3_5": lambda size: Qwen3_5TextConfig(**size, **DELTA),
+    "qwen3_next": lambda size: Qwen3NextConfig(
+        **size, **DELTA, moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2, shared_expert_intermediate_size=256
     ),
     "mixtral": lambda size: MixtralConfig(**size | MIXTURE, num_local_experts=8),
     "gpt2": lambda size: GPT2Config(

@@ -84,7 +84,13 @@ class PagedForward(BoundForward):
         self._length = length
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+    def run(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        states: NDArray[np.int32] | None = None,
+    ) -> Tensor:
         """Logits [len(keep), V]; see `BoundForward`."""
         device, size, groups = self._layout.device, self._cache.block_size, rows.groups()
         tokens, positions, kept, *slots = upload_together(

@@ -132,7 +132,13 @@ class CudaForward(BoundForward):
             self._products, self._module_epoch = products, -1
         return super().ready(module_epoch)
 
-    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+    def run(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        states: NDArray[np.int32] | None = None,
+    ) -> Tensor:
         """Logits [len(keep), V]; see `BoundForward`."""
         groups = rows.groups()
         tokens, positions, kept, *slots = upload_together(

@@ -18,6 +18,8 @@ class Names:
     causal_lm: str = "ForCausalLM"
     """Class, after the family's name."""
     decoder: str = "model"
+    inner: str = ""
+    """Decoder inside the model of text and images that is called `decoder`."""
     decoder_class: str = "Model"
     """After the family's name."""
     embedding: str = "embed_tokens"
@@ -51,10 +53,16 @@ class Family:
     norm: NormKind = NormKind.RMS
     query_norm: Literal["none", "head", "whole"] = "none"
     """Norm of queries and keys: of each head, or of all heads together."""
+    gated_attention: bool = False
+    """Whether each head's queries are packed with a gate of its outputs."""
+    delta: Literal["none", "split", "interleaved"] = "none"
+    """Whether layers may have a gated delta rule in place of attention, and how its projections are packed."""
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: bool = False
     """Whether the MLPs of layers may be mixtures of experts."""
+    shared_expert: bool = False
+    """Whether all positions go through one more expert, which has a gate."""
     shares_wide: bool = False
     """Whether the shares of experts stay float32."""
     rotary: RotaryKind | None = RotaryKind.HALVES
@@ -76,7 +84,8 @@ _GPT2 = Names(
     causal_lm="LMHeadModel", decoder="transformer", embedding="wte", layers="h", layer="Block", final_norm="ln_f",
     attention="attn", qkv=("c_attn",), output="c_proj", gate_up=("c_fc",), down="c_proj", activation="act",
 )  # fmt: skip
-_GEMMA3 = Names(decoder_class="TextModel")
+_TEXT = Names(decoder_class="TextModel")
+_TEXT_AND_IMAGES = Names(causal_lm="ForConditionalGeneration", inner="language_model", decoder_class="TextModel")
 _PACKED_MLP = Names(gate_up=("gate_up_proj",), activation="activation_fn")
 _PACKED = Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn")
 _AROUND_BOTH = (
@@ -84,16 +93,27 @@ _AROUND_BOTH = (
 )  # fmt: skip
 _AFTER_BOTH = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
+
+def _qwen_hybrid(name: str, names: Names, delta: Literal["split", "interleaved"], *, experts: bool) -> Family:
+    return Family(name, names, norm=NormKind.RMS_OF_ONE_PLUS_WEIGHT, query_norm="head", gated_attention=True, delta=delta,
+                  experts=experts, shared_expert=experts)  # fmt: skip
+
+
 FAMILIES = (
     Family("Llama", exact=True),
     Family("Mistral", window="config", exact=True),
     Family("Qwen2", window="attention", exact=True),
     Family("Qwen3", query_norm="head", window="attention", exact=True),
     Family("Qwen3Moe", query_norm="head", window="attention", experts=True),
+    _qwen_hybrid("Qwen3Next", Names(), "interleaved", experts=True),
+    _qwen_hybrid("Qwen3_5", _TEXT, "split", experts=False),
+    _qwen_hybrid("Qwen3_5", _TEXT_AND_IMAGES, "split", experts=False),
+    _qwen_hybrid("Qwen3_5Moe", _TEXT, "split", experts=True),
+    _qwen_hybrid("Qwen3_5Moe", _TEXT_AND_IMAGES, "split", experts=True),
     Family("Mixtral", window="config", experts=True, shares_wide=True),
     Family("Gemma2", norms=_AROUND_BOTH, norm=NormKind.RMS_OF_ONE_PLUS_WEIGHT, scaled_embedding=True,
            window="attention", capped_scores=True, capped_logits=True),
-    Family("Gemma3", names=_GEMMA3, norms=_AROUND_BOTH, norm=NormKind.RMS_OF_ONE_PLUS_WEIGHT, query_norm="head",
+    Family("Gemma3", names=_TEXT, norms=_AROUND_BOTH, norm=NormKind.RMS_OF_ONE_PLUS_WEIGHT, query_norm="head",
            scaled_embedding=True, window="attention", rotary_by_type=True, capped_logits=True),
     Family("Olmo2", norms=_AFTER_BOTH, norm=NormKind.RMS_ROUNDED_ONCE, query_norm="whole"),
     Family("Olmo3", norms=_AFTER_BOTH, norm=NormKind.RMS_ROUNDED_ONCE, query_norm="whole",

@@ -10,12 +10,14 @@ from torch import nn
 
 from rollout.engine.forward.families import FAMILIES, Family
 from rollout.engine.forward.fused_checks import PEFT_LORA, Checks, Unfusable, address, is_of, require
+from rollout.engine.forward.fused_delta import delta_net
 from rollout.engine.forward.fused_parts import Parts, is_conv
 from rollout.engine.forward.model_support import AttentionCall, ModelLayout
 from rollout.engine.forward.rotary_tables import rotary_numbers, rotary_tables
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
-from rollout.engine.kernels.cpu_forward import Experts, Layer, Model, Norm
+from rollout.engine.kernels.cpu_forward import DeltaNet, Experts, Layer, Model, Norm
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.state_pool import StatePool
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -27,6 +29,7 @@ class Bound:
     Args:
         exact: refuse what exact mode has no training forward for.
         kv_dtype: of keys and values; None: that of the parameters.
+        states: of recurrent layers; None: the model has none.
 
     Attributes:
         causal_lm: the …ForCausalLM, out of PEFT's wrappers.
@@ -44,10 +47,12 @@ class Bound:
         *,
         exact: bool = False,
         kv_dtype: torch.dtype | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self._checks = Checks()
         self._kv_dtype = kv_dtype
         self._exact = exact
+        self._states = states
         self._layout = layout
         for name in ("linear", "silu", "embedding", "softmax", "layer_norm", "dropout", "gelu"):
             self._checks.originals.function(nn.functional, name)
@@ -59,10 +64,8 @@ class Bound:
         self._checks.seal()
 
     def reads(self, cache: KVCache) -> bool:
-        """Whether the KV pool is unmoved and a quick check finds no change of the model."""
-        return (
-            cache.layer(0)[0].data_ptr() == self._pool and self._checks.hold() and self._buffers_now() == self._buffers
-        )
+        """Whether the pools are unmoved and a quick check finds no change of the model."""
+        return self._pools_now(cache) == self._pools and self._checks.hold() and self._buffers_now() == self._buffers
 
     def reach(self, length: int) -> None:
         """Extend the cosine and sine tables to `length` positions, by the module's own rotary embedding."""
@@ -81,7 +84,11 @@ class Bound:
     def _bind(self, model: Any, cache: KVCache) -> None:
         family, names = self._family, self._family.names
         self._checks.plain(model, "lm_head", names.decoder)
-        decoder = getattr(model, names.decoder)
+        decoder, config = getattr(model, names.decoder), model.config.get_text_config()
+        if names.inner:
+            require(is_of(decoder, f"{family.name}Model"), "its model of text and images is of another class")
+            self._checks.plain(decoder, "visual", names.inner)
+            decoder = getattr(decoder, names.inner)
         require(is_of(decoder, f"{family.name}{names.decoder_class}"), "its decoder is of another class")
         places = (names.positions if family.rotary is None else "rotary_emb",)
         self._checks.plain(decoder, names.embedding, names.layers, names.final_norm, *places, *family.dropouts[0])
@@ -90,8 +97,10 @@ class Bound:
         self._parts.dropouts(decoder, family.dropouts[0])
         layers = getattr(decoder, names.layers)
         require(type(layers) is nn.ModuleList, "its layers are no plain list")
-        self._attention_in_common(model.config, getattr(layers[0], names.attention), len(layers))
-        self._pool = cache.layer(0)[0].data_ptr()
+        attention = next(filter(None, (getattr(layer, names.attention, None) for layer in layers)), None)
+        require(attention is not None, "it has no attention layers")
+        self._attention_in_common(config, attention, len(layers))
+        self._pools = self._pools_now(cache)
         self._layers = (Layer * len(layers))()
         self._rotated: dict[str | None, list[Layer]] = {}
         for index, layer in enumerate(layers):
@@ -134,6 +143,10 @@ class Bound:
             rank=max(self._parts.ranks),
             norm_kind=family.norm,
             norm_whole=family.query_norm == "whole",
+            gated=family.gated_attention,
+            delta_width=max(map(_delta_width, self._layers)),
+            delta_values=max(each.delta.value_heads * each.delta.value_dim for each in self._layers),
+            shared=family.shared_expert,
             rotary_kind=family.rotary or 0,
             rotary_dim=rotary_dim,
             rotary_wide=rotary_wide,
@@ -164,6 +177,11 @@ class Bound:
         if self._family.scaled_embedding:
             found += [self._embedded.embed_scale.data_ptr(), self._embedded.embed_scale._version]
         return tuple(found)
+
+    def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
+        """Where the pools are that addresses were read of."""
+        found = (cache.layer(0)[0].data_ptr(),)
+        return found if self._states is None else (*found, self._states.state(self._states.shapes[0].key).data_ptr())
 
     def _rotation(self) -> tuple[int, bool]:
         """How many elements of a head are rotated, and whether by tables that are wider than the model's dtype."""
@@ -213,19 +231,30 @@ class Bound:
         family, names = self._family, self._family.names
         require(is_of(layer, f"{family.name}{names.layer}"), "a layer is of another class")
         norms = [name for name in family.norms if name is not None]
-        self._checks.plain(layer, names.attention, "mlp", *norms, *family.dropouts[1])
+        mixer = "linear_attn" if family.delta != "none" and hasattr(layer, "linear_attn") else names.attention
+        self._checks.plain(layer, mixer, "mlp", *norms, *family.dropouts[1])
         self._parts.dropouts(layer, family.dropouts[1])
         for place, name in zip(_NORMS, family.norms, strict=True):
             if name is not None:
                 setattr(out, place, self._parts.norm(getattr(layer, name)))
-        self._fill_attention(out, getattr(layer, names.attention), cache)
+        if mixer != names.attention:
+            if self._states is None:
+                raise Unfusable("its recurrent states are not kept")
+            out.delta, out.output = delta_net(
+                getattr(layer, mixer), index, family, self._parts, self._checks, self._states
+            )
+        else:
+            self._fill_attention(out, getattr(layer, mixer), cache)
         if family.experts and is_of(layer.mlp, f"{family.name}SparseMoeBlock"):
             out.experts = self._parts.experts(layer.mlp)
             self._experts.append(out.experts)
             self._widths.append(out.experts.chosen * out.experts.inner)
+            if family.shared_expert:
+                self._fill_mlp(out, layer.mlp.shared_expert)
+                (out.shared_gate,) = self._parts.linear(layer.mlp.shared_expert_gate, 1)
         else:
             self._fill_mlp(out, layer.mlp)
-        if family.rotary is not None:
+        if family.rotary is not None and mixer == names.attention:
             layer_type = None
             if family.rotary_by_type:
                 layer_type = self._checks.originals.value(layer.self_attn.config, "layer_types")[index]
@@ -241,7 +270,8 @@ class Bound:
         if index is None:
             raise Unfusable("an attention layer was replaced after the engine was built")
         shape, call = self._layout.layers[index], self._layout.calls[index]
-        sizes = [heads * shape.head_dim for heads in (call.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        wide = call.num_heads * (1 + family.gated_attention)
+        sizes = [heads * shape.head_dim for heads in (wide, shape.num_kv_heads, shape.num_kv_heads)]
         out.query, out.key, out.value = self._parts.linears(attention, names.qkv, sizes)
         (out.output,) = self._parts.linear(getattr(attention, names.output))
         if norms:
@@ -286,6 +316,13 @@ class Bound:
         require(is_of(model.base_model, "LoraModel", PEFT_LORA), "its adapters are not LoRA")
         self._checks.plain(model.base_model, "model")
         return model.base_model.model
+
+
+def _delta_width(layer: Layer) -> int:
+    """Elements of a position that the projections of a gated delta rule make; 0: it is none."""
+    delta: DeltaNet = layer.delta
+    keys, values = int(delta.key_heads * delta.key_dim), int(delta.value_heads * (delta.value_dim + 1))
+    return 2 * (keys + values)
 
 
 def _require_known_attention(config: Any, layout: ModelLayout) -> None:

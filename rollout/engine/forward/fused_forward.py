@@ -25,6 +25,7 @@ from rollout.engine.forward.originals import Replaced
 from rollout.engine.kernels.cpu_forward import Step
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.state_pool import StatePool
 
 _log = logging.getLogger(__name__)
 
@@ -35,13 +36,23 @@ class BoundForward(ABC):
     Args:
         cache: holds K and V.
         exact: serve only what exact mode has a training forward for.
+        states: of recurrent layers; None: the model has none.
     """
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        cache: KVCache,
+        *,
+        exact: bool = False,
+        states: StatePool | None = None,
+    ) -> None:
         self._model = model
         self._layout = layout
         self._cache = cache
         self._exact = exact
+        self._states = states
         self._bound: Bound | None = None
         self._module_epoch = -1
         self._why = ""
@@ -63,12 +74,19 @@ class BoundForward(ABC):
         return self._why or self._bypassed() or ""
 
     @abstractmethod
-    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+    def run(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        states: NDArray[np.int32] | None = None,
+    ) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
 
         Args:
             ids: [P] token ids.
             rows: the P positions.
+            states: [R] state slot of each sequence, whose states go on; None: the model has none.
         """
 
     @abstractmethod
@@ -78,7 +96,14 @@ class BoundForward(ABC):
     def _bind(self) -> None:
         try:
             self._bound, why = (
-                Bound(self._model, self._layout, self._cache, exact=self._exact, kv_dtype=self._kv_dtype()),
+                Bound(
+                    self._model,
+                    self._layout,
+                    self._cache,
+                    exact=self._exact,
+                    kv_dtype=self._kv_dtype(),
+                    states=self._states,
+                ),
                 "",
             )
             self._take(self._bound)
@@ -106,18 +131,32 @@ class FusedForward(BoundForward):
         library: see `cpu_library.load`.
         cache: holds K and V.
         exact: serve only what exact mode has a training forward for.
+        states: of recurrent layers; None: the model has none.
     """
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, cache: KVCache, library: ctypes.CDLL, *, exact: bool = False
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        cache: KVCache,
+        library: ctypes.CDLL,
+        *,
+        exact: bool = False,
+        states: StatePool | None = None,
     ) -> None:
-        super().__init__(model, layout, cache, exact=exact)
+        super().__init__(model, layout, cache, exact=exact, states=states)
         self._library = library
         library.rollout_workspace_bytes.restype = ctypes.c_int64
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._logits = torch.empty(0, device="cpu")
 
-    def run(self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64]) -> Tensor:
+    def run(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        states: NDArray[np.int32] | None = None,
+    ) -> Tensor:
         """Logits [len(keep), V]; see `BoundForward`."""
         bound = self._bound
         assert bound is not None
@@ -137,9 +176,10 @@ class FusedForward(BoundForward):
         if rows.others:
             groups = rows.groups()
             slots, tables = np.stack([each.slots for each in groups]), np.stack([each.tables for each in groups])
+        places = np.zeros(0, np.int64) if states is None else states.astype(np.int64)
         step = Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
-            tables.ctypes.data, keep.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
+            tables.ctypes.data, keep.ctypes.data, places.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
             len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
         )  # fmt: skip
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)

@@ -23,6 +23,7 @@ class Parts:
         exact: refuse live adapters.
 
     Attributes:
+        dtype: as given.
         epsilons, activations: of all norms and MLPs that were read.
         ranks: of all adapters, and 0.
 
@@ -32,7 +33,7 @@ class Parts:
     def __init__(self, checks: Checks, family: Family, dtype: torch.dtype, *, exact: bool) -> None:
         self._checks = checks
         self._family = family
-        self._dtype = dtype
+        self.dtype = dtype
         self._exact = exact
         self.epsilons: set[float] = set()
         self.activations: set[Activation] = set()
@@ -52,9 +53,9 @@ class Parts:
             self._checks.originals.methods(type(module), "_norm")
         older = kind in (NormKind.RMS, NormKind.RMS_ROUNDED_ONCE)
         self.epsilons.add(self._checks.originals.value(module, "variance_epsilon" if older else "eps"))
-        weight = address(module, "weight", self._dtype)
+        weight = address(module, "weight", self.dtype)
         biased = kind is NormKind.LAYER_NORM and module.bias is not None
-        return Norm(weight, address(module, "bias", self._dtype) if biased else None)
+        return Norm(weight, address(module, "bias", self.dtype) if biased else None)
 
     def activation(self, module: Any) -> None:
         """Add an activation to `activations`."""
@@ -90,8 +91,8 @@ class Parts:
         conv = is_conv(base)
         require(conv or type(base) is nn.Linear, f"a projection is {type(base).__name__}, not nn.Linear")
         self._checks.plain(base)
-        weight, width = address(base, "weight", self._dtype), self._dtype.itemsize
-        bias = None if base.bias is None else address(base, "bias", self._dtype)
+        weight, width = address(base, "weight", self.dtype), self.dtype.itemsize
+        bias = None if base.bias is None else address(base, "bias", self.dtype)
         depth, columns = base.weight.shape if conv else base.weight.shape[::-1]
         require(sum(sizes or (columns,)) == columns, "a projection has another size than its layer")
         found, start = [], 0
@@ -130,17 +131,18 @@ class Parts:
             self._checks.plain(each)
         require(type(down) is type(up) is nn.Linear and down.bias is None is up.bias, "an adapter is no plain LoRA")
         dtype = down.weight.dtype
-        require(dtype in (torch.float32, self._dtype), f"an adapter's dtype is {dtype}")
+        require(dtype in (torch.float32, self.dtype), f"an adapter's dtype is {dtype}")
         self.ranks.append(down.weight.shape[0])
         return Adapter(
             address(down, "weight", dtype), address(up, "weight", dtype), down.weight.shape[0],
-            originals.item(module.scaling, name), bool(self._dtype == torch.bfloat16 and dtype == torch.float32),
+            originals.item(module.scaling, name), bool(self.dtype == torch.bfloat16 and dtype == torch.float32),
         )  # fmt: skip
 
     def experts(self, block: Any) -> Experts:
         """A mixture's router and experts."""
         family, read = self._family, self._checks.originals.value
-        self._checks.plain(block, "gate", "experts")
+        beside = ("shared_expert", "shared_expert_gate") if family.shared_expert else ()
+        self._checks.plain(block, "gate", "experts", *beside)
         router, experts = block.gate, block.experts
         require(
             is_of(router, f"{family.name}TopKRouter") and is_of(experts, f"{family.name}Experts"),
@@ -154,10 +156,11 @@ class Parts:
         require(
             read(experts, "num_experts") == count == len(experts.down_proj), "a layer leaves out some of its experts"
         )
-        normalised = True if family.shares_wide else read(router, "norm_topk_prob")
+        # Routers without this option always normalise.
+        normalised = not hasattr(router, "norm_topk_prob") or read(router, "norm_topk_prob")
         return Experts(
-            address(router, "weight", self._dtype), address(experts, "gate_up_proj", self._dtype),
-            address(experts, "down_proj", self._dtype), count, chosen, experts.down_proj.shape[2],
+            address(router, "weight", self.dtype), address(experts, "gate_up_proj", self.dtype),
+            address(experts, "down_proj", self.dtype), count, chosen, experts.down_proj.shape[2],
             bool(normalised), family.shares_wide,
         )  # fmt: skip
 

@@ -108,7 +108,7 @@ class ModelRunner:
         self.graphs: GraphedDecode | None = None
         fused = fused and not split and routers is None
         if fused and self._library is not None:
-            self.fused = FusedForward(model, layout, cache, self._library, exact=exact)
+            self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
         # Graphs need a separate workspace, which `release_workspace` must not free.
         if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
@@ -298,12 +298,14 @@ class ModelRunner:
         with self.installation:
             if named is not None:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
-            if self.states is not None:
-                slots = np.arange(len(rows), dtype=np.int32) if states is None else states
-                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
             fused = self.fused if images is None else None
             if fused is not None and not fused.ready(self.installation.module_epoch):
                 fused = None
+            if self.states is not None:
+                slots = np.arange(len(rows), dtype=np.int32) if states is None else states
+                if fused is not None:
+                    return fused.run(ids, rows, keep, slots)
+                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
             if self.exact and fused is None:
                 self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):

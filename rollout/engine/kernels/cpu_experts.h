@@ -58,10 +58,10 @@ static void choose(const Experts& e, const T* scores, int64_t* chosen, float* sh
     }
 }
 
-// x += mixture of `in` [P, hidden]; gate and up: [P * chosen, inner] each.
+// x += mixture of `in` [P, hidden] + shared [P, hidden], if not null; gate and up: [P * chosen, inner] each.
 template <typename T>
 static void mix(const Experts& e, int64_t activation, const T* in, int64_t P, int64_t hidden, const Mixture<T>& at, T* gate, T* up,
-                T* x, const team::Crew& crew) {
+                const T* shared, T* x, const team::Crew& crew) {
     struct Group {
         int64_t expert, first, count;
     };
@@ -105,6 +105,7 @@ static void mix(const Experts& e, int64_t activation, const T* in, int64_t P, in
                 const float part = load_one(at.mixed + at.places[i] * hidden + d) * at.shares[i];
                 sum += e.wide ? part : rounded<T>(part);
             }
+            if (shared) sum = rounded<T>(sum) + load_one(shared + p * hidden + d);
             store_one(x + p * hidden + d, load_one(x + p * hidden + d) + rounded<T>(sum));
         }
     });

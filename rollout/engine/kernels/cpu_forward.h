@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu_attention.h"
+#include "cpu_delta.h"
 #include "cpu_experts.h"
 #include "cpu_linear.h"
 #include "cpu_rows.h"
@@ -22,6 +23,8 @@ struct Layer {
     Norm query_norm, key_norm;
     Linear query, key, value, output, gate, up, down;  // without a gate: down(activation(up(x)))
     Experts experts;
+    Linear shared_gate;            // of the MLP beside the experts, which all positions go through; null weight: none
+    DeltaNet delta;                // in place of attention
     void *keys, *values;           // [blocks, block_size, Hkv, D]
     const void *cosines, *sines;   // [positions, rotary_dim]; null: no rotary embedding
     int64_t window;                // 0: none
@@ -41,6 +44,9 @@ struct Model {
     int64_t inner;          // most elements of a position between the matrices of an MLP
     int64_t experts, chosen, rank;  // most of a layer; 0: none
     int64_t norm_kind, norm_whole;  // norm_whole: query and key norms act on all heads together
+    int64_t gated;          // whether each head's queries are followed by a gate of its outputs
+    int64_t delta_width, delta_values;  // most elements of a position in a gated delta rule, and of its outputs; 0: none
+    int64_t shared;         // whether experts have an MLP beside them
     int64_t rotary_kind, rotary_dim, rotary_wide;  // rotary_wide: tables in float32, and one rounding
     int64_t activation;
     float epsilon, scaling, embedding_scale, softcap, final_softcap;  // softcap 0: none
@@ -52,6 +58,7 @@ struct Step {
     const int64_t* offsets;                  // [R + 1]
     const int64_t* tables;                   // [groups, R, width]
     const int64_t* keep;                     // [kept], positions whose logits are wanted
+    const int64_t* states;                   // [R], state slots; not read without recurrent layers
     void* logits;                            // [kept, vocabulary]
     void* workspace;
     int64_t count, sequences, width, block_size, kept, threads;
@@ -61,7 +68,8 @@ struct Step {
 template <typename T>
 struct Buffers {
     T *x, *h, *projected, *attended, *gate, *up;
-    char* low;  // 3 times [P, rank]
+    T *shared, *shares;  // [P, hidden], [P]
+    char* low;  // 4 times [P, rank]
     Mixture<T> mixture;
     int64_t bytes = 0;
 
@@ -74,11 +82,13 @@ struct Buffers {
         const auto take = [&](int64_t elements) { return reinterpret_cast<T*>(bytes_of(elements * static_cast<int64_t>(sizeof(T)))); };
         x = take(count * m.hidden);
         h = take(std::max(count, kept) * m.hidden);
-        projected = take(count * (m.heads + 2 * m.kv_heads) * m.head_dim);
-        attended = take(count * m.heads * m.head_dim);
+        projected = take(count * std::max(((1 + m.gated) * m.heads + 2 * m.kv_heads) * m.head_dim, m.delta_width));
+        attended = take(count * std::max(m.heads * m.head_dim, m.delta_values));
         gate = take(count * m.inner);
         up = take(count * m.inner);
-        low = bytes_of(3 * count * m.rank * static_cast<int64_t>(sizeof(float)));
+        shared = take(m.shared * count * m.hidden);
+        shares = take(m.shared * count);
+        low = bytes_of(4 * count * m.rank * static_cast<int64_t>(sizeof(float)));
         mixture.scores = take(count * m.experts);
         mixture.gathered = take(count * m.chosen * m.hidden);
         mixture.mixed = take(count * m.chosen * m.hidden);
@@ -94,7 +104,7 @@ struct Forward {
     const Model& m;
     const Step& s;
     const team::Crew& crew;
-    const int64_t P = s.count, D = m.head_dim, H = m.heads, K = m.kv_heads, width = (H + 2 * K) * D;
+    const int64_t P = s.count, D = m.head_dim, H = m.heads, K = m.kv_heads, heads = (1 + m.gated) * H + 2 * K, width = heads * D;
     const Buffers<T> at{m, P, s.kept, s.workspace};
 
     // use(row) for rows [0, count), of m.hidden elements each.
@@ -128,7 +138,7 @@ struct Forward {
         return at.h;
     }
 
-    // The first products of the adapters of up to three layers that read the same rows.
+    // The first products of the adapters of up to four layers that read the same rows.
     void lower(std::initializer_list<const Linear*> layers, const T* in, int64_t depth) const {
         constexpr int64_t SOME = 8;
         if (std::none_of(layers.begin(), layers.end(), [](const Linear* l) { return l->adapter.down; })) return;
@@ -152,23 +162,26 @@ struct Forward {
         else adapter_up(l.adapter, static_cast<const T*>(low(index)), first, count, begin, end, columns, out, stride);
     }
 
-    // Queries, keys and values; the job that computes the last piece of a head normalises, rotates and caches it.
+    // Queries, keys, values and gates; the job that computes the last piece of a head normalises, rotates and caches it.
     void project(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
         const int64_t pieces = (D + CHUNK - 1) / CHUNK;
         const bool whole = m.norm_whole && layer.query_norm.weight;
-        std::vector<std::atomic<int32_t>> missing(pieces > 1 ? parts.count * (H + 2 * K) : 0);
+        std::vector<std::atomic<int32_t>> missing(pieces > 1 ? parts.count * heads : 0);
         for (auto& each : missing) each.store(static_cast<int32_t>(pieces), std::memory_order_relaxed);
         lower({&layer.query, &layer.key, &layer.value}, in, m.hidden);
-        crew.share(parts.count * (H + 2 * K) * pieces, [&](int64_t job) {
-            const int64_t part = job / pieces / (H + 2 * K), head = job / pieces % (H + 2 * K), piece = job % pieces;
+        crew.share(parts.count * heads * pieces, [&](int64_t job) {
+            const int64_t part = job / pieces / heads, head = job / pieces % heads, piece = job % pieces;
             const int64_t first = parts.first(part), count = parts.length(part);
-            const int64_t kind = head < H ? 0 : head < H + K ? 1 : 2, start = (kind == 0 ? 0 : kind == 1 ? H : H + K) * D;
+            const int64_t kind = head < H || head >= H + 2 * K ? 0 : head < H + K ? 1 : 2;
             const Linear& l = kind == 0 ? layer.query : kind == 1 ? layer.key : layer.value;
-            const int64_t begin = head * D - start + piece * CHUNK, end = head * D - start + std::min(D, (piece + 1) * CHUNK);
-            linear(l, kind, in, first, count, begin, end, (kind == 0 ? H : K) * D, m.hidden, at.projected + start, width);
-            if (whole) return;
-            if (pieces == 1 || missing[part * (H + 2 * K) + head].fetch_sub(1) == 1)
+            // A head's place among the columns of its projection.
+            const int64_t own = head < H ? head * (1 + m.gated) : head < H + 2 * K ? (head - H) % K : 2 * (head - H - 2 * K) + 1;
+            const int64_t begin = own * D + piece * CHUNK, end = own * D + std::min(D, (piece + 1) * CHUNK);
+            linear(l, kind, in, first, count, begin, end, (kind == 0 ? (1 + m.gated) * H : K) * D, m.hidden,
+                   at.projected + (head - own) * D, width);
+            if (whole || head >= H + 2 * K) return;
+            if (pieces == 1 || missing[part * heads + head].fetch_sub(1) == 1)
                 for (int64_t p = first; p < first + count; p++) place(layer, p, head);
         });
         if (!whole) return;
@@ -222,18 +235,60 @@ struct Forward {
         });
     }
 
-    // x += norm(in through a linear layer)
-    void add_to_stream(const Linear& l, const T* in, int64_t depth, const Norm& norm) const {
-        if (!norm.weight && !l.adapter.down && !l.stride)
-            return linear_into(in, P, depth, l.weight, l.bias, m.hidden, at.x, crew);
+    // attended *= sigmoid(gate), rounded after both
+    void gate_outputs() const {
+        rows_of(P, H * D, crew, [&](int64_t p) {
+            gate_by_sigmoid(at.attended + p * H * D, at.projected + p * width + (H + 2 * K) * D, H * D);
+        });
+    }
+
+    // Gated delta rule, from `in` to its outputs in `attended`.
+    void recur(const DeltaNet& d, const T* in) const {
+        const Parts parts(P, m.hidden, sizeof(T));
+        const std::vector<Columns> pieces = columns_of(d, CHUNK);
+        const Linear* const layers[4] = {&d.qkv, &d.z, &d.b, &d.a};
+        const int64_t both = d.interleaved ? 2 : 1, wide[4] = {d.channels(), d.values(), d.value_heads, d.value_heads};
+        const int64_t size = static_cast<int64_t>(pieces.size());
+        lower({&d.qkv, &d.z, &d.b, &d.a}, in, m.hidden);
+        crew.share(parts.count * size, [&](int64_t job) {
+            const Columns& c = pieces[job % size];
+            const int64_t columns = both == 1 ? wide[c.linear] : wide[c.linear] + wide[c.linear + 1];
+            linear(*layers[c.linear], c.linear, in, parts.first(job / size), parts.length(job / size), c.begin, c.end, columns, m.hidden,
+                   at.projected + c.target - c.begin, d.width());
+        });
+        const Sequences all{s.offsets, s.states, s.sequences};
+        convolve(d, all, at.projected, crew);
+        delta_rule(d, all, at.projected, at.attended, m.epsilon, crew);
+    }
+
+    // out [P, hidden] = in through a linear layer
+    void transform(const Linear& l, const T* in, int64_t depth, T* out) const {
         const Parts parts(P, depth, sizeof(T));
         const int64_t chunks = (m.hidden + CHUNK - 1) / CHUNK;
         lower({&l}, in, depth);
         crew.share(parts.count * chunks, [&](int64_t job) {
             const int64_t part = job / chunks, begin = job % chunks * CHUNK;
             linear(l, 0, in, parts.first(part), parts.length(part), begin, std::min(begin + CHUNK, m.hidden), m.hidden, depth,
-                   at.h, m.hidden);
+                   out, m.hidden);
         });
+    }
+
+    // shared = sigmoid(gate(in)) * MLP(in)
+    void share_mlp(const Layer& layer, const T* in) const {
+        widen(layer, in);
+        transform(layer.down, at.gate, layer.inner, at.shared);
+        lower({&layer.shared_gate}, in, m.hidden);
+        each_row(P, [&](int64_t p) {
+            linear(layer.shared_gate, 0, in, p, 1, 0, 1, 1, m.hidden, at.shares, 1);
+            scale(at.shared + p * m.hidden, sigmoid<T>(load_one(at.shares + p)), m.hidden);
+        });
+    }
+
+    // x += norm(in through a linear layer)
+    void add_to_stream(const Linear& l, const T* in, int64_t depth, const Norm& norm) const {
+        if (!norm.weight && !l.adapter.down && !l.stride)
+            return linear_into(in, P, depth, l.weight, l.bias, m.hidden, at.x, crew);
+        transform(l, in, depth, at.h);
         each_row(P, [&](int64_t p) {
             T* row = at.h + p * m.hidden;
             if (norm.weight) norm_row(norm, row, row, m.hidden);
@@ -249,6 +304,22 @@ struct Forward {
             rows_of(s.kept, m.vocabulary, crew, [&](int64_t row) { cap(out + row * m.vocabulary, m.final_softcap, m.vocabulary); });
     }
 
+    // x += what a layer reads from other positions: attention, or a recurrence.
+    void mix_tokens(const Layer& layer, const T* in, Attention& a, const std::vector<Task>& tasks) const {
+        if (layer.delta.value_heads) {
+            recur(layer.delta, in);
+            return add_to_stream(layer.output, at.attended, layer.delta.values(), layer.after_attention);
+        }
+        project(layer, in);
+        a.keys = layer.keys;
+        a.values = layer.values;
+        a.window = layer.window;
+        a.tables = s.tables + layer.group * s.sequences * s.width;
+        attention<T>(a, tasks, crew);
+        if (m.gated) gate_outputs();
+        add_to_stream(layer.output, at.attended, H * D, layer.after_attention);
+    }
+
     void run() const {
         Attention a{at.projected, nullptr, nullptr, at.attended, s.offsets, s.positions, s.tables, s.sequences, s.width,
                     s.block_size, H, K, D, D, width, H * D, 0, 0, m.scaling, m.softcap, nullptr, nullptr};
@@ -259,16 +330,12 @@ struct Forward {
         embed();
         for (int64_t i = 0; i < m.count; i++) {
             const Layer& layer = m.layers[i];
-            project(layer, normed(layer.before_attention));
-            a.keys = layer.keys;
-            a.values = layer.values;
-            a.window = layer.window;
-            a.tables = s.tables + layer.group * s.sequences * s.width;
-            attention<T>(a, layer.window ? windowed : tasks, crew);
-            add_to_stream(layer.output, at.attended, H * D, layer.after_attention);
+            mix_tokens(layer, normed(layer.before_attention), a, layer.window ? windowed : tasks);
             const T* in = normed(layer.before_mlp);
             if (layer.experts.router) {
-                mix(layer.experts, m.activation, in, P, m.hidden, at.mixture, at.gate, at.up, at.x, crew);
+                const bool shared = layer.shared_gate.weight;
+                if (shared) share_mlp(layer, in);
+                mix(layer.experts, m.activation, in, P, m.hidden, at.mixture, at.gate, at.up, shared ? at.shared : nullptr, at.x, crew);
             } else {
                 widen(layer, in);
                 add_to_stream(layer.down, at.gate, layer.inner, layer.after_mlp);

@@ -24,6 +24,10 @@ class RotaryKind(IntEnum):
     PAIRS = 1
 
 
+MAX_TAPS = 8
+"""`MOST_TAPS` in cpu_delta.h."""
+
+
 class Activation(IntEnum):
     """`Activation` in cpu_rows.h."""
 
@@ -68,6 +72,18 @@ class Experts(ctypes.Structure):
     )
 
 
+class DeltaNet(ctypes.Structure):
+    """`DeltaNet` in cpu_delta.h."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("qkv", "z", "b", "a")),
+        *((name, ctypes.c_void_p) for name in ("convolution", "a_log", "bias", "norm", "inputs", "states")),
+        *((name, ctypes.c_int64) for name in (
+            "inputs_stride", "states_stride", "key_heads", "value_heads", "key_dim", "value_dim", "kernel", "interleaved",
+        )),
+    )  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """`Layer` in cpu_forward.h."""
 
@@ -76,6 +92,8 @@ class Layer(ctypes.Structure):
         *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
         ("experts", Experts),
+        ("shared_gate", Linear),
+        ("delta", DeltaNet),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "cosines", "sines")),
         *((name, ctypes.c_int64) for name in ("window", "group", "inner")),
     )
@@ -89,7 +107,8 @@ class Model(ctypes.Structure):
         ("norm", Norm),
         *((name, ctypes.c_int64) for name in (
             "count", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "inner", "experts", "chosen", "rank",
-            "norm_kind", "norm_whole", "rotary_kind", "rotary_dim", "rotary_wide", "activation",
+            "norm_kind", "norm_whole", "gated", "delta_width", "delta_values", "shared", "rotary_kind",
+            "rotary_dim", "rotary_wide", "activation",
         )),
         *((name, ctypes.c_float) for name in ("epsilon", "scaling", "embedding_scale", "softcap", "final_softcap")),
     )  # fmt: skip
@@ -100,7 +119,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "ids", "positions", "slots", "offsets", "tables", "keep", "logits", "workspace",
+            "ids", "positions", "slots", "offsets", "tables", "keep", "states", "logits", "workspace",
         )),
         *((name, ctypes.c_int64) for name in ("count", "sequences", "width", "block_size", "kept", "threads")),
     )  # fmt: skip

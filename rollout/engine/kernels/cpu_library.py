@@ -23,13 +23,15 @@ from functools import cache
 from pathlib import Path
 
 _SOURCES = (
-    "cpu_kernels.cpp", "cpu_attention.h", "cpu_exact.h", "cpu_experts.h", "cpu_forward.h", "cpu_lanes.h", "cpu_linear.h",
-    "cpu_matmul.h", "cpu_rows.h", "cpu_sampling.h", "cpu_team.h", "cpu_tree_attention.h",
+    "cpu_kernels.cpp", "cpu_attention.h", "cpu_delta.h", "cpu_exact.h", "cpu_experts.h", "cpu_forward.h", "cpu_lanes.h",
+    "cpu_linear.h", "cpu_matmul.h", "cpu_rows.h", "cpu_sampling.h", "cpu_team.h", "cpu_tree_attention.h",
 )  # fmt: skip
 COMPILE_TIMEOUT_S = 120
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order unless the environment variable CXX names one."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+CPU_INFO = Path("/proc/cpuinfo")
+"""What Linux says of the processor."""
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
 
@@ -204,9 +206,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _processor() -> str:
     """What decides which instructions the library has."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
+    if CPU_INFO.exists():
+        lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")
         return platform.machine() + "".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
     return f"{platform.machine()} {platform.processor()} {platform.release()}"

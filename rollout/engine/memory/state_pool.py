@@ -42,6 +42,13 @@ class StateShape:
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
+def _shaped(flat: Tensor, state: StateShape) -> Tensor:
+    """[slots, elements] as [slots, *shape]; the channels of a convolution lie side by side, which kernels read at once."""
+    if state.key.kind != "conv":
+        return flat.view(-1, *state.shape)
+    return flat.view(-1, state.shape[-1], *state.shape[:-1]).movedim(1, -1)
+
+
 class StatePool(BlockPool):
     """`num_blocks` slots for the states `shapes`; a slot is a block of the pool."""
 
@@ -69,7 +76,7 @@ class StatePool(BlockPool):
         """
         super().materialize(num_blocks)
         self._states = {
-            each.key: part.view(each.dtype)[:, : math.prod(each.shape)].view(num_blocks, *each.shape)
+            each.key: _shaped(part.view(each.dtype)[:, : math.prod(each.shape)], each)
             for part, each in zip(self._parts, self.shapes, strict=True)
         }
 

@@ -26,7 +26,9 @@ from tests.models import make_model
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
 
 FAMILIES = ["gemma2", "gemma3", "olmo2", "olmo3", "phi3", "glm", "glm4", "qwen3_moe", "mixtral", "gpt2"]
-EXPERTS = ["qwen3_moe", "mixtral"]
+HYBRID = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+FAMILIES += HYBRID
+EXPERTS = ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe"]
 families = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -96,7 +98,7 @@ def test_every_cut_gives_greedy_tokens_and_logprobs_of_the_module(name: str) -> 
         assert_greedy(name, request)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2", "glm", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "glm", "mixtral", "gpt2", "qwen3_next"])
 def test_a_sequence_gets_the_same_bits_alone_and_among_others(name: str) -> None:
     prompt, params = token_ids(7, 1), at_random(12, seed=5)
     (alone,) = make_engine(name).generate([prompt], params)
@@ -105,6 +107,12 @@ def test_a_sequence_gets_the_same_bits_alone_and_among_others(name: str) -> None
     )
     assert requests[3].generated_tokens == alone.generated_tokens
     assert requests[3].generated_log_probs == alone.generated_log_probs
+
+
+def test_a_recurrence_gets_the_same_bits_however_its_prompt_is_cut() -> None:
+    engine, tokens = make_engine(trained("qwen3_5"), max_tokens_per_step=512), token_ids(200, 3)
+    whole = logits(engine, tokens)
+    assert all(torch.equal(logits(engine, tokens, *cuts), whole) for cuts in ((1, 2, 3), (64,), (67, 130, 199)))
 
 
 def test_experts_of_equal_score_are_chosen_as_torch_chooses() -> None:
@@ -221,9 +229,10 @@ def test_recording_routes_runs_the_modules_own_forward_and_says_so() -> None:
 def adapted(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A model with adapters that change a lot in every projection of its layers."""
     model = trained(name).to(dtype)
+    # PEFT takes the names of a shared expert's projections for those of all experts.
     targets = sorted({
         path.rpartition(".")[2] for path, module in model.named_modules()
-        if type(module) in (nn.Linear, pytorch_utils.Conv1D) and "lm_head" not in path
+        if type(module) in (nn.Linear, pytorch_utils.Conv1D) and "lm_head" not in path and "shared_expert" not in path
     })  # fmt: skip
     config = LoraConfig(r=5, lora_alpha=8, lora_dropout=0.5, init_lora_weights=False, target_modules=targets,
                         fan_in_fan_out=name == "gpt2", task_type="CAUSAL_LM")  # fmt: skip

@@ -26,7 +26,7 @@ from tests.models import CONFIGS, MORE_CONFIGS, make_model
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
 
 FUSED = ["qwen3", "llama", "qwen2", "mistral"]
-NOT_FUSED = ["qwen3_next", "falcon_h1", "lfm2", "gpt_oss", "llama4"]
+NOT_FUSED = ["falcon_h1", "lfm2", "gpt_oss", "llama4"]
 
 
 def fused(engine: DynamicInferenceEngine) -> bool:
@@ -36,8 +36,8 @@ def fused(engine: DynamicInferenceEngine) -> bool:
         return runner.fused is not None and runner.fused.ready(runner.installation.module_epoch)
 
 
-def logits(engine: DynamicInferenceEngine, tokens: list[int], cut: int) -> Tensor:
-    return paged_logits(engine.controller.runner, tokens, cut).float()
+def logits(engine: DynamicInferenceEngine, tokens: list[int], *cuts: int) -> Tensor:
+    return paged_logits(engine.controller.runner, tokens, *cuts).float()
 
 
 def own_logits(engine: DynamicInferenceEngine, tokens: list[int]) -> Tensor:

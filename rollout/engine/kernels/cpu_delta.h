@@ -1,0 +1,238 @@
+// Gated delta rule: linear attention whose memory is a matrix per head (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
+//
+// Of a head with query q and key k of unit length (q over sqrt(key_dim)), value v, decay a and step b, its state S goes on by
+//     S = a S;   d = b (v - S^T k);   S = S + k d^T;   out = S^T q
+// in float32, token by token, for prompts too: the form in chunks (arXiv 2406.06484; transformers' torch_chunk_gated_delta_rule)
+// takes more multiplications, and its bits depend on where a prompt was cut. Columns of S do not depend on each other: a few
+// at a time stay in the first-level cache, and one pass over them updates S by one token and reads it for the next.
+
+#pragma once
+
+#include <vector>
+
+#include "cpu_linear.h"
+#include "cpu_rows.h"
+
+struct DeltaNet {
+    Linear qkv, z, b, a;       // interleaved: qkv has z too, and b has a, key head by key head
+    const void* convolution;   // [channels, kernel]
+    const void *a_log, *bias;  // [value_heads]: a = exp(-exp(a_log) * softplus(a + bias))
+    const void* norm;          // [value_dim]
+    void* inputs;              // [slots, kernel, channels], the last ones of the convolution
+    float* states;             // [slots, value_heads, key_dim, value_dim]
+    int64_t inputs_stride, states_stride;  // elements from one slot to the next
+    int64_t key_heads, value_heads, key_dim, value_dim, kernel;  // value_heads 0: the layer is none of these
+    int64_t interleaved;
+
+    int64_t keys() const { return key_heads * key_dim; }
+    int64_t values() const { return value_heads * value_dim; }
+    int64_t channels() const { return 2 * keys() + values(); }                // queries, keys, values
+    int64_t width() const { return channels() + values() + 2 * value_heads; }  // and z, b, a
+};
+
+// The sequences of a step.
+struct Sequences {
+    const int64_t *offsets, *states;  // [count + 1], [count] slots
+    int64_t count;
+};
+
+// Columns [begin, end) of a projection, and where they go in the row of a position.
+struct Columns {
+    int64_t linear, begin, end, target;
+};
+
+// The projections of a layer, in pieces of at most `most` columns.
+static std::vector<Columns> columns_of(const DeltaNet& d, int64_t most) {
+    std::vector<Columns> found;
+    int64_t read[4] = {};
+    const auto take = [&](int64_t linear, int64_t count, int64_t target) {
+        for (int64_t at = 0; at < count; at += most) {
+            const int64_t begin = read[linear] + at;
+            found.push_back({linear, begin, begin + std::min(most, count - at), target + at});
+        }
+        read[linear] += count;
+    };
+    const int64_t z = d.channels(), b = z + d.values(), a = b + d.value_heads;
+    if (!d.interleaved) {
+        take(0, d.channels(), 0);
+        take(1, d.values(), z);
+        take(2, d.value_heads, b);
+        take(3, d.value_heads, a);
+        return found;
+    }
+    const int64_t heads = d.value_heads / d.key_heads, values = heads * d.value_dim;
+    for (int64_t head = 0; head < d.key_heads; head++) {
+        take(0, d.key_dim, head * d.key_dim);
+        take(0, d.key_dim, d.keys() + head * d.key_dim);
+        take(0, values, 2 * d.keys() + head * values);
+        take(0, values, z + head * values);
+        take(2, heads, b + head * heads);
+        take(2, heads, a + head * heads);
+    }
+    return found;
+}
+
+constexpr int64_t MOST_TAPS = 8;   // of a convolution
+constexpr int64_t CHANNELS = 64;   // per job
+
+// Causal convolution of each channel over the last `kernel` positions, and SiLU, in place: the first channels() of each row.
+template <typename T>
+static void convolve(const DeltaNet& d, const Sequences& all, T* rows, const team::Crew& crew) {
+    const int64_t channels = d.channels(), width = d.width(), taps = d.kernel;
+    crew.share((channels + CHANNELS - 1) / CHANNELS, [&](int64_t job) {
+        const int64_t begin = job * CHANNELS, count = std::min(CHANNELS, channels - begin);
+        float weight[MOST_TAPS][CHANNELS] = {};
+        T before[MOST_TAPS][CHANNELS] = {};
+        for (int64_t c = 0; c < count; c++)
+            for (int64_t k = 0; k < taps; k++) weight[k][c] = load_one(static_cast<const T*>(d.convolution) + (begin + c) * taps + k);
+        for (int64_t s = 0; s < all.count; s++) {
+            const int64_t length = all.offsets[s + 1] - all.offsets[s];
+            T* x = rows + all.offsets[s] * width + begin;
+            T* state = static_cast<T*>(d.inputs) + all.states[s] * d.inputs_stride + begin;
+            const auto input = [&](int64_t t) { return t < 0 ? before[taps + t] : x + t * width; };
+            for (int64_t k = 0; k < taps; k++) std::memcpy(before[k], state + k * channels, count * sizeof(T));
+            for (int64_t k = 0; k < taps; k++) std::memcpy(state + k * channels, input(length - taps + k), count * sizeof(T));
+            // From the last position on, as each needs those before it.
+            for (int64_t t = length - 1; t >= 0; t--) {
+                for (int64_t c = 0; c < count; c += LANES) {
+                    const int64_t real = std::min<int64_t>(LANES, count - c);
+                    vec sum = vec{};
+                    for (int64_t k = 0; k < taps; k++) {
+                        const T* in = input(t - taps + 1 + k) + c;
+                        sum += load(weight[k] + c) * (real == LANES ? load(in) : load_first(in, real));
+                    }
+                    if (real == LANES) store(x + t * width + c, sum);
+                    else store_first(x + t * width + c, sum, real);
+                }
+                activate<T>(x + t * width, nullptr, count);
+            }
+        }
+    });
+}
+
+constexpr int64_t STRIPE = 2 * LANES;  // columns of a state at a time
+constexpr int64_t TOKENS = 64;         // whose queries and keys are prepared at a time
+
+// out = x * factor / sqrt(sum of squares + 1e-6)
+template <typename T>
+static void unit_length(const T* x, float* out, int64_t size, float factor) {
+    float squares = 0.0f;
+    for (int64_t i = 0; i < size; i++) {
+        out[i] = load_one(x + i);
+        squares += out[i] * out[i];
+    }
+    const float scale = 1.0f / std::sqrt(squares + 1e-6f);
+    for (int64_t i = 0; i < size; i++) out[i] = out[i] * scale * factor;
+}
+
+// One pass over a stripe [depth, STRIPE] of a state: S = decay S + before d^T, then S^T key and S^T query. Even rows and odd
+// ones are summed apart, so that the sums do not wait for each other.
+static inline void pass(float* stripe, int64_t depth, float decay, const float* before, const vec (&d)[2], const float* key,
+                        const float* query, vec (&by_key)[2], vec (&by_query)[2]) {
+    vec sums[2][4] = {};
+    for (int64_t row = 0; row < depth; row += 2)
+        for (int64_t odd = 0; odd < 2; odd++)
+            for (int64_t j = 0; j < 2; j++) {
+                float* at = stripe + (row + odd) * STRIPE + j * LANES;
+                const vec s = load(at) * decay + d[j] * before[row + odd];
+                store(at, s);
+                sums[odd][j] += s * key[row + odd];
+                sums[odd][2 + j] += s * query[row + odd];
+            }
+    for (int64_t j = 0; j < 2; j++) {
+        by_key[j] = sums[0][j] + sums[1][j];
+        by_query[j] = sums[0][2 + j] + sums[1][2 + j];
+    }
+}
+
+// Up to TOKENS positions of one head.
+struct Run {
+    float *query, *key, *nothing, *stripe;  // [TOKENS, key_dim] twice, [key_dim] zeros, [key_dim, STRIPE]
+    float decay[TOKENS], step[TOKENS], both[TOKENS];
+
+    Run(const DeltaNet& d, float* scratch)
+        : query(scratch), key(query + TOKENS * d.key_dim), nothing(key + TOKENS * d.key_dim), stripe(nothing + d.key_dim) {
+        std::fill(nothing, nothing + d.key_dim, 0.0f);
+    }
+    static int64_t floats(const DeltaNet& d) { return (2 * TOKENS + 1 + STRIPE) * d.key_dim; }
+
+    template <typename T>
+    void prepare(const DeltaNet& d, const T* rows, int64_t count, int64_t head) {
+        const int64_t at = head / (d.value_heads / d.key_heads) * d.key_dim, b = d.channels() + d.values() + head;
+        const float rate = std::exp(load_one(static_cast<const T*>(d.a_log) + head));
+        const float bias = load_one(static_cast<const T*>(d.bias) + head), size = std::sqrt(static_cast<float>(d.key_dim));
+        for (int64_t i = 0; i < count; i++) {
+            const T* row = rows + i * d.width();
+            float *q = query + i * d.key_dim, *k = key + i * d.key_dim;
+            unit_length(row + at, q, d.key_dim, 1.0f / size);
+            unit_length(row + d.keys() + at, k, d.key_dim, 1.0f);
+            both[i] = 0.0f;
+            for (int64_t n = 0; n < d.key_dim; n++) both[i] += q[n] * k[n];
+            const float x = load_one(row + b + d.value_heads) + bias;
+            decay[i] = std::exp(-rate * (x > 20.0f ? x : std::log1p(std::exp(x))));
+            step[i] = rounded<T>(1.0f / (1.0f + std::exp(-load_one(row + b))));
+        }
+    }
+
+    // Columns [column, column + STRIPE) of the state, and of the outputs.
+    template <typename T>
+    void stripe_of(const DeltaNet& d, const T* rows, int64_t count, int64_t head, int64_t column, float* state, T* out) {
+        const int64_t real = std::min(STRIPE, d.value_dim - column), depth = d.key_dim;
+        const int64_t lanes[2] = {std::min<int64_t>(LANES, real), real - std::min<int64_t>(LANES, real)};
+        for (int64_t row = 0; row < depth; row++) {
+            std::memcpy(stripe + row * STRIPE, state + row * d.value_dim + column, real * sizeof(float));
+            std::fill(stripe + row * STRIPE + real, stripe + (row + 1) * STRIPE, 0.0f);
+        }
+        vec difference[2] = {}, by_key[2], by_query[2];
+        float last = 1.0f;
+        const float* before = nothing;
+        for (int64_t i = 0; i < count; i++) {
+            const float* k = key + i * depth;
+            pass(stripe, depth, last, before, difference, k, query + i * depth, by_key, by_query);
+            const T* value = rows + i * d.width() + 2 * d.keys() + head * d.value_dim + column;
+            for (int64_t j = 0; j < 2; j++) {
+                if (!lanes[j]) continue;
+                difference[j] = step[i] * (load_first(value + j * LANES, lanes[j]) - decay[i] * by_key[j]);
+                store_first(out + i * d.values() + column + j * LANES, decay[i] * by_query[j] + both[i] * difference[j], lanes[j]);
+            }
+            last = decay[i];
+            before = k;
+        }
+        // The same code as for the tokens before, so that a state does not depend on what is computed together.
+        pass(stripe, depth, last, before, difference, nothing, nothing, by_key, by_query);
+        for (int64_t row = 0; row < depth; row++)
+            std::memcpy(state + row * d.value_dim + column, stripe + row * STRIPE, real * sizeof(float));
+    }
+};
+
+// out = norm(out) * silu(z), rounded where transformers' RMSNormGated rounds; `width` elements.
+template <typename T>
+static void gated_norm(const T* z, const void* weight, T* out, int64_t width, float epsilon) {
+    const T* w = static_cast<const T*>(weight);
+    const float scale = inverse_rms(out, width, epsilon);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t real = std::min<int64_t>(LANES, width - i);
+        const vec gate = load_first(z + i, real);
+        const vec normed = rounded<T>(load_first(w + i, real) * rounded<T>(load_first(out + i, real) * scale));
+        store_first(out + i, normed * (gate / (1.0f + exponential(-gate))), real);
+    }
+}
+
+// The recurrence over `rows` [P, width()], and the gated norm of its outputs [P, values()].
+template <typename T>
+static void delta_rule(const DeltaNet& d, const Sequences& all, const T* rows, T* out, float epsilon, const team::Crew& crew) {
+    crew.share(all.count * d.value_heads, [&](int64_t job) {
+        const int64_t s = job / d.value_heads, head = job % d.value_heads;
+        float* state = d.states + all.states[s] * d.states_stride + head * d.key_dim * d.value_dim;
+        Run run(d, team::scratch<float>(Run::floats(d)));
+        for (int64_t first = all.offsets[s]; first < all.offsets[s + 1]; first += TOKENS) {
+            const int64_t count = std::min(TOKENS, all.offsets[s + 1] - first);
+            const T* from = rows + first * d.width();
+            T* to = out + first * d.values() + head * d.value_dim;
+            run.prepare(d, from, count, head);
+            for (int64_t column = 0; column < d.value_dim; column += STRIPE) run.stripe_of(d, from, count, head, column, state, to);
+            for (int64_t i = 0; i < count; i++)
+                gated_norm(from + i * d.width() + d.channels() + head * d.value_dim, d.norm, to + i * d.values(), d.value_dim, epsilon);
+        }
+    });
+}
