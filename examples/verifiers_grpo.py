@@ -6,7 +6,7 @@ The environment is `verifiers_sums.py`, an ordinary module of verifiers: its har
 training client, which turns messages to token ids itself, asks this process's server. The traces become one batch
 (`trainer_hooks.verifiers.trace_batch`), in which every sampled token has the log-prob it was sampled with.
 
-The model is first trained on a teacher's turns until it is right every other time (only on what a teacher says, so that
+The model is first trained on a teacher's turns until it is right now and then (only on what a teacher says, so that
 the same loss means much the same skill for every seed), and then only on whether its answers are right.
 """
 
@@ -18,7 +18,6 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -37,8 +36,8 @@ from trainer_hooks.optimizer import attach
 from trainer_hooks.verifiers import trace_batch
 
 GROUP = 8
-MAX_TOKENS = 10
-EPOCHS = 2
+MAX_TOKENS = 8
+EPOCHS = 4
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 TEMPLATE = """
 {{- bos_token }}
@@ -54,31 +53,37 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def teachers_turns(eos: str) -> list[Problem]:
-    """Every turn of a teacher's conversations: what comes before it, and what the teacher says."""
-    dice, turns = random.Random(1), []
-    for _ in range(4000):
-        a, b, c = (dice.randint(1, 99) for _ in range(3))
-        asked = f"{a}+{b}+{c}= "
+def teachers_turns(tasks: Iterable[vf.Task], eos: str) -> list[Problem]:
+    """Every turn of a teacher's conversations about the tasks: what comes before it, and what the teacher says."""
+    turns = []
+    for task in tasks:
+        a, b, c = map(int, task.data.prompt.rstrip("=").split("+"))
+        asked = f"{task.data.prompt} "
         called = f"{asked}{a}+{b}{eos}{a + b} "
         called_again = f"{called}{a + b}+{c}{eos}{a + b + c} "
         turns += [Problem(asked, f"{a}+{b}"), Problem(called, f"{a + b}+{c}"), Problem(called_again, f"{a + b + c}")]
     return turns
 
 
+def make_environment() -> vf.Env:
+    """The environment of `verifiers_sums.py`, whose harness runs in this process."""
+    agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "verifiers_sums"}}
+    return load_environment(
+        vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": "verifiers_sums"}, "agent": agent})
+    )
+
+
 class Player:
     """Plays episodes of the environment against a server.
 
     Args:
+        environment: of `make_environment`.
         url: of the server.
         renderer: folder of the tokenizer, with which verifiers turns messages into token ids.
     """
 
-    def __init__(self, url: str, renderer: Path) -> None:
-        agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "verifiers_sums"}}
-        self.environment = load_environment(
-            vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": "verifiers_sums"}, "agent": agent})
-        )
+    def __init__(self, environment: vf.Env, url: str, renderer: Path) -> None:
+        self.environment = environment
         client = vf.TrainClientConfig(
             base_url=f"{url}/v1", renderer=DefaultRendererConfig(), renderer_model_name=str(renderer)
         )
@@ -90,11 +95,11 @@ class Player:
         episodes = await asyncio.gather(
             *(self.environment.run_episode(task, self._context) for task in tasks for _ in range(n))
         )
-        return [trace for episode in episodes for trace in episode.traces]
+        return [episode.traces[0] for episode in episodes]
 
-    async def exam(self, tasks: int) -> float:
-        """Mean reward of the first held-out tasks, one episode each."""
-        traces = await self.play(self.environment.taskset.take(tasks), 1)
+    async def exam(self, tasks: Iterable[vf.Task]) -> float:
+        """Mean reward of one episode of each task."""
+        traces = await self.play(tasks, 1)
         return sum(trace.reward for trace in traces) / len(traces)
 
 
@@ -117,17 +122,19 @@ def learn(model: PreTrainedModel, optimizer: AdamW, batch: EpisodeBatch) -> floa
 
 
 async def grpo(llm: LLM, player: Player, options: argparse.Namespace) -> None:
-    """Repeat: play groups of episodes, train twice on what was sampled in them."""
+    """Repeat: play groups of episodes, train on what was sampled in them, a few times since it is dear."""
     model, tokenizer = llm.model, llm.tokenizer
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=3, fall=1.0)
     attach(optimizer, llm)
-    tasks = iter(player.environment.taskset.skip(options.held_out))
+    taskset = player.environment.taskset
+    held_out, tasks = list(taskset.take(options.held_out)), list(taskset.skip(options.held_out))
+    dice = random.Random(options.seed)
     async with player.environment.serving():
-        before = await player.exam(options.held_out)
-        print(f"held-out {before:.2f}\n\n step  reward            tokens  Δlogp  a conversation")
+        before = await player.exam(held_out)
+        print(f"held-out {before:.2f} sampled\n\n step  reward            tokens  Δlogp  a conversation")
         for number in range(1, options.steps + 1):
-            traces = await player.play(islice(tasks, options.prompts), GROUP)
+            traces = await player.play(dice.sample(tasks, options.prompts), GROUP)
             batch = trace_batch(
                 traces, policy_version=llm.policy_version, pad_token_id=tokenizer.pad_token_id, n=GROUP,
                 device=model.device,
@@ -139,14 +146,14 @@ async def grpo(llm: LLM, player: Player, options: argparse.Namespace) -> None:
             said = " ".join(str(node.message.content) for node in traces[0].nodes)
             tokens = int(batch.response_mask.sum())
             print(f"{number:5}  {reward:6.2f} {'█' * round(10 * reward):10} {tokens:6}  {difference:.0e}  {said}")
-        print(f"\nheld-out, sampled {before:.2f} → {await player.exam(options.held_out):.2f}")
+        print(f"\nheld-out, sampled {before:.2f} → {await player.exam(held_out):.2f}")
 
 
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the lessons and the sampling")
-    parser.add_argument("--steps", type=int, default=25, help="of GRPO")
+    parser.add_argument("--steps", type=int, default=20, help="of GRPO")
     parser.add_argument("--prompts", type=int, default=16, help=f"per step, {GROUP} episodes each")
     parser.add_argument(
         "--held-out", type=int, default=128, help="tasks that are played before and after, and not trained on"
@@ -166,13 +173,15 @@ def main() -> None:
     options = parse_options()
     tokenizer = chat_tokenizer()
     model = small_model(tokenizer, max_length=96, seed=options.seed)
-    lessons = Problems(teachers_turns(tokenizer.eos_token), held_out=0, seed=options.seed)
-    print(f"{warm_up(model, tokenizer, lessons, until=options.warm_up)} lessons")
+    environment = make_environment()
+    turns = teachers_turns(environment.taskset.skip(options.held_out), tokenizer.eos_token)
+    lessons = Problems(turns, held_out=0, seed=options.seed)
+    print(f"{warm_up(model, tokenizer, lessons, until=options.warm_up, fall=10)} lessons")
     config = InferenceConfig(max_requests=GROUP * options.prompts, block_size_tokens=4, seed=options.seed)
     with LLM(model, tokenizer, config) as llm, tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         server = llm.serve(ServerConfig(port=0, served_model_name="policy"), blocking=False)
-        asyncio.run(grpo(llm, Player(server.url, Path(folder)), options))
+        asyncio.run(grpo(llm, Player(environment, server.url, Path(folder)), options))
         server.stop()
     print(f"{time.perf_counter() - started:.0f} s in all")
 

@@ -1,9 +1,9 @@
-"""Environment of verifiers 0.4: sums of three numbers, with a calculator that adds two.
+"""Environment of verifiers 0.4: sums of three digits, with a calculator that adds two numbers.
 
 A verifiers environment is a module that exports a taskset (which tasks, and what a finished trace of one is worth) and a
 harness (the program that talks to the model); verifiers loads it by its name. The conversation about one task:
 
-    user: 27+8+41=    assistant: 27+8    user: 35    assistant: 35+41    user: 76    assistant: 76
+    user: 7+8+4=    assistant: 7+8    user: 15    assistant: 15+4    user: 19    assistant: 19
 
 An assistant message with a plus is a call of the calculator, any other one is the answer.
 """
@@ -14,6 +14,7 @@ import random
 import re
 import ssl
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import verifiers.v1 as vf
@@ -43,17 +44,15 @@ class SumTask(vf.Task[SumData]):
 
 
 class SumsTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
-    """Sums of three numbers below 100, without end."""
-
-    INFINITE = True
+    """All 729 sums of three digits, in an order that is always the same."""
 
     def load(self) -> Iterator[SumTask]:
-        """Tasks in an order that is always the same; `shuffle` and `take` choose others."""
-        dice = random.Random(0)
-        while True:
-            numbers = [dice.randint(1, 99) for _ in range(3)]
-            question = "+".join(map(str, numbers)) + "="
-            yield SumTask(SumData(prompt=question, answer=str(sum(numbers))), self.config.task)
+        """The tasks; `shuffle` and `take` make others of them."""
+        every = list(product(range(1, 10), repeat=3))
+        random.Random(0).shuffle(every)
+        for digits in every:
+            question = "+".join(map(str, digits)) + "="
+            yield SumTask(SumData(prompt=question, answer=str(sum(digits))), self.config.task)
 
 
 def calculate(call: str) -> str:
