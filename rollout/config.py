@@ -1,8 +1,8 @@
 """Configuration dataclasses of the engine, the coordinator and the HTTP server.
 
 Each class is frozen, takes keyword arguments only, and validates every field at construction: an unknown name and a value
-out of range raise `ConfigError`. Defaults are defined here and nowhere else; command-line flags
-and the reference documentation are generated from these fields.
+out of range raise `ConfigError`. Defaults are defined here and nowhere else; command-line flags and the reference
+documentation are generated from these fields.
 """
 
 from __future__ import annotations
@@ -10,33 +10,30 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from enum import Enum
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from rollout.errors import ConfigError
-from rollout.names import NamedOptions
+from rollout.options import (
+    ABOVE_0,
+    ADDRESS,
+    AT_LEAST_1,
+    FINITE,
+    SEED,
+    Options,
+    Rules,
+    is_int,
+    is_number,
+    is_text,
+    one_of,
+    or_none,
+)
 from rollout.state import (
     KVCacheManagementMode,
     PrefixCachingCoordinatorPolicy,
     PrefixCachingEvictionPolicy,
     StalenessPolicy,
 )
-
-Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and what is, for the message."""
-
-Rules = Mapping[Rule, tuple[str, ...]]
-"""Rule → names of the options it is for."""
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _are_origins(value: object) -> bool:
@@ -46,65 +43,8 @@ def _are_origins(value: object) -> bool:
     )
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _or_none(rule: Rule) -> Rule:
-    return lambda value: value is None or rule[0](value), f"None or {rule[1]}"
-
-
-def _one_of(*choices: str | None) -> Rule:
-    return lambda value: value in choices, f"one of {', '.join(map(repr, choices))}"
-
-
-AT_LEAST_1: Rule = (lambda value: _is_int(value) and value >= 1, "an integer of at least 1")
-ABOVE_0: Rule = (lambda value: _is_number(value) and value > 0, "a number above 0")
-FINITE: Rule = (lambda value: _is_number(value) and 0 < value < math.inf, "a finite number above 0")
-SEED: Rule = (lambda value: _is_int(value) and 0 <= value < 2**63, "an integer in [0, 2**63)")
-ADDRESS: Rule = (_is_text, "an address")
-
-
-class _Options(NamedOptions):
-    """Validation shared by the configuration dataclasses: booleans and enums by their default, the rest by `_rules`."""
-
-    _rules: ClassVar[Rules] = {}
-
-    def __post_init__(self) -> None:
-        for (holds, rule), names in self._rules.items():
-            for name in names:
-                self._check(name, holds(getattr(self, name)), rule)
-        for option in fields(self):  # type: ignore[arg-type]
-            if isinstance(option.default, bool):
-                self._check(option.name, isinstance(getattr(self, option.name), bool), "True or False")
-            elif isinstance(option.default, Enum):
-                self._choose(option.name, type(option.default))
-
-    def _check(self, name: str, ok: bool, rule: str) -> None:
-        if not ok:
-            raise ConfigError(f"{type(self).__name__}.{name}={getattr(self, name)!r}: must be {rule}")
-
-    def _choose(self, name: str, kind: type[Enum]) -> None:
-        try:
-            object.__setattr__(self, name, kind(getattr(self, name)))
-        except ValueError as exc:
-            choices = ", ".join(repr(member.value) for member in kind)
-            raise ConfigError(
-                f"{type(self).__name__}.{name}={getattr(self, name)!r}: must be one of {choices}"
-            ) from exc
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed, validated again."""
-        return replace(self, **changes)  # type: ignore[type-var]
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Names of all options, in definition order."""
-        return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, kw_only=True)
-class InferenceConfig(_Options):
+class InferenceConfig(Options):
     """Options of one engine. Frozen; validated at construction."""
 
     block_size_tokens: int = 16
@@ -223,19 +163,19 @@ class InferenceConfig(_Options):
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("block_size_tokens", "max_requests", "max_tokens_per_step"),
-        _or_none(AT_LEAST_1): ("kv_cache_blocks", "max_sequence_length", "state_slots"),
-        _or_none(ABOVE_0): ("kv_cache_memory_gb",),
-        _or_none(FINITE): ("kv_cache_host_memory_gb",),
+        or_none(AT_LEAST_1): ("kv_cache_blocks", "max_sequence_length", "state_slots"),
+        or_none(ABOVE_0): ("kv_cache_memory_gb",),
+        or_none(FINITE): ("kv_cache_host_memory_gb",),
         ABOVE_0: ("control_timeout_s",),
         FINITE: ("image_cache_memory_gb",),
-        (lambda value: _is_number(value) and 0 < value <= 1, "a number in (0, 1]"): ("kv_cache_memory_fraction",),
-        _or_none((lambda value: _is_int(value) and value >= 0, "an integer of at least 0")): ("max_staleness",),
+        (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"): ("kv_cache_memory_fraction",),
+        or_none((lambda value: is_int(value) and value >= 0, "an integer of at least 0")): ("max_staleness",),
         SEED: ("seed",),
-        _one_of("sampled", "full", "off"): ("weight_fingerprints",),
-        _one_of(None, "bfloat16", "float16"): ("autocast_dtype",),
-        _one_of(None, "float32", "bfloat16", "float16"): ("inference_dtype",),
-        _or_none((_is_text, "a device")): ("inference_device",),
-        _or_none((_is_text, "a folder")): ("image_folder",),
+        one_of("sampled", "full", "off"): ("weight_fingerprints",),
+        one_of(None, "bfloat16", "float16"): ("autocast_dtype",),
+        one_of(None, "float32", "bfloat16", "float16"): ("inference_dtype",),
+        or_none((is_text, "a device")): ("inference_device",),
+        or_none((is_text, "a folder")): ("image_folder",),
     }
 
     def __post_init__(self) -> None:
@@ -261,7 +201,7 @@ class InferenceConfig(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig(_Options):
+class CoordinatorConfig(Options):
     """Options of the coordinator. Frozen; validated at construction."""
 
     data_parallel_size: int = 1
@@ -353,9 +293,9 @@ class CoordinatorConfig(_Options):
         ),
         FINITE: ("heartbeat_interval_s", "heartbeat_timeout_s", "no_rank_timeout_s", "idle_exit_s"),
         ADDRESS: ("host",),
-        _or_none((lambda value: _is_int(value) and 0 < value < 65536, "in [1, 65535]")): ("inference_coordinator_port",),
-        _or_none((lambda value: isinstance(value, str), "a string")): ("schedule_output_path", "tokenizer"),
-        (lambda value: _is_number(value) and 0 <= value <= 1, "a number in [0, 1]"): ("prefix_caching_routing_alpha",),
+        or_none((lambda value: is_int(value) and 0 < value < 65536, "in [1, 65535]")): ("inference_coordinator_port",),
+        or_none((lambda value: isinstance(value, str), "a string")): ("schedule_output_path", "tokenizer"),
+        (lambda value: is_number(value) and 0 <= value <= 1, "a number in [0, 1]"): ("prefix_caching_routing_alpha",),
         SEED: ("seed",),
     }  # fmt: skip
 
@@ -369,7 +309,7 @@ class CoordinatorConfig(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceConfig(_Options):
+class TraceConfig(Options):
     """Which training steps of a `RolloutManager` are traced. Frozen; validated at construction."""
 
     folder: str = "traces"
@@ -378,11 +318,11 @@ class TraceConfig(_Options):
     every_steps: int = 10
     """Trace every this many training steps, at least 1. A step begins with the first rollout after a weight update."""
 
-    _rules: ClassVar[Rules] = {AT_LEAST_1: ("every_steps",), (_is_text, "a folder"): ("folder",)}
+    _rules: ClassVar[Rules] = {AT_LEAST_1: ("every_steps",), (is_text, "a folder"): ("folder",)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(_Options):
+class ServerConfig(Options):
     """Options of the HTTP server. Frozen; validated at construction."""
 
     host: str = "127.0.0.1"
@@ -435,14 +375,14 @@ class ServerConfig(_Options):
 
     _rules: ClassVar[Rules] = {
         ADDRESS: ("host",),
-        (lambda value: _is_int(value) and 0 <= value < 65536, "an integer in [0, 65535]"): ("port",),
-        _or_none((_is_text, "a string that is not empty")): ("served_model_name", "chat_template"),
-        _or_none((_are_origins, "`*`, or origins such as https://a.example:8443 with commas between")): (
+        (lambda value: is_int(value) and 0 <= value < 65536, "an integer in [0, 65535]"): ("port",),
+        or_none((is_text, "a string that is not empty")): ("served_model_name", "chat_template"),
+        or_none((_are_origins, "`*`, or origins such as https://a.example:8443 with commas between")): (
             "cors_origins",
         ),
         AT_LEAST_1: ("max_open_requests", "stream_interval"),
         FINITE: ("max_body_mb", "request_timeout_s"),
-        (lambda value: _is_number(value) and 0 <= value < math.inf, "a finite number of at least 0"): (
+        (lambda value: is_number(value) and 0 <= value < math.inf, "a finite number of at least 0"): (
             "shutdown_grace_s",
         ),
     }

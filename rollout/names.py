@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ class NamedOptions:
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the names; values are checked by `__init__`."""
-        known: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
         for name in options:
             if name not in known:
                 cure = did_you_mean(name, known, f"the options are {', '.join(known)}")

@@ -18,7 +18,7 @@ LAYERS = [
     ["rollout.diagnosis"],
     ["rollout.errors", "rollout.units", "rollout.version"],
     ["rollout.names"],
-    ["rollout.metrics"],
+    ["rollout.metrics", "rollout.options"],
     ["rollout.state", "rollout.structured_output"],
     ["rollout.config", "rollout.sampling_params", "rollout.threads"],
     ["rollout.flags", "rollout.requests"],
@@ -50,10 +50,10 @@ LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in 
 
 TORCH_FREE = [
     "rollout.diagnosis", "rollout.errors", "rollout.state", "rollout.metrics", "rollout.units", "rollout.names",
-    "rollout.version", "rollout.config", "rollout.sampling_params", "rollout.structured_output", "rollout.threads",
-    "rollout.flags", "rollout.requests", "rollout.journal", "rollout.tracing", "rollout.engine.scheduling",
-    "rollout.distributed.protocol", "rollout.distributed.transport", "rollout.distributed.client",
-    "rollout.distributed.coordinator", "rollout.__main__",
+    "rollout.version", "rollout.options", "rollout.config", "rollout.sampling_params", "rollout.structured_output",
+    "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal", "rollout.tracing",
+    "rollout.engine.scheduling", "rollout.distributed.protocol", "rollout.distributed.transport",
+    "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",
 ]  # fmt: skip
 """Folders and files whose every module imports without torch."""
 
