@@ -85,7 +85,8 @@ def open_video(source: Any, folder: str | None, where: str, fps: float | None, c
 
 def evenly(total: int, rate: float, fps: float) -> list[int]:
     """Numbers of `fps` frames per second of a video of `total` frames at `rate` frames per second, at even distances."""
-    count = min(max(math.ceil(total / rate * fps), MIN_FRAMES), MAX_FRAMES, total)
+    wanted = math.ceil(min(total / rate * fps, MAX_FRAMES))
+    count = min(max(wanted, MIN_FRAMES), total)
     chosen: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
     return chosen
 
@@ -106,13 +107,18 @@ def _of_frames(source: Sequence[Any], folder: str | None, where: str, fps: float
         raise InvalidRequestError(f"{where}: a video without frames")
     if len(source) > MAX_FRAMES:
         raise InvalidRequestError(f"{where}: a video of {len(source)} frames; a list may have {MAX_FRAMES}: send fewer")
-    pictures = [open_picture(each, folder, f"{where} frame {index}") for index, each in enumerate(source)]
-    sizes = sorted({picture.size for picture in pictures})
-    if len(sizes) > 1:
-        raise InvalidRequestError(f"{where}: frames of different sizes {sizes}: all must have one size")
-    _check_pixels(sizes[0][0] * sizes[0][1], len(pictures), where)
-    frames = np.stack([np.asarray(picture, dtype=np.uint8) for picture in pictures])
-    return Clip(frames, list(range(len(pictures))), len(pictures), fps)
+    first, frames = None, []
+    for index, each in enumerate(source):
+        picture = open_picture(each, folder, f"{where} frame {index}")
+        first = first or picture.size
+        if picture.size != first:
+            raise InvalidRequestError(
+                f"{where}: frames of different sizes {sorted({first, picture.size})}: all must have one size"
+            )
+        # Before the others are decoded: a file of a few kilobytes may hold a frame of hundreds of megabytes.
+        _check_pixels(picture.width * picture.height, len(source), where)
+        frames.append(np.asarray(picture, dtype=np.uint8))
+    return Clip(np.stack(frames), list(range(len(frames))), len(frames), fps)
 
 
 def _sampled(video: _Video, where: str, choose: Choose) -> Clip:
@@ -125,7 +131,10 @@ def _sampled(video: _Video, where: str, choose: Choose) -> Clip:
     wanted, frames, indices = set(chosen), [], []
     for index, convert in enumerate(islice(video.decode(), chosen[-1] + 1)):
         if index in wanted:
-            frames.append(convert())
+            frame = convert()
+            # A stream may not have the size that its header says.
+            _check_pixels(frame.shape[0] * frame.shape[1], len(chosen), where)
+            frames.append(frame)
             indices.append(index)
     if not frames:
         raise InvalidRequestError(f"{where}: a video none of whose frames can be decoded")

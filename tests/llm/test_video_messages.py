@@ -193,9 +193,13 @@ def test_frames_are_chosen_by_the_processor_and_a_video_too_large_is_refused(mon
     assert evenly(8, 4.0, 2.0) == KEPT
     assert evenly(3, 30.0, 1.0) == [0, 1, 2], "no more than there are"
     assert len(evenly(10**5, 1.0, 30.0)) == 768
+    assert evenly(8, 4.0, 1e308) == list(range(8))
     clip = open_video(film(), None, "here", None, lambda total, fps: [6, 1, 1, 99] if (total, fps) == (8, 4.0) else [])
     assert clip.indices == [1, 6]
     assert [tuple(frame[0, 0].tolist()) for frame in clip.frames] == [COLORS[1], COLORS[6]]
     monkeypatch.setattr("rollout.requests.videos.MAX_VIDEO_PIXELS", 1000)
     with pytest.raises(InvalidRequestError, match="here: 4 frames of 256 pixels; 1,000 are decoded at most"):
         open_video(gif(), None, "here", 2.0, lambda total, fps: [])
+    with pytest.raises(InvalidRequestError, match="here: 4 frames of 256 pixels; 1,000 are decoded at most"):
+        # The others are not decoded first: all together they may not fit into memory.
+        open_video([FRAMES[0], *[b"no picture"] * 3], None, "here", None, lambda total, fps: [])
