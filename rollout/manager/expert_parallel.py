@@ -33,7 +33,7 @@ class LockstepLoop(RunLoop):
         assert lockstep is not None
         self._lockstep = lockstep
 
-    def _steps(self, finished: Callable[[], bool], step: Callable[[float], None]) -> None:
+    def _steps(self, finished: Callable[[], bool], step: Callable[[float], None], left: Callable[[], float]) -> None:
         told, done, idle_since = BUSY, False, self._clock()
         with self._lockstep.watching():
             try:
@@ -52,9 +52,11 @@ class LockstepLoop(RunLoop):
                                 if not done:
                                     step(0.0)
                         elif not done:
+                            left()
                             self._wait(self._clock() - idle_since)
             except BaseException:
-                if told != LEFT:
+                # After the last round (a deferred Ctrl-C) the others agree on nothing any more.
+                if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
                         self._engine.agree(LEFT)
                 raise

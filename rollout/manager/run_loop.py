@@ -168,23 +168,26 @@ class RunLoop:
                 bar = phase.enter_context(ProgressBar(number, progress))
                 phase.enter_context(self._engine.installation)
 
+                def left() -> float:
+                    return self._left(deadline, timeout_s)
+
                 def step(longest_s: float) -> None:
-                    left = min(longest_s, self._left(deadline, timeout_s))
-                    self._step(left, patient)
+                    self._step(min(longest_s, left()), patient)
                     bar.show(ended, self._engine.num_active)
 
                 # The backend may have others to help, and they may have work for this engine even where there is none.
-                self._steps(lambda: reached() and (alone or self._backend.try_finish()), step)
+                self._steps(lambda: reached() and (alone or self._backend.try_finish()), step, left)
         finally:
             self._backend.report_idle()
             self._metrics.enter_phase("train")
             self.sync_metrics()
 
-    def _steps(self, finished: Callable[[], bool], step: Callable[[float], None]) -> None:
+    def _steps(self, finished: Callable[[], bool], step: Callable[[float], None], left: Callable[[], float]) -> None:
         """Step until `finished`.
 
         Args:
             step: makes one step, and waits at most so many seconds for something to do.
+            left: seconds to the deadline of the run, for waits outside of `step`; raises `DeadlineError` after it.
         """
         while not finished():
             step(math.inf)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout.engine.expert_parallel.lockstep import Lockstep
+from rollout.engine.expert_parallel.lockstep import DONE, IDLE, LEFT, Lockstep
 from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.engine.weights.tensor_parallel import expert_parallel_mesh
-from rollout.errors import EngineDeadError, EngineStateError, UnsupportedModelError
+from rollout.errors import DeadlineError, EngineDeadError, EngineStateError, UnsupportedModelError
+from rollout.manager.expert_parallel import LockstepLoop
+from rollout.state import EngineState
 
 
 class FakeGroup(TensorParallelGroup):
@@ -131,3 +135,41 @@ def test_experts_are_exchanged_where_their_ranks_are_not_those_of_a_tensor_paral
     assert expert_parallel_mesh(meshes([1], [0, 1])).mesh.tolist() == [0, 1]
     with pytest.raises(UnsupportedModelError, match="ep_size=4 with tp_size=2"):
         expert_parallel_mesh(meshes([0, 1], [0, 1, 2, 3]))
+
+
+def loop_that_agrees(agree: Callable[[int], int]) -> LockstepLoop:
+    """The loop of a rank whose engine is paused."""
+    engine = SimpleNamespace(
+        lockstep=learned()[1], agree=agree, has_unfinished=True, state=EngineState.PAUSED,
+        config=SimpleNamespace(control_timeout_s=60.0),
+    )  # fmt: skip
+    backend = SimpleNamespace(wake=lambda: None)
+    return LockstepLoop(engine, backend, None, None, None, lambda: None, lambda: 0.0)
+
+
+def test_a_rank_that_is_interrupted_in_the_last_round_does_not_wait_for_ranks_that_have_returned():
+    told = []
+
+    def agree(state: int) -> int:
+        told.append(state)
+        signal.raise_signal(signal.SIGINT)
+        return state
+
+    with pytest.raises(KeyboardInterrupt):
+        loop_that_agrees(agree)._steps(lambda: True, lambda longest_s: None, lambda: 1.0)
+    assert told == [DONE]
+
+
+def test_a_deadline_ends_a_run_in_which_no_rank_can_compute():
+    told = []
+
+    def agree(state: int) -> int:
+        told.append(state)
+        return state
+
+    def left() -> float:
+        raise DeadlineError("generate() passed timeout_s=5")
+
+    with pytest.raises(DeadlineError):
+        loop_that_agrees(agree)._steps(lambda: False, lambda longest_s: None, left)
+    assert told == [IDLE, LEFT]
