@@ -179,9 +179,11 @@ class Bound:
         return tuple(found)
 
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
-        """Where the pools are that addresses were read of."""
-        found = (cache.layer(0)[0].data_ptr(),)
-        return found if self._states is None else (*found, self._states.state(self._states.shapes[0].key).data_ptr())
+        """Where the pools are that addresses were read of, and their sizes, which part-major addresses depend on."""
+        found = cache.layer(0)[0].data_ptr(), cache.num_blocks
+        if self._states is None:
+            return found
+        return *found, self._states.state(self._states.shapes[0].key).data_ptr(), self._states.num_blocks
 
     def _rotation(self) -> tuple[int, bool]:
         """How many elements of a head are rotated, and whether by tables that are wider than the model's dtype."""

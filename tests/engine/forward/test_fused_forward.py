@@ -53,6 +53,23 @@ def test_the_option_turns_it_off() -> None:
     assert not fused(make_engine("qwen3", fused_forward=False))
 
 
+def test_a_smaller_pool_at_the_same_address_is_bound_again() -> None:
+    arena = torch.zeros(1 << 20)
+    engine = make_engine("qwen3", allocate=lambda numel, dtype, device: arena[:numel])
+    runner, cache = engine.controller.runner, engine.cache
+    with engine.installation:
+        epoch = runner.installation.module_epoch
+        assert runner.fused.ready(epoch)
+        bound, first = runner.fused._bound, cache.layer(0)[0].data_ptr()
+        assert runner.fused.ready(epoch)
+        assert runner.fused._bound is bound
+        cache.drop()
+        cache.materialize(cache.num_blocks // 2)
+        assert cache.layer(0)[0].data_ptr() == first
+        assert runner.fused.ready(epoch)
+        assert runner.fused._bound is not bound, "the other layers are elsewhere"
+
+
 def test_gradient_checkpointing_leaves_it_on() -> None:
     model = make_model("qwen3")
     engine = make_engine(model)
