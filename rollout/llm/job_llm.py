@@ -41,7 +41,7 @@ PAUSE_S = 0.1
 SHORTEST_S = 0.001
 """What a request has left at least of its `timeout_s` when it is submitted again."""
 _ENDS_AT = "ends_at"
-"""Among the options of a request that was submitted: when its `timeout_s` is over, by the loop's clock."""
+"""Among the options of a request: when its `timeout_s` is over, by the loop's clock."""
 _SHUT_DOWN = "the JobLLM was shut down: build another"
 
 
@@ -176,20 +176,21 @@ class _BesideRequests(JobRequests):
     def _open(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
     ) -> None:
+        loop, sent = asyncio.get_running_loop(), dict(options)
+        ends_at: float | None = sent.pop(_ENDS_AT, None)
+        if ends_at is not None:
+            sent["timeout_s"] = max(SHORTEST_S, ends_at - loop.time())
+        elif (timeout_s := options.get("timeout_s")) is not None:
+            ends_at = loop.time() + timeout_s
+            options = options | {_ENDS_AT: ends_at}
         if self._client is None or self._client.lost is not None:
             self._groups[number] = None
-            task = asyncio.get_running_loop().create_task(self._connected_by(number, options.get(_ENDS_AT)))
+            task = loop.create_task(self._connected_by(number, ends_at))
             self._opening[number] = task
             task.add_done_callback(partial(self._opened, number, tokens, params, listener, options))
             return
-        now = asyncio.get_running_loop().time()
-        sent = {name: value for name, value in options.items() if name != _ENDS_AT}
-        if (ends_at := options.get(_ENDS_AT)) is not None:
-            sent["timeout_s"] = max(SHORTEST_S, ends_at - now)
         super()._open(number, tokens, params, listener, sent)
         if (group := self._groups.get(number)) is not None:
-            if (timeout_s := sent.get("timeout_s")) is not None:
-                options = options | {_ENDS_AT: now + timeout_s}
             group.on_done = partial(self._ended_or_lost, number, tokens, params, listener, options)
 
     def _opened(

@@ -105,4 +105,7 @@ def test_a_request_whose_time_is_over_does_not_wait_for_the_next_coordinator(job
         fake.say(fake.peers[0], GONE)
         with pytest.raises(RequestTimeoutError, match="its timeout_s has passed while the coordinator was replaced"):
             asked.result(PATIENCE_S)
+        # Nor does one that is submitted meanwhile.
+        with pytest.raises(RequestTimeoutError, match="its timeout_s has passed while the coordinator was replaced"):
+            llm.submit(PROMPT, SamplingParams(max_tokens=4), timeout_s=0.1).result(PATIENCE_S)
         assert llm.num_open == 0
