@@ -83,11 +83,15 @@ class DynamicInferenceEngine(GroupMember):
 
         Raises:
             UnsupportedModelError, InvalidRequestError: not with this model; everything is as it was before.
+            ConfigError: not with this configuration, as above.
         """
         with self._lock, interrupt_deferred():
             records, version, before = self.snapshot(), self.policy_version, dict(vars(self))
             context, changes = self.context, self.context.allocator.index.changes
             context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
+            cache, host_slots = self.cache, self.cache.host_slots
+            # The host may not have memory for a second tier beside it; it holds nothing any more.
+            cache.release_host_blocks()
             try:
                 with plain_tensors(), self._under_autocast():
                     self._build()
@@ -102,6 +106,8 @@ class DynamicInferenceEngine(GroupMember):
             except BaseException:
                 vars(self).update(before)
                 context.resume()
+                if host_slots:
+                    cache.keep_host_blocks(host_slots)
                 raise
             self._guard.rebuild_due = False
 

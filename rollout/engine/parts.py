@@ -230,7 +230,8 @@ class EngineParts:
         named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
         if blocks < self.cache.num_groups:
             raise ConfigError(
-                f"{named} holds no block of {self.cache.block_bytes * self.cache.num_groups / 2**20:.2f} MiB"
+                f"{named} holds no block of {self.cache.block_bytes * self.cache.num_groups / 2**20:.2f} MiB: raise it, or "
+                "set it to None"
             )
         try:
             self.cache.keep_host_blocks(blocks)

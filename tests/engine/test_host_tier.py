@@ -9,6 +9,8 @@ import pytest
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.memory.host_pool import HostMemoryError
+from rollout.engine.memory.kv_cache import KVCache
 from rollout.errors import ConfigError, RequestError, UnsupportedModelError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.tracing import recorder as tracing
@@ -134,6 +136,33 @@ def test_blocks_that_a_failed_step_was_to_load_are_not_taken_for_loaded(monkeypa
     request = next_turn(engine, said[0])
     assert request.num_cached_tokens == 0
     assert_greedy("qwen3", request)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_that_is_built_again_gives_its_tier_up_before_it_takes_another(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    engine = tiered("qwen3")
+    (said, *_) = first_turns(engine)
+    first, keep, held = engine.cache, KVCache.keep_host_blocks, []
+
+    def watched(cache: KVCache, num_blocks: int) -> None:
+        held.append(first.host_slots)
+        if fails and cache is not first:
+            raise HostMemoryError("0.01 GiB of host memory")
+        keep(cache, num_blocks)
+
+    monkeypatch.setattr(KVCache, "keep_host_blocks", watched)
+    if fails:
+        with pytest.raises(ConfigError, match=r"the host has not 0\.01 GiB"):
+            engine.rebuild()
+        assert engine.cache is first
+    else:
+        engine.rebuild()
+    assert held == [0] * (1 + fails)
+    assert engine.cache.host_slots
+    assert next_turn(engine, said).generated_tokens == next_turn(make_engine("qwen3"), said).generated_tokens
+    assert first_turns(engine)[0] == said
 
 
 def test_a_tier_without_effect_or_without_room_is_refused_by_name() -> None:

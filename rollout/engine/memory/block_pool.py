@@ -141,6 +141,10 @@ class BlockPool:
         copies = CudaStream(torch.cuda.Stream(self.device)) if on_cuda else None  # type: ignore[no-untyped-call]
         self._tier = HostBlocks(num_blocks, self._widths, self.dtype, pinned=on_cuda, stage=stage, copies=copies)
 
+    def release_host_blocks(self) -> None:
+        """Give up the slots on the host and what they hold, after `drop`."""
+        self._tier = None
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to block `destination` for each pair, in this order; `~s` is slot s on the host.
 
