@@ -115,6 +115,12 @@ def add_vllm_control(app: FastAPI, serving: Serving) -> None:
         """Evict all cached KV blocks that no request references."""
         return await control.flush()
 
+    _add_weights(router, serving, control)
+    _add_descriptions(router, serving)
+    app.include_router(router)
+
+
+def _add_weights(router: APIRouter, serving: Serving, control: Control) -> None:
     for path in ("/update_weights", "/update_weights_from_disk"):
 
         @router.post(path, openapi_extra=documented_body(UpdateWeightsRequest), responses=documented(400))
@@ -139,9 +145,6 @@ def add_vllm_control(app: FastAPI, serving: Serving) -> None:
         async def unload_lora_adapter(request: Request) -> AdapterReply:
             """Unload a LoRA adapter on every rank; its requests end with a 409 that says so."""
             return await control.unload_adapter(await body_of(serving, request, UnloadAdapterRequest))
-
-    _add_descriptions(router, serving)
-    app.include_router(router)
 
 
 def _add_descriptions(router: APIRouter, serving: Serving) -> None:

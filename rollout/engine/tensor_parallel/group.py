@@ -37,17 +37,16 @@ class TensorParallelGroup:
     Args:
         mesh: one-dimensional device mesh of the group.
         timeout_s: the control timeout.
-        kind: of the group, for messages.
+        kind: what the ranks share, for messages.
 
     Attributes:
+        kind: as given.
         ranks: of the members in the default process group; the first decides.
         place: of this rank in `ranks`.
 
     Raises:
         DeadlineError: some ranks have not come.
     """
-
-    kind = "tensor-parallel"
 
     def __init__(self, mesh: Any, timeout_s: float, kind: str = "tensor-parallel") -> None:
         self.kind = kind

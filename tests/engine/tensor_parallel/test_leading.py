@@ -20,7 +20,7 @@ class FakeGroup(TensorParallelGroup):
     """Remembers what was sent; `least` of the others is given."""
 
     def __init__(self, others: int = 1) -> None:
-        self.ranks, self.place = (0, 1), 0
+        self.ranks, self.place, self.kind = (0, 1), 0, "tensor-parallel"
         self._lost, self._channel = None, None
         self.sent: list[tuple[str, Any]] = []
         self.others = others

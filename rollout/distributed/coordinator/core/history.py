@@ -52,10 +52,10 @@ class History:
 
     def last(self, seconds: float, now: float) -> list[list[Any]]:
         """[age in seconds, name, arguments] of the decisions of that many last seconds, in order."""
-        return [[now - at, *_told(kept)] for at, kept in self._kept if at >= now - seconds]
+        return [[now - at, *_described(kept)] for at, kept in self._kept if at >= now - seconds]
 
 
-def _told(kept: ScheduleRecord | tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+def _described(kept: ScheduleRecord | tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     if not isinstance(kept, ScheduleRecord):
         return kept
     return "assign" if kept.first else "assign more", {
