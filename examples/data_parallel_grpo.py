@@ -47,9 +47,8 @@ def balance(asked: list[float], computed: list[float]) -> str:
     return f"{shares[0]} → {shares[1]}  {max(asked) / mean(asked):.2f} → {max(computed) / mean(computed):.2f}"
 
 
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Add the options to a parser, and parse the command line."""
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=60, help="of GRPO")
     parser.add_argument("--prompts", type=int, default=32, help=f"per step and rank, {GROUP} samples each")
@@ -65,15 +64,11 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    """Train from random weights and draw the plot."""
+def train(options: argparse.Namespace) -> None:
+    """Train from random weights as one rank of the process group; rank 0 draws the plot."""
     started = time.perf_counter()
-    options = parse_options()
     os.environ.setdefault("WANDB_SILENT", "true")
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     tokenizer = character_tokenizer()
     model = small_model(tokenizer, max_length=64, seed=options.seed)
     problems = Problems(sums(), held_out=64 if options.quick else 512, seed=options.seed)
@@ -112,6 +107,17 @@ def main() -> None:
         report.say(f"picture: {report.picture(f'seed-{options.seed}')}")
     report.say(f"held-out, sampled {before:.2f} → {after:.2f}, greedy {before_greedy:.2f} → {after_greedy:.2f}")
     report.say(f"{time.perf_counter() - started:.0f} s in all")
+
+
+def main() -> None:
+    """Join the process group of the launcher, and train."""
+    options = parse_options(
+        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    )
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    train(options)
     dist.destroy_process_group()
 
 

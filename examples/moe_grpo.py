@@ -20,6 +20,7 @@ import matplotlib as mpl
 import torch
 from arithmetic import Problems, reward, sums
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from policy import character_tokenizer, exact_match, token_logprobs, trapezoid, warm_up
 from report import BLUE, FAINT, STYLE
 from torch import Tensor
@@ -116,7 +117,8 @@ def picture(steps: list[Step], path: Path) -> Path:
             axes.plot(numbers, [step.replayed[which] for step in steps], color=BLUE, label="routes replayed")
             axes.set(title=f"{name} gap of trainer and sampler", xlabel="step", ylabel="|Δ log-prob|")
             axes.set_ylim(bottom=0)
-            axes.legend()
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.015, 0.985), ncols=2)
         figure.savefig(path, dpi=150)
     return path
 

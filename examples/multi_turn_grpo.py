@@ -2,7 +2,7 @@
 
     python examples/multi_turn_grpo.py --seed 0
 
-    27+8+41=  27+8:35 35+41:76 =76     the model's words, but for the numbers behind a colon, which the tool wrote
+    27+8+41=  27+8:35 35+41:76 = 76    the model's words, but for the numbers behind a colon, which the tool wrote
 
 The model writes a call, ends it with a colon, reads the result, and goes on until it writes the answer. The tool takes its
 time, as tools do; other episodes are sampled meanwhile. The model is first trained on a few of a teacher's transcripts, and
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from arithmetic import Problem, Problems
-from policy import character_tokenizer, small_model, trapezoid, warm_up
+from policy import character_tokenizer, small_model, token_logprobs, trapezoid, warm_up
 from report import Report, Step
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -88,17 +88,16 @@ def grpo(
         batch = rollout.run(tasks, Calculator, params, n=GROUP, max_turns=TURNS, progress=False)
         groups = torch.arange(len(batch.episodes), device=model.device) // GROUP
         advantages = group_advantages(batch.rewards, groups)[batch.episode_ids, None]
-        mask, staleness = batch.response_mask[:, 1:], []
+        mask, staleness = batch.response_mask, []
         with rollout.suspended():
             for epoch in range(EPOCHS):
-                logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
-                logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+                logprobs = token_logprobs(model, batch)
                 if epoch == 0:
-                    rollout.observe_logprobs(batch, torch.nn.functional.pad(logprobs, (1, 0)))
-                ratio = (logprobs - batch.logprobs[:, 1:]).exp()
+                    rollout.observe_logprobs(batch, logprobs)
+                ratio = (logprobs - batch.logprobs).exp()
                 clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                 loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
-                staleness.append((rollout.policy_version - batch.policy_versions[:, 1:])[mask])
+                staleness.append((rollout.policy_version - batch.policy_versions)[mask])
                 optimizer.zero_grad()
                 loss.backward()
                 clip_grad_norm_(model.parameters(), 1.0)

@@ -64,9 +64,10 @@ def over_ranks(options: dict[str, Any], params: SamplingParams) -> None:
 
 
 def main() -> None:
+    """Answer the prompts, alone in both ways or once on several ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder, or a name on the Hugging Face hub; default: a small random one")
-    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=24, help="of a completion")
     chosen = parser.parse_args()
     params = SamplingParams(n=2, max_tokens=chosen.max_tokens, temperature=0.8)
     options = model_and_tokenizer(chosen.model) | {"inference_config": InferenceConfig(kv_cache_memory_gb=0.25)}

@@ -99,7 +99,8 @@ def warm_up(
 def _lesson_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> Tensor:
     texts = [problem.prompt + problem.solution + tokenizer.eos_token for problem in problems]
     lesson = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
-    prompt_lengths = torch.tensor([1 + len(problem.prompt) for problem in problems], device=model.device)
+    prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
+    prompt_lengths = torch.tensor(list(map(len, prompts)), device=model.device)
     position = torch.arange(lesson["input_ids"].shape[1], device=model.device)
     taught = (position >= prompt_lengths[:, None]) & lesson["attention_mask"].bool()
     return model(**lesson, labels=lesson["input_ids"].masked_fill(~taught, -100)).loss

@@ -20,6 +20,7 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw
 from policy import trapezoid
 from report import BLUE, FAINT, STYLE
@@ -143,13 +144,14 @@ def exam(rollout: RolloutManager, drawings: list[Drawing]) -> float:
 
 def picture(rewards: list[float], drawings: list[Drawing], path: Path) -> Path:
     """Draw the reward of every step beside four of the drawings."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | {"axes.titlepad": 8}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         panels = figure.subplot_mosaic([["reward", "reward", 0, 1], ["reward", "reward", 2, 3]])
         axes = panels["reward"]
         axes.plot(range(1, len(rewards) + 1), rewards, color=BLUE)
         axes.axhline(1.0, color=FAINT)
         axes.set(title="Mean reward of the samples", xlabel="step", ylim=(0, 1.05))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for place, drawing in enumerate(drawings[:4]):
             panels[place].imshow(drawing.picture)
             panels[place].set(title=f"{drawing.count} {drawing.color}", xticks=[], yticks=[])

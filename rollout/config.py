@@ -142,6 +142,11 @@ class InferenceConfig(_Options):
     """`lru`: unreferenced blocks stay cached until their memory is needed. `ref_zero`: a block is evicted when its last
     reference is released."""
 
+    kv_cache_host_memory_gb: float | None = None
+    """Size of a host tier of the prefix cache in GiB, above 0: blocks that the KV pool evicts are kept there, and loaded
+    when a prompt goes on from them. It is taken at construction (pinned memory, on CUDA), beside what a suspend takes. Not
+    for models with recurrent layers. None: evicted blocks are computed again."""
+
     image_cache_memory_gb: float = 0.25
     """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
 
@@ -220,6 +225,7 @@ class InferenceConfig(_Options):
         AT_LEAST_1: ("block_size_tokens", "max_requests", "max_tokens_per_step"),
         _or_none(AT_LEAST_1): ("kv_cache_blocks", "max_sequence_length", "state_slots"),
         _or_none(ABOVE_0): ("kv_cache_memory_gb",),
+        _or_none(FINITE): ("kv_cache_host_memory_gb",),
         ABOVE_0: ("control_timeout_s",),
         FINITE: ("image_cache_memory_gb",),
         (lambda value: _is_number(value) and 0 < value <= 1, "a number in (0, 1]"): ("kv_cache_memory_fraction",),
@@ -239,6 +245,12 @@ class InferenceConfig(_Options):
             self._check(name, alone, "None with exact=True, which samples with the trainer's own weights and dtype")
         self._check(
             "record_routes", not (self.exact and self.record_routes), "False with exact=True, which has no routers"
+        )
+        keeps = self.enable_prefix_caching and self.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU
+        self._check(
+            "kv_cache_host_memory_gb",
+            self.kv_cache_host_memory_gb is None or keeps,
+            "None without enable_prefix_caching, or with prefix_caching_eviction_policy='ref_zero': nothing is kept then",
         )
         self._check("fused_forward", not self.exact or self.fused_forward, "True with exact=True")
         self._check(

@@ -253,6 +253,15 @@ METRICS: dict[str, Metric] = {
         "queues.kv_blocks_out_of_window",
     ),
     "rollout/kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room", "allocator.evictions"),
+    "rollout/kv_blocks_offloaded": _counter("blocks", "evicted KV blocks that went to the host tier", "host.offloaded"),
+    "rollout/kv_blocks_loaded": _counter("blocks", "KV blocks that came back from the host tier", "host.loaded"),
+    "rollout/kv_blocks_evicted_from_host": _counter(
+        "blocks", "KV blocks of the host tier that made room for others", "host.evicted"
+    ),
+    "rollout/prefix_host_tokens": _counter(
+        "tokens", "positions whose KV came back from the host tier", "host.hit_tokens"
+    ),
+    "rollout/kv_host_cache_bytes": _gauge("bytes", "size of the KV blocks that the host tier holds", "host.num_bytes"),
     "rollout/kv_blocks_lost": _counter("blocks", "KV blocks the pool lost because a resume found too little memory"),
     "rollout/queue_s": _summary("s", "time from arrival to the request's first forward", "mean", "max"),
     "rollout/ttft_s": _summary("s", "time from arrival to the first token", "mean", "p50", "p99", "max"),

@@ -88,8 +88,8 @@ def test_every_field_is_a_flag_of_its_type(table):
     prefix = "--coordinator." if table is CoordinatorConfig else "--"
     words, values = [], {}
     for field in dataclasses.fields(table):
-        # Exact mode refuses most other options.
-        if field.default is not dataclasses.MISSING and field.name != "exact":
+        # Exact mode refuses most other options, a host tier those that cache no prefix.
+        if field.default is not dataclasses.MISSING and field.name not in ("exact", "kv_cache_host_memory_gb"):
             given, values[field.name] = other_value(field)
             name = ("no_" if field.default is True else "") + field.name
             words += [prefix + name.replace("_", "-"), *given]
@@ -102,9 +102,10 @@ def test_every_field_is_a_flag_of_its_type(table):
     ]
 
 
-def test_exact_mode_is_a_flag():
+def test_exact_mode_and_the_host_tier_are_flags():
     assert read("--exact").engine.exact is True
     assert read().engine.exact is False
+    assert read("--kv-cache-host-memory-gb", "2").engine.kv_cache_host_memory_gb == 2.0
 
 
 def test_no_two_flags_have_one_name():

@@ -18,7 +18,7 @@ import rollout
 from rollout import DynamicInferenceEngine, InferenceConfig, RolloutManager, SamplingParams
 from tests.models import make_model, make_tokenizer
 from tests.reference import pages
-from tests.vision_models import make_processor, make_vision_model
+from tests.vision_models import FramesProcessor, make_processor, make_qwen_processor, make_vision_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,6 +60,12 @@ def world(page: Path, folder: Path, close: ExitStack) -> dict[str, Any]:
             "vlm": make_vision_model("gemma3"),
             "processor": make_processor(),
             "picture": Image.new("RGB", (9, 9)),
+        }
+    if "video_processor" in text:
+        given |= {
+            "video_vlm": make_vision_model("qwen2_5_vl"),
+            "video_processor": make_qwen_processor(FramesProcessor()),
+            "frames": [Image.new("RGB", (16, 16), color) for color in ("red", "green", "blue")],
         }
     if "tp_size" in text:
         given["tp_size"] = 1

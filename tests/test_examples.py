@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +26,8 @@ EXAMPLES = ["grpo", "partial_rollouts", "ppo", "async_grpo", "lora_grpo", "multi
 FLAGS = {"grpo": ["--report"], "partial_rollouts": ["--discard", "4"], "async_grpo": ["--resume"]}
 WITH_SAMPLES = ["grpo", "ppo", "async_grpo"]
 """Those that log tables of sample rollouts."""
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher sets."""
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,18 @@ def test_the_example_over_http_runs(name: str, words: str, nursery: Nursery, tmp
 
 
 @pytest.mark.slow
+def test_the_example_with_verifiers_trains_on_the_tokens_and_log_probs_that_were_sampled(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    pytest.importorskip("verifiers.v1", exc_type=ImportError)
+    out = fork_example(nursery, "verifiers_grpo", tmp_path, "--quick")
+    rows = re.findall(r"^ +(\d+) +[01]\.\d\d █* *(\d+)  (\de[-+]\d\d)  \d", out, re.MULTILINE)
+    assert [number for number, *_ in rows] == ["1", "2"], out
+    assert all(int(tokens) > 0 and float(difference) < 1e-4 for _, tokens, difference in rows), out
+    assert "held-out, sampled" in out
+
+
+@pytest.mark.slow
 def test_the_example_with_trls_own_trainer_runs_and_leaves_a_picture(nursery: Nursery, tmp_path: Path) -> None:
     assert "held-out" in fork_example(nursery, "trl_grpo", tmp_path, "--quick", "--out", str(tmp_path))
     assert [each for each in tmp_path.glob("*.png") if each.stat().st_size > 10_000]
@@ -100,6 +118,27 @@ def test_the_data_parallel_example_runs_on_two_ranks_and_shows_the_balance(tmp_p
     assert pictures, "no picture"
     assert pictures[0].stat().st_size > 10_000
     assert list(tmp_path.rglob("*.wandb")), "wandb has written nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_the_data_parallel_example_runs_on_workers_of_ray_train(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    # Of Ray's sockets, whose paths may have 107 characters.
+    with tempfile.TemporaryDirectory() as short:
+        environment |= {"WANDB_MODE": "offline", "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled"}
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "ray_grpo.py"), "--quick", "--out", "out"],
+            capture_output=True, text=True, timeout=1200, cwd=tmp_path, check=False,
+            env=environment | {"RAY_USAGE_STATS_ENABLED": "0"},
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2 ranks" in done.stdout
+    computed = re.findall(r"→ ([\d,]+) ([\d,]+)  \d\.\d\d → \d\.\d\d", done.stdout)
+    assert computed, done.stdout
+    assert (tmp_path / "out" / "seed-0.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

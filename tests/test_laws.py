@@ -31,6 +31,7 @@ LAYERS = [
         "rollout.engine.tensor_parallel",
         "rollout.distributed.client",
     ],
+    ["rollout.engine.expert_parallel"],
     ["rollout.engine.forward", "rollout.distributed.coordinator.core"],
     ["rollout.engine.exact"],
     ["rollout.engine", "rollout.distributed.coordinator"],

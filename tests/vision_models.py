@@ -204,7 +204,7 @@ def make_qwen_processor(videos: FramesProcessor | None = None) -> Qwen2_5_VLProc
     size = {"shortest_edge": 64, "longest_edge": 256}
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
     tokenizer = make_vision_tokenizer()
-    template = TEMPLATE.replace("<boi>", "<boi><img><eoi>")
+    template = TEMPLATE.replace("%}<boi>{%", "%}<boi><img><eoi>{%")
     return _AnyParts(image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=template)
 
 

@@ -23,6 +23,7 @@ from rollout.engine.memory.kv_cache import LayerShape, RouteShape
 from rollout.engine.memory.layer_groups import LayerGroups
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.state_memory import StateMemory
@@ -85,6 +86,8 @@ class DynamicInferenceContext:
         pages = None
         if groups is not None:
             pages = LayerPages(cache.num_blocks, PageShape(groups.whole, groups.limited, groups.reach))
+        size, slots = config.block_size_tokens, cache.host_slots
+        host = HostCache(slots, size, cache.block_bytes) if slots else None
         self.allocator = BlockAllocator(
             cache.num_blocks if pages is None else pages.num_blocks,
             config.block_size_tokens,
@@ -92,6 +95,7 @@ class DynamicInferenceContext:
             eviction_policy=config.prefix_caching_eviction_policy,
             states=None if self.states is None else self.states.slots,
             pages=pages,
+            host=host,
         )
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None

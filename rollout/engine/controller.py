@@ -100,11 +100,9 @@ class TextGenerationController:
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's chat template where the tokenizer has none; None: the tokenizer's."""
-        if self.processor is None or self.tokenizer.chat_template:
-            return None
-        template: str | None = getattr(self.processor, "chat_template", None)
-        return template
+        """The processor's chat template, which writes what the processor expands; None: the tokenizer's."""
+        template = getattr(self.processor, "chat_template", None)
+        return template if isinstance(template, str) else None
 
     def process(self, text: str, media: Sequence[MediaPart]) -> list[int]:
         """The prompt of a text with one placeholder per image and per video, expanded by the processor.
@@ -134,7 +132,7 @@ class TextGenerationController:
         except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as exc:
             raise InvalidRequestError(
                 f"{type(self.processor).__name__} refuses {len(pictures)} images and {len(clips)} videos with this text: "
-                f"{exc}; its chat template has to write one placeholder for each"
+                f"{exc} (the chat template has to write one placeholder for each)"
             ) from exc
         return processed_prompt(inputs)
 

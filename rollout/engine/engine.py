@@ -334,13 +334,13 @@ class DynamicInferenceEngine(GroupMember):
 
         Raises:
             InvalidRequestError: a sequence cannot be computed by this engine; nothing was.
-            UnsupportedModelError: the weights are split over a tensor-parallel group.
+            UnsupportedModelError: the weights are split over a group of ranks.
             EngineStateError: the engine is not RUNNING.
             WeightsChangedError: see `check_weights`.
         """
-        if self.group is not None:
+        if self.peers is not None:
             raise UnsupportedModelError(
-                "score: the weights are split over a tensor-parallel group, whose members compute requests together and "
+                f"score: the weights are split over the {self.peers.name}, whose members compute requests together and "
                 "nothing else; score with the model's own forward, or with an engine of an unsplit copy"
             )
         with self.turns.taken(), plain_tensors():

@@ -1,7 +1,9 @@
-"""An engine's part in a tensor-parallel group: what the first rank decides is computed here, and nothing else."""
+"""An engine's part in a group of ranks that compute forwards together: following a first rank, or in lock-step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rollout.engine.control import EngineControl
@@ -11,10 +13,12 @@ from rollout.errors import EngineDeadError, EngineStateError
 
 
 class GroupMember(EngineControl):
-    """Following the first rank of a group, and the refusal of steps without the group."""
+    """Following the first rank of a group, agreeing with ranks of a lock-step, and the refusal of steps without them."""
 
     def _refuse_alone(self) -> None:
-        if self.leader is not None:
+        if self.lockstep is not None:
+            self.lockstep.refuse_alone()
+        elif self.leader is not None:
             self.leader.refuse_alone()
         elif self.group is not None:
             raise EngineStateError(
@@ -38,8 +42,23 @@ class GroupMember(EngineControl):
                 self._lifecycle.refuse_unless_running()
                 self.controller.runner.compute(work)
 
-        try:
+        with self._dead_without_the_others():
             return follow(self.group, compute)
+
+    def agree(self, state: int) -> int:
+        """The smallest state of the ranks that exchange tokens with this one; every one calls it (see `Lockstep`).
+
+        Raises:
+            EngineDeadError: the group has ended.
+        """
+        assert self.lockstep is not None
+        with self._dead_without_the_others():
+            return self.lockstep.agree(state)
+
+    @contextmanager
+    def _dead_without_the_others(self) -> Iterator[None]:
+        try:
+            yield
         except EngineDeadError as exc:
             with self.locked():
                 self._failures.die(exc)

@@ -19,6 +19,7 @@ from rollout.engine.context import DynamicInferenceContext, pool_size, spare_byt
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.paged_forward import run_exactly
+from rollout.engine.expert_parallel.lockstep import Lockstep
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.adapters import LoraAdapters
 from rollout.engine.forward.attention import Installation
@@ -37,12 +38,14 @@ from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
+from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.staleness import Staleness
 from rollout.engine.stepper import Stepper
@@ -50,7 +53,8 @@ from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.engine.tensor_parallel.leader import Leader
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
-from rollout.errors import UnsupportedModelError
+from rollout.engine.weights.tensor_parallel import modules_split_over
+from rollout.errors import ConfigError, UnsupportedModelError
 from rollout.metrics import ENGINE_STATS
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
@@ -89,11 +93,15 @@ class EngineParts:
             self._guard = WeightsGuard(model, config, self._lock)
             self.group = self._join_group()
             """Ranks that compute every step together, each with its shard of the weights; None: this rank alone."""
+            self.lockstep = self._join_exchange()
+            """Ranks whose layers exchange tokens with this one's; None: each forward is this rank's own."""
             self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
             self.adapters = LoraAdapters(self.weights.sampled)
             """LoRA adapters that requests may name."""
             with self.whole_weights(), self._under_autocast():
                 self._build()
+                if self.lockstep is not None:
+                    self.lockstep.learn(lambda: self.controller.forward_logits([0]))
 
     def _join_group(self) -> TensorParallelGroup | None:
         mesh = self.weights.tensor_parallel_mesh
@@ -102,6 +110,20 @@ class EngineParts:
         group = TensorParallelGroup(mesh, self.config.control_timeout_s)
         group.refuse_unequal("InferenceConfig", repr(self.config))
         return group
+
+    def _join_exchange(self) -> Lockstep | None:
+        mesh = self.weights.expert_parallel_mesh
+        if mesh is None:
+            return None
+        group = TensorParallelGroup(mesh, self.config.control_timeout_s, "expert-parallel")
+        # The verification is a forward of every rank, or of none.
+        group.refuse_unequal("InferenceConfig.verify_model", str(self.config.verify_model))
+        return Lockstep(group, modules_split_over("ep", self.weights.trained))
+
+    @property
+    def peers(self) -> TensorParallelGroup | None:
+        """The ranks without which this one computes no forward; None: there are none."""
+        return self.group if self.lockstep is None else self.lockstep.group
 
     def _build(self) -> None:
         model, clock = self.weights.sampled, self._clock
@@ -127,6 +149,8 @@ class EngineParts:
             layout.layers, blocks, self.config.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
             memory.release, groups,
         )  # fmt: skip
+        if self.config.kv_cache_host_memory_gb is not None:
+            self._keep_host_blocks(self.config.kv_cache_host_memory_gb)
         self.states: StatePool | None = None
         if layout.states:
             memory = self._pool_memory(allocate, layout.device)
@@ -146,8 +170,8 @@ class EngineParts:
             min(self.config.max_tokens_per_step, self.max_sequence_length),
             alone=self.group is None,
         )
-        # Collectives of a tensor-parallel group are not captured.
-        captured = self.config.cuda_graphs and routers is None and self.group is None
+        # Collectives inside a forward are not captured.
+        captured = self.config.cuda_graphs and routers is None and self.peers is None
         graphed_rows = self.config.max_requests * captured * (self.states is None)
         runner = ModelRunner(
             model,
@@ -156,13 +180,14 @@ class EngineParts:
             self.context.scheduler.table,
             vision,
             fused=self.config.fused_forward,
-            split=self.weights.tensor_parallel_mesh is not None,
+            split=self.peers is not None or self.weights.tensor_parallel_mesh is not None,
             exact=self.config.exact,
             graphed_rows=0 if self.config.exact else graphed_rows,
             moving_weights=not self.weights.fixed_addresses,
             routers=routers,
             adapters=self.adapters,
             leader=self.leader,
+            lockstep=self.lockstep,
             autocast=self._autocast,
             states=self.states,
         )
@@ -187,10 +212,32 @@ class EngineParts:
             room = min(self.max_sequence_length, blocks // self.cache.num_groups * self.config.block_size_tokens)
             self.controller.verify_model(min(VERIFY_TOKENS, room))
         config = self.config
-        # The pools of a group are of one size, which was agreed on.
-        if self.group is None:
+        # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
+        if self.peers is None:
             peak = peak_bytes(runner, config.max_tokens_per_step, self.max_sequence_length, config.max_requests)
             self.context.keep_free(peak)
+
+    def _keep_host_blocks(self, gib: float) -> None:
+        """Take host memory for evicted blocks.
+
+        Raises:
+            ConfigError: it holds no block, or the host has not so much.
+        """
+        blocks = int(gib * 2**30 // self.cache.block_bytes) if self.cache.block_bytes else 0
+        if self.group is not None:
+            # The first rank's slot numbers hold on all members.
+            blocks = self.group.least(blocks)
+        named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
+        if blocks < self.cache.num_groups:
+            raise ConfigError(
+                f"{named} holds no block of {self.cache.block_bytes * self.cache.num_groups / 2**20:.2f} MiB"
+            )
+        try:
+            self.cache.keep_host_blocks(blocks)
+        except HostMemoryError as exc:
+            raise ConfigError(
+                f"{named}: the host has not {exc}; lower it, or raise ulimit -l or the container's limit"
+            ) from exc
 
     def _refuse_beside_states(self, model: nn.Module) -> None:
         """Refuse what a model with recurrent layers cannot be combined with.
@@ -198,10 +245,20 @@ class EngineParts:
         Raises:
             UnsupportedModelError: names it.
         """
+        if self.config.kv_cache_host_memory_gb is not None:
+            raise UnsupportedModelError(
+                f"InferenceConfig.kv_cache_host_memory_gb={self.config.kv_cache_host_memory_gb}: {type(model).__name__} has "
+                "recurrent layers, whose states are not kept on the host; set it to None"
+            )
         if self.config.speculation:
             raise UnsupportedModelError(
                 f"InferenceConfig.speculation=True: {type(model).__name__} has recurrent layers, whose state cannot go back "
                 "behind a rejected draft token; set it to False"
+            )
+        if self.lockstep is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has recurrent layers, whose steps are several forwards, and its ranks exchange "
+                "tokens in each layer, in one forward at a time; load it with ep_size=1"
             )
         if self.group is not None:
             raise UnsupportedModelError(
@@ -259,6 +316,7 @@ class EngineParts:
             queues=SimpleNamespace(**self.context.scheduler.counters),
             allocator=self.context.allocator,
             states=self.context.allocator.states or StateSlots(0),
+            host=self.context.allocator.host or HostCache(0, self.config.block_size_tokens),
             cache=self.cache,
             runner=self.controller.runner,
             state_pool=SimpleNamespace(device_bytes=0) if self.states is None else self.states,

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rollout.config import ServerConfig
 from rollout.distributed.client.group import OpenGroup
-from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, RequestAbortedError
+from rollout.errors import (
+    ConfigError,
+    ConnectionLostError,
+    DeadlineError,
+    EngineStateError,
+    RequestAbortedError,
+    RequestTimeoutError,
+)
 from rollout.llm.delivery import Listener
 from rollout.llm.job_requests import JobRequests
 from rollout.llm.requests import LLMRequests
@@ -31,6 +38,10 @@ ATTEMPT_S = 10.0
 """Deadline of one attempt at it, after which the job is asked for its coordinator again."""
 PAUSE_S = 0.1
 """Between two attempts."""
+SHORTEST_S = 0.001
+"""What a request has left at least of its `timeout_s` when it is submitted again."""
+_ENDS_AT = "ends_at"
+"""Among the options of a request that was submitted: when its `timeout_s` is over, by the loop's clock."""
 _SHUT_DOWN = "the JobLLM was shut down: build another"
 
 
@@ -106,7 +117,8 @@ class JobLLM(LLMRequests):
 class _BesideRequests(JobRequests):
     """Requests of a client that connects again after a loss: the job replaces a coordinator that dies.
 
-    Groups that were open are submitted again with the tokens known here, which are not computed again.
+    Groups that were open are submitted again with the tokens known here, which are not computed again, and with what is
+    left of their `timeout_s`.
     """
 
     def __init__(self, manager: ManagerControl, loop: LoopThread) -> None:
@@ -127,6 +139,17 @@ class _BesideRequests(JobRequests):
             if self._connecting is None or self._connecting.done():
                 self._connecting = asyncio.get_running_loop().create_task(self._connect())
             await asyncio.shield(self._connecting)
+
+    async def _connected_by(self, number: int, ends_at: float | None) -> None:
+        try:
+            async with asyncio.timeout_at(ends_at) as limit:
+                await self.connected()
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise RequestTimeoutError(
+                f"request {number}: its timeout_s has passed while the coordinator was replaced", number
+            ) from exc
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -155,12 +178,18 @@ class _BesideRequests(JobRequests):
     ) -> None:
         if self._client is None or self._client.lost is not None:
             self._groups[number] = None
-            task = asyncio.get_running_loop().create_task(self.connected())
+            task = asyncio.get_running_loop().create_task(self._connected_by(number, options.get(_ENDS_AT)))
             self._opening[number] = task
             task.add_done_callback(partial(self._opened, number, tokens, params, listener, options))
             return
-        super()._open(number, tokens, params, listener, options)
+        now = asyncio.get_running_loop().time()
+        sent = {name: value for name, value in options.items() if name != _ENDS_AT}
+        if (ends_at := options.get(_ENDS_AT)) is not None:
+            sent["timeout_s"] = max(SHORTEST_S, ends_at - now)
+        super()._open(number, tokens, params, listener, sent)
         if (group := self._groups.get(number)) is not None:
+            if (timeout_s := sent.get("timeout_s")) is not None:
+                options = options | {_ENDS_AT: now + timeout_s}
             group.on_done = partial(self._ended_or_lost, number, tokens, params, listener, options)
 
     def _opened(

@@ -65,6 +65,11 @@ class LLMParts(LLMRequests):
                 f"use_coordinator=True, and the weights of {type(model).__name__} are spread over the ranks: leave it out "
                 "(with FSDP every rank runs its own prompts, in a tensor-parallel group the first rank asks)"
             )
+        if weights.expert_parallel_mesh is not None:
+            raise ConfigError(
+                f"LLM of {type(model).__name__}, whose ranks exchange tokens in each layer: a request on one would wait "
+                "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
+            )
         self.model = model
         self.config = inference_config or InferenceConfig()
         self._engine = engine = DynamicInferenceEngine(model, tokenizer, self.config)

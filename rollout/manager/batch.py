@@ -297,7 +297,8 @@ class RolloutBatch:
         Raises:
             ValueError: `multiple_of` is below 1, or there are images.
         """
-        self._refuse_images("packed()")
+        if self.images is not None:
+            raise ValueError("packed() holds text alone, and this batch has images: train on model_inputs() or tree()")
         if multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}: must be at least 1, which rounds nothing up")
         # Found once: on a device, every boolean index would wait for its own count.
@@ -325,10 +326,6 @@ class RolloutBatch:
             routed_experts=None if self.routed_experts is None else self._flat_routes(real, surplus),
             kept_tokens=self.kept_tokens and KeptSets(self.kept_tokens.ids, flat(self.kept_tokens.counts, 0)),
         )
-
-    def _refuse_images(self, what: str) -> None:
-        if self.images is not None:
-            raise ValueError(f"{what} holds text alone, and this batch has images: train on model_inputs()")
 
     def _flat_routes(self, real: Tensor, surplus: int) -> Tensor:
         assert self.routed_experts is not None

@@ -288,8 +288,8 @@ class ManagerControl:
             if self.engine.state is not EngineState.STOPPED:
                 self.engine.pause()
                 self.engine.stop()
-            if self.engine.group is not None:
-                self.engine.group.close()
+            if self.engine.peers is not None:
+                self.engine.peers.close()
             self._closed = True
         self._metrics.enter_phase(None)
         given_up = len(self._groups)
@@ -322,10 +322,10 @@ class ManagerControl:
         self._suspension.ensure_running()
 
     def _refuse_in_group(self, call: str) -> None:
-        if (group := self.engine.group) is not None:
+        if (group := self.engine.peers) is not None:
             raise EngineStateError(
                 f"{call}() in the {group.name}: it asks environments or rewards on one rank while tokens are sampled, and "
-                "the other members would not hear of it; generate() and as_completed() serve groups"
+                "the other members would not hear of it; generate() serves groups"
             )
 
     @property

@@ -92,7 +92,7 @@ class RolloutManager(ManagerScoring):
         if not isinstance(coordinator, CoordinatorConfig | bool):
             raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
         engine = engine or DynamicInferenceEngine(model, tokenizer, config)
-        world = World.of_torch() if coordinator is not False or engine.group is not None else None
+        world = World.of_torch() if coordinator is not False or engine.peers is not None else None
         super().__init__(engine, choose_backend(engine, coordinator, world), world, journal, trace, clock)
         self._pacer = StalenessPacer(self.config.max_staleness)
         self._rewards = {}
@@ -222,6 +222,11 @@ class RolloutManager(ManagerScoring):
             RolloutFailedError: of the group at hand, see `generate`; the others stay in flight.
         """
         check_on_error(on_error)
+        if (lockstep := self.engine.lockstep) is not None:
+            raise EngineStateError(
+                f"as_completed() in the {lockstep.group.name}, whose ranks end each call together: call generate([], "
+                "min_groups=1) on every rank"
+            )
         chosen = None if group_ids is None else set(group_ids)
         if chosen is not None and (unknown := chosen.difference(self._groups)):
             raise KeyError(f"groups {sorted(unknown)} are not in flight: handed out already, or never submitted")

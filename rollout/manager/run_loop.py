@@ -167,14 +167,27 @@ class RunLoop:
                 self.gathering.ensure()
                 bar = phase.enter_context(ProgressBar(number, progress))
                 phase.enter_context(self._engine.installation)
-                # The backend may have others to help, and they may have work for this engine even where there is none.
-                while not reached() or not (alone or self._backend.try_finish()):
-                    self._step(self._left(deadline, timeout_s), patient)
+
+                def step(longest_s: float) -> None:
+                    left = min(longest_s, self._left(deadline, timeout_s))
+                    self._step(left, patient)
                     bar.show(ended, self._engine.num_active)
+
+                # The backend may have others to help, and they may have work for this engine even where there is none.
+                self._steps(lambda: reached() and (alone or self._backend.try_finish()), step)
         finally:
             self._backend.report_idle()
             self._metrics.enter_phase("train")
             self.sync_metrics()
+
+    def _steps(self, finished: Callable[[], bool], step: Callable[[float], None]) -> None:
+        """Step until `finished`.
+
+        Args:
+            step: makes one step, and waits at most so many seconds for something to do.
+        """
+        while not finished():
+            step(math.inf)
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """Prompts were queued, as groups from `first` on."""

@@ -74,6 +74,8 @@ class RolloutMetrics(MetricsRecorder):
         self.set("rollout/kv_blocks_used", blocks.num_used)
         self.set("rollout/kv_blocks_cached", blocks.num_cached)
         self.set("rollout/kv_blocks_free", blocks.num_free)
+        if blocks.host is not None:
+            self.set("rollout/kv_host_cache_bytes", blocks.host.num_bytes)
 
     def result(self, result: DynamicInferenceRequest) -> None:
         """Record a sample that has ended; a failed one is only counted, by the engine."""

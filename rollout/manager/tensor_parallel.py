@@ -27,6 +27,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.errors import DeadlineError, EngineStateError, RolloutError
 from rollout.manager.backend import LocalBackend
+from rollout.manager.expert_parallel import LockstepLoop
 from rollout.manager.run_loop import RunLoop
 from rollout.requests.codec import unpack_msgpack
 from rollout.requests.request import DynamicInferenceRequest
@@ -224,12 +225,14 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """The loop of a manager: that of this rank's place in its tensor-parallel group, or of a rank without one.
+    """The loop of a manager: that of this rank's place in its group, or of a rank without one.
 
     Args:
         world: the job's ranks.
         parts: arguments of `RunLoop`.
     """
+    if engine.lockstep is not None:
+        return LockstepLoop(*parts)
     if engine.group is None:
         return RunLoop(*parts)
     assert world is not None

@@ -128,7 +128,10 @@ def read_server(address: str) -> View:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             text = reply.read().decode()
     except (OSError, ValueError, urllib.error.URLError) as exc:
-        raise ConnectionLostError(f"{url}: {exc}") from exc
+        said = getattr(exc, "reason", None) or exc
+        raise ConnectionLostError(
+            f"{url}: {said}; is `rollout serve` running there, and {API_KEY} its key, if it has one?"
+        ) from exc
     return view_of_metrics(text, time.monotonic(), time.time())
 
 
@@ -170,7 +173,9 @@ def _keys(path: str | None) -> JobKeys | None:
         plain = json.loads(Path(path).read_text(encoding="utf-8"))
         return JobKeys.deserialize({name: None if key is None else key.encode() for name, key in plain.items()})
     except (OSError, ValueError, AttributeError, TypeError) as exc:
-        raise ConfigError(f"--keys {path}: cannot be read as keys: {type(exc).__name__}") from exc
+        # What is wrong with the content is not said: it is secret.
+        why = exc.strerror if isinstance(exc, OSError) else type(exc).__name__
+        raise ConfigError(f"--keys {path}: cannot be read as keys: {why}") from exc
 
 
 # --- drawing ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
 """Location parts that are discriminator tags: the field path continues after them."""
 
+_TAGGED = ("response_format", "format")
+"""Fields whose union is told by its `type`, which follows them in a location."""
+
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
 """Location parts that name another union's alternative, or a key: the field path ends before them."""
 
@@ -31,7 +34,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
 
     Args:
         errors: as returned by `RequestValidationError.errors()`.
-        known: fields of the body; the nearest to an unknown one is given.
+        known: fields of the body; the nearest to an unknown one is given, unless that is inside of another.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
@@ -42,10 +45,10 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
         shape = first["type"] in _NO_OBJECT
         return ("the body must be a JSON object" if shape else f"the body: {_reason(first)}"), None
     if first["type"] == "extra_forbidden":
-        return (
-            f"{field}: there is no such field here; {did_you_mean(field, known, 'see /docs for those there are')}",
-            field,
-        )
+        # What is known are the fields of the body itself, not those of the objects in it.
+        near = known if len(first["loc"]) == 2 else ()
+        cure = did_you_mean(field, near, "see /docs for those there are")
+        return f"{field}: there is no such field here; {cure}", field
     if first["type"] == "missing":
         return f"{field}: required, and not there", field
     reasons = dict.fromkeys(_reason(error) for error in errors if _field(error) == field)
@@ -64,6 +67,8 @@ def _field(error: Any) -> str | None:
             parts[-1] += f"[{part}]"
         elif not parts or (error["type"] == "extra_forbidden" and position == len(location) - 1):
             parts.append(part)
+        elif location[position - 1] in _TAGGED:
+            continue
         elif _ALTERNATIVE.match(part):
             break
         elif not _TAG.match(part):

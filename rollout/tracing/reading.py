@@ -83,7 +83,7 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
     """Read one trace file, or those of several ranks; see `merged`.
 
     Raises:
-        ConfigError: a file is missing, no trace of this package, or damaged; names it.
+        ConfigError: a file is missing, no trace of this package, or damaged; names it. Or two are of the same rank.
     """
     return parse(load(paths), str(paths[0]))
 
@@ -91,6 +91,12 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
 def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     """The trace events of one file, or of several merged; raises as `read`."""
     traces = sorted(map(_load, paths), key=lambda trace: trace["otherData"]["rank"])
+    ranks = [rank for trace in traces for rank in trace["otherData"].get("ranks", [trace["otherData"]["rank"]])]
+    if len(set(ranks)) < len(ranks):
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+        raise ConfigError(
+            f"{', '.join(map(str, paths))}: several are of rank {twice}; give the files of one step, one of each rank"
+        )
     return traces[0] if len(traces) == 1 else merged(traces)
 
 

@@ -43,6 +43,9 @@ class StepRow(NamedTuple):
     kv_used: int
     kv_cached: int
     kv_free: int
+    kv_on_host: int
+    kv_offloaded: int
+    kv_loaded: int
     prefill_tokens_saved: int
     preemptions: int
     version: int
@@ -105,13 +108,15 @@ class EngineLog:
             return
         allocator, counters = scheduler.allocator, scheduler.counters
         start, scheduled, executed = self._marks
+        host = allocator.host
+        on_host = (0, 0, 0) if host is None else (host.num_blocks, host.offloaded, host.loaded)
         decodes, entries = step.num_decodes, len(step.rows)
         self.steps.append(
             StepRow(
                 start, scheduled, executed, self.clock(), decodes, entries - decodes,
                 int(step.counts[decodes:].sum()) if entries > decodes else 0, len(step.sampled_rows),
                 scheduler.num_active, allocator.num_used, allocator.num_cached, allocator.num_free,
-                counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
+                *on_host, counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
             )
         )  # fmt: skip
 

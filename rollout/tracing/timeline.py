@@ -143,11 +143,11 @@ def _process(pid: int, title: str, log: EngineLog, around: list[Span], base: flo
     yield from _spans(pid, around, log.controls, base)
     yield _name(pid, STEPS, "thread_name", "steps")
     yield _name(pid, PARTS, "thread_name", "schedule, execute, update")
-    saved = log.steps[0].prefill_tokens_saved if log.steps else 0
+    before = log.steps[0] if log.steps else None
     waiting = _waiting_at(log.lives, [row.end for row in log.steps])
     for row, count in zip(log.steps, waiting, strict=True):
-        yield from _step(pid, row, base, count, row.prefill_tokens_saved - saved)
-        saved = row.prefill_tokens_saved
+        yield from _step(pid, row, before or row, base, count)
+        before = row
     held = _held(log, around, end)
     for number, life in enumerate(sorted(log.lives, key=lambda life: (life.start, life.request_id, life.sample_index))):
         yield from _sample(pid, SAMPLES + number, life, held, base)
@@ -175,11 +175,13 @@ def _spans(pid: int, around: list[Span], controls: list[Span], base: float) -> I
         yield _name(pid, tid, "thread_name", track)
 
 
-def _step(pid: int, row: StepRow, base: float, waiting: int, saved: int) -> Iterator[Event]:
+def _step(pid: int, row: StepRow, before: StepRow, base: float, waiting: int) -> Iterator[Event]:
+    saved = row.prefill_tokens_saved - before.prefill_tokens_saved
     name = f"{row.decodes} decode" + (f" + {row.prefill_tokens} prefill" if row.prefills else "")
     args = {
         "decodes": row.decodes, "prefills": row.prefills, "prefill_tokens": row.prefill_tokens, "sampled": row.sampled,
         "running": row.running, "prefix_tokens_saved": saved, "preemptions": row.preemptions, "version": row.version,
+        "kv_blocks_offloaded": row.kv_offloaded - before.kv_offloaded, "kv_blocks_loaded": row.kv_loaded - before.kv_loaded,
     }  # fmt: skip
     yield _slice(pid, STEPS, name, row.start, row.end, base, args, cat="step")
     for part, start, end in (
@@ -190,6 +192,7 @@ def _step(pid: int, row: StepRow, base: float, waiting: int, saved: int) -> Iter
         yield _slice(pid, PARTS, part, start, end, base, {}, cat="part")
     counters = {
         "KV blocks": {"used": row.kv_used, "cached": row.kv_cached, "free": row.kv_free},
+        **({"KV blocks on the host": {"kept": row.kv_on_host}} if row.kv_offloaded else {}),
         "samples": {"running": row.running, "waiting": waiting},
         "prefix cache hits (tokens)": {"tokens": saved},
     }

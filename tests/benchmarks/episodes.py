@@ -13,6 +13,9 @@ answers with 8 tokens. Lengths and delays are the same both ways.
     ideal       `tests.benchmarks.episode_bound`: what the steps of the run cost, what the same schedule takes with nothing
                 between steps, and the least that any schedule takes
 
+    --kv-blocks 3000 compares, in place of all that, `run` without and with a host tier (`kv_cache_host_memory_gb`) in a pool
+                that is too small for all waiting episodes
+
     busy        share of the time in which the engine has work (a completion is open) that is spent in its steps
     recomputed  prompt tokens of later turns that were computed, not found in the prefix cache, though an earlier turn of the
                 episode had them (those of a last, partly filled block), as a share of all of them
@@ -29,6 +32,7 @@ import time
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -162,6 +166,26 @@ def steady(rollout: RolloutManager, plan: Plan) -> float:
     return rollout.metrics()["rollout/generated_tokens"] / (time.perf_counter() - started)
 
 
+def with_host_tier(model: Any, plan: Plan, config: InferenceConfig, host_gb: float, rounds: int) -> None:
+    """Print what `run` computes twice, and its tokens per second, without and with a host tier, in alternating rounds."""
+    found: dict[float | None, list[float]] = {None: [], host_gb: []}
+    for _ in range(rounds):
+        for tier, rates in found.items():
+            with RolloutManager(model, config=config.replace(kv_cache_host_memory_gb=tier)) as rollout:
+                rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+                seconds, _, recomputed, _ = overlapped(rollout, plan)
+                stats = rollout.engine.stats()
+            rates.append(plan.tokens / seconds)
+            print(
+                f"{f'host tier of {tier} GiB' if tier else 'no host tier'}: {seconds:.1f} s, {rates[-1]:.0f} tokens/s; "
+                f"{recomputed:.1%} computed again, {stats['prefill_tokens_computed']} prompt tokens in all; "
+                f"{stats['kv_blocks_evicted']} blocks evicted, {stats['kv_blocks_offloaded']} offloaded, "
+                f"{stats['kv_blocks_loaded']} loaded; {stats['preemptions']} preemptions"
+            )
+    without, tiered = map(median, found.values())
+    print(f"medians: {tiered:.0f} tokens/s with, {without:.0f} without: ratio {tiered / without:.2f}")
+
+
 def in_lock_step(rollout: RolloutManager, plan: Plan) -> float:
     """Seconds."""
     started = time.perf_counter()
@@ -183,6 +207,10 @@ def main() -> None:
     parser.add_argument("--max-requests", type=int, default=256)
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--kv-blocks", type=int, help="compare a KV pool of so many blocks with and without a host tier"
+    )
+    parser.add_argument("--host-gb", type=float, default=1.0, help="size of that host tier, in GiB")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures of each round here")
     options = parser.parse_args()
@@ -193,6 +221,9 @@ def main() -> None:
         kv_cache_memory_gb=4, max_requests=options.max_requests, block_size_tokens=options.block, verify_model=False
     )
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {plan.tokens} tokens")
+    if options.kv_blocks is not None:
+        with_host_tier(model, plan, config.replace(kv_cache_blocks=options.kv_blocks), options.host_gb, options.rounds)
+        return
     found: list[dict[str, float]] = []
     for _ in range(options.rounds):
         with RolloutManager(model, config=config) as rollout:

@@ -82,7 +82,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("films")
     (where / "film.mkv").write_bytes(film())
     (where / "text.mp4").write_bytes(b"no video")
-    (where / "still.png").write_bytes(b"")
     FRAMES[0].save(where / "still.png")
     return where
 

@@ -42,26 +42,27 @@ static void decode(int64_t threads, const char* name) {
     for (int64_t i = 0; i < LAYERS; i++) {
         Layer& layer = layers[i];
         layer = Layer{};
-        layer.input_norm = tensors.random(HIDDEN, 0.2f, 1.0f);
-        layer.post_norm = tensors.random(HIDDEN, 0.2f, 1.0f);
-        layer.query = tensors.random(HEADS * HEAD_DIM * HIDDEN, 0.8f);
-        layer.key = tensors.random(KV_HEADS * HEAD_DIM * HIDDEN, 0.8f);
-        layer.value = tensors.random(KV_HEADS * HEAD_DIM * HIDDEN, 0.8f);
-        layer.output = tensors.random(HIDDEN * HEADS * HEAD_DIM, 0.8f);
-        layer.gate = tensors.random(INNER * HIDDEN, 0.8f);
-        layer.up = tensors.random(INNER * HIDDEN, 0.8f);
-        layer.down = tensors.random(HIDDEN * INNER, 0.8f);
-        layer.query_bias = tensors.random(HEADS * HEAD_DIM, 0.2f);
-        layer.query_norm = tensors.random(HEAD_DIM, 0.2f, 1.0f);
-        layer.key_norm = tensors.random(HEAD_DIM, 0.2f, 1.0f);
+        layer.before_attention.weight = tensors.random(HIDDEN, 0.2f, 1.0f);
+        layer.before_mlp.weight = tensors.random(HIDDEN, 0.2f, 1.0f);
+        layer.query.weight = tensors.random(HEADS * HEAD_DIM * HIDDEN, 0.8f);
+        layer.key.weight = tensors.random(KV_HEADS * HEAD_DIM * HIDDEN, 0.8f);
+        layer.value.weight = tensors.random(KV_HEADS * HEAD_DIM * HIDDEN, 0.8f);
+        layer.output.weight = tensors.random(HIDDEN * HEADS * HEAD_DIM, 0.8f);
+        layer.gate.weight = tensors.random(INNER * HIDDEN, 0.8f);
+        layer.up.weight = tensors.random(INNER * HIDDEN, 0.8f);
+        layer.down.weight = tensors.random(HIDDEN * INNER, 0.8f);
+        layer.query.bias = tensors.random(HEADS * HEAD_DIM, 0.2f);
+        layer.query_norm.weight = tensors.random(HEAD_DIM, 0.2f, 1.0f);
+        layer.key_norm.weight = tensors.random(HEAD_DIM, 0.2f, 1.0f);
         layer.keys = tensors.zeros(SEQUENCES * BLOCKS * BLOCK * KV_HEADS * HEAD_DIM);
         layer.values = tensors.zeros(SEQUENCES * BLOCKS * BLOCK * KV_HEADS * HEAD_DIM);
         layer.window = i == 1 ? 20 : 0;
+        layer.inner = INNER;
     }
     Model model{};
     model.layers = layers.data();
     model.embedding = tensors.random(VOCABULARY * HIDDEN, 2.0f);
-    model.norm = tensors.random(HIDDEN, 0.2f, 1.0f);
+    model.norm.weight = tensors.random(HIDDEN, 0.2f, 1.0f);
     model.head = tensors.random(VOCABULARY * HIDDEN, 2.0f);
     T* cosines = tensors.zeros(BLOCKS * BLOCK * HEAD_DIM);
     T* sines = tensors.zeros(BLOCKS * BLOCK * HEAD_DIM);
@@ -71,10 +72,10 @@ static void decode(int64_t threads, const char* name) {
             store_one(cosines + position * HEAD_DIM + i, static_cast<float>(std::cos(angle)));
             store_one(sines + position * HEAD_DIM + i, static_cast<float>(std::sin(angle)));
         }
-    model.cosines = cosines;
-    model.sines = sines;
+    for (Layer& layer : layers) layer.cosines = cosines, layer.sines = sines;
     model.count = LAYERS, model.hidden = HIDDEN, model.inner = INNER, model.heads = HEADS, model.kv_heads = KV_HEADS;
     model.head_dim = HEAD_DIM, model.vocabulary = VOCABULARY, model.epsilon = 1e-6f, model.scaling = 0.25f;
+    model.rotary_dim = HEAD_DIM, model.embedding_scale = 1.0f;
 
     std::vector<std::vector<int64_t>> tokens(SEQUENCES);
     for (int64_t s = 0; s < SEQUENCES; s++)
@@ -99,7 +100,7 @@ static void decode(int64_t threads, const char* name) {
         std::vector<char> workspace(rollout_workspace_bytes(&model, count, SEQUENCES, narrow));
         std::vector<T> logits(SEQUENCES * VOCABULARY);
         const Step work{ids.data(), positions.data(), slots.data(), offsets.data(), tables.data(), keep.data(),
-                        logits.data(), workspace.data(), count, SEQUENCES, BLOCKS, BLOCK, SEQUENCES, threads};
+                        nullptr, logits.data(), workspace.data(), count, SEQUENCES, BLOCKS, BLOCK, SEQUENCES, threads};
         rollout_forward(&model, &work, narrow);
         std::vector<float> temperature(SEQUENCES, 1.0f), peak(SEQUENCES), score(SEQUENCES);
         std::vector<int64_t> key(SEQUENCES), position(SEQUENCES, step), token(SEQUENCES);
@@ -107,7 +108,8 @@ static void decode(int64_t threads, const char* name) {
         std::vector<double> log_sum(SEQUENCES);
         for (int64_t s = 0; s < SEQUENCES; s++) key[s] = 1000 + s, greedy[s] = s % 2 == 0;
         const Draw draw{logits.data(), temperature.data(), key.data(), position.data(), greedy.data(), token.data(),
-                        peak.data(), log_sum.data(), score.data(), SEQUENCES, VOCABULARY, VOCABULARY};
+                        peak.data(), log_sum.data(), score.data(), nullptr, nullptr, nullptr,
+                        SEQUENCES, VOCABULARY, VOCABULARY};
         rollout_draw(&draw, threads, narrow);
         if (!step) first = peak;
         for (int64_t s = 0; s < SEQUENCES; s++) tokens[s].push_back(token[s]);

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine.forward.replay import replay
+from rollout.llm.llm import LLM
 from rollout.manager.batch import RolloutBatch
 from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown, whole
 from tests.rollouts import logprob_error, make_rollout
@@ -36,6 +37,64 @@ def shares_every_batch(rank: int, folders: list[str]) -> list[dict[str, Any]]:
             told.append(
                 {"told": shown(batch), "routes": routes_of(batch), "errors": [error, replayed], "local experts": local}
             )
+    return told
+
+
+def of_rank(rank: int) -> list[list[int]]:
+    """Prompts of one rank: of other lengths, and another number."""
+    return PROMPTS[1:] if rank else PROMPTS[:1]
+
+
+def exchanges(rank: int, folder: str, coordinator: bool) -> dict[str, Any]:
+    """A life of two ranks with prompts of their own, and with prompts on one of them only."""
+    model = load(folder, fsdp_size=2, ep_size=2)
+    told: dict[str, Any] = {}
+    with make_rollout(
+        model, coordinator=coordinator, verify_model=True, record_routes=True, control_timeout_s=60.0
+    ) as rollout:
+        batch = rollout.generate(of_rank(rank), GREEDY)
+        told["own"], told["routes"] = shown(batch), routes_of(batch)
+        told["one rank's"] = shown(rollout.generate(PROMPTS if rank == 0 else [], GREEDY))
+        rollout.submit(of_rank(rank), DRAWN)
+        rollout.generate([], min_groups=1)
+        with rollout.suspended(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.02)
+            rollout.weights_updated()
+        rollout.generate([], min_groups=rollout.groups_in_flight)
+        batch = rollout.generate(of_rank(rank), GREEDY)
+        told["updated"] = shown(batch)
+        # The trainer's forward exchanges tokens too: both ranks call it, with batches of their own.
+        told["error"] = logprob_error(model, batch)
+        told["explained"] = str(rollout.explain())
+        rest = [batch.routed_experts is not None, rollout.groups_in_flight]
+        told["rest"] = rest
+    return told
+
+
+def fails(rank: int, folder: str) -> dict[str, Any]:
+    """What one rank of an exchange does wrong, and how the other fares."""
+    model: PreTrainedModel = load(folder, fsdp_size=2, ep_size=2)
+    told: dict[str, Any] = {}
+    with make_rollout(model, coordinator=False, control_timeout_s=60.0) as rollout:
+        told["step"] = said(rollout.engine.step)
+        told["score"] = said(lambda: rollout.score([[5, 6, 7, 8]], prompt_lengths=2))
+        told["as_completed"] = said(lambda: rollout.as_completed())
+        told["run"] = said(lambda: rollout.run([1], environment=None))
+        told["llm"] = said(lambda: LLM(model, None))
+
+        def fail(*_: Any) -> None:
+            hook.remove()
+            raise ArithmeticError("no such number")
+
+        if rank:
+            hook = model.model.layers[1].register_forward_pre_hook(fail)
+        batch = rollout.generate(of_rank(rank), GREEDY, on_error="mask")
+        told["failed"] = [str(each) for each in batch.errors]
+        told["beside it"] = shown(batch)
+        told["late"] = said(lambda: rollout.generate(of_rank(rank), GREEDY, timeout_s=None if rank else 0.0))
+        told["in flight"] = rollout.groups_in_flight
+        told["after it"] = shown(rollout.generate([], min_groups=rollout.groups_in_flight))
     return told
 
 

@@ -160,14 +160,13 @@ def said(act: Any) -> str:
     return "nothing"
 
 
-def other_kinds(rank: int, folder: str, mixture: str) -> dict[str, str]:
+def other_kinds(rank: int, folder: str) -> dict[str, str]:
     """Models that are split in other ways."""
     whole = make_model("llama")
     plan = {f"model.layers.{layer}.input_layernorm": SequenceParallel() for layer in range(3)}
     sequence = parallelize_module(whole, init_device_mesh("cpu", (2,)), plan)
     return {
         "pipeline": said(lambda: make_rollout(load(folder, pp_size=2))),
-        "expert": said(lambda: make_rollout(load(mixture, ep_size=2, fsdp_size=2))),
         "sequence": said(lambda: make_rollout(sequence)),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.distributed.job.nursery import Nursery
 from tests.manager import expert_parallel_jobs as jobs
@@ -17,6 +18,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SHARED = {"tp_size": 2, "ep_size": 2}
 """The ranks share every batch."""
+EXCHANGED = {"fsdp_size": 2, "ep_size": 2}
+"""Each rank has batches of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +52,66 @@ def test_a_group_with_split_experts_samples_what_one_process_samples(nursery, tm
             assert max(answer["errors"]) < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [SHARED, SHARED | {"fsdp_size": 2}], ids=["shared", "shared and fsdp2"])
+@pytest.mark.parametrize("coordinator", [False, True], ids=["each for itself", "coordinator"])
+def test_ranks_that_exchange_tokens_sample_their_own_prompts(nursery, folder, coordinator):
+    model = make_model("qwen3_moe", tie_word_embeddings=False)
+    answers = run_together(nursery, 2, jobs.exchanges, folder=folder, coordinator=coordinator)
+    with make_rollout(model, record_routes=True) as rollout:
+        own = [rollout.generate(jobs.of_rank(rank), jobs.GREEDY) for rank in (0, 1)]
+        everything = jobs.shown(rollout.generate(jobs.PROMPTS, jobs.GREEDY))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.02)
+        rollout.weights_updated()
+        updated = [jobs.shown(rollout.generate(jobs.of_rank(rank), jobs.GREEDY)) for rank in (0, 1)]
+    for rank, answer in enumerate(answers):
+        assert_same(answer["own"], jobs.shown(own[rank]))
+        assert answer["routes"] == jobs.routes_of(own[rank])
+        assert_same(answer["updated"], updated[rank])
+        assert answer["error"] < 1e-5
+        assert "split over the expert-parallel ranks 0, 1" in answer["explained"]
+        assert answer["rest"] == [True, 0]
+    assert_same(answers[0]["one rank's"], everything)
+    assert not answers[1]["one rank's"]["tokens"]
+
+
+def test_a_rank_that_fails_outside_of_its_experts_leaves_the_others_unharmed(nursery, folder):
+    answers = run_together(nursery, 2, jobs.fails, folder=folder)
+    with make_rollout(make_model("qwen3_moe", tie_word_embeddings=False)) as rollout:
+        alone = [jobs.shown(rollout.generate(jobs.of_rank(rank), jobs.GREEDY)) for rank in (0, 1)]
+    name = "the expert-parallel group of ranks 0, 1"
+    for rank, told in enumerate(answers):
+        assert told["step"].startswith(f"EngineStateError: step() in {name}")
+        assert told["score"].startswith("UnsupportedModelError: score: ")
+        assert told["as_completed"].startswith(f"EngineStateError: as_completed() in {name}")
+        assert told["run"].startswith(f"EngineStateError: run() in {name}")
+        assert told["llm"].startswith("ConfigError: LLM of FSDPQwen3MoeForCausalLM")
+        assert_same(told["after it"], alone[rank])
+        assert told["in flight"] == len(jobs.of_rank(rank))
+    assert answers[0]["failed"] == ["None"]
+    assert_same(answers[0]["beside it"], alone[0])
+    assert all("ArithmeticError: no such number" in each for each in answers[1]["failed"])
+    assert answers[0]["late"].startswith("DeadlineError: generate() passed timeout_s=0.0")
+    assert answers[1]["late"].startswith(f"EngineStateError: a rank of {name} has left generate()")
+
+
+@pytest.mark.parametrize(
+    "sizes", [SHARED, SHARED | {"fsdp_size": 2}, EXCHANGED], ids=["shared", "shared and fsdp2", "exchanged"]
+)
 def test_training_steps_are_what_they_are_without_rollouts(nursery, folder, sizes):
-    for answer in run_together(nursery, 2 * sizes.get("fsdp_size", 1), jobs.trains, folder=folder, **sizes):
+    ranks = sizes.get("tp_size", 1) * sizes.get("fsdp_size", 1)
+    for answer in run_together(nursery, ranks, jobs.trains, folder=folder, **sizes):
         assert answer["same"], "not a bit of the weights may differ"
         assert [version for _, version in answer["told"]] == [0, 1]
         assert max(error for error, _ in answer["told"]) < 1e-5
 
 
-def test_a_member_that_dies_ends_the_group_by_name(nursery, folder):
-    answers = run_together(nursery, 2, jobs.dies, folder=folder, victim=1, **SHARED)
+@pytest.mark.parametrize(
+    ("sizes", "kind"), [(SHARED, "tensor-parallel"), (EXCHANGED, "expert-parallel")], ids=["shared", "exchanged"]
+)
+def test_a_member_that_dies_ends_the_group_by_name(nursery, folder, sizes, kind):
+    answers = run_together(nursery, 2, jobs.dies, folder=folder, victim=1, **sizes)
     assert answers[1] is None
     first, again = answers[0].split("\n")
-    assert first.startswith(
-        "EngineDeadError: the tensor-parallel group of ranks 0, 1 has ended on rank 0: rank 1 has ended"
-    )
+    assert first.startswith(f"EngineDeadError: the {kind} group of ranks 0, 1 has ended on rank 0: rank 1 has ended")
     assert again.startswith("EngineDeadError")

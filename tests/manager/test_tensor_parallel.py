@@ -99,9 +99,8 @@ def test_what_a_group_does_not_do_is_refused_by_name_on_all_members(nursery, fol
         assert "prompts or parameters of rank 1" in told["prompts"]
 
 
-def test_other_kinds_of_parallelism_are_refused_by_name(nursery, folder, tmp_path):
-    mixture = saved("qwen3_moe", tmp_path)
-    for told in run_together(nursery, 2, jobs.other_kinds, folder=folder, mixture=mixture):
+def test_other_kinds_of_parallelism_are_refused_by_name(nursery, folder):
+    for told in run_together(nursery, 2, jobs.other_kinds, folder=folder):
         for kind, message in told.items():
             assert message.startswith("UnsupportedModelError: ")
             assert f"{kind} parallelism" in message

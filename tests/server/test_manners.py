@@ -39,7 +39,7 @@ def test_each_request_is_one_line_without_its_query_if_asked_for(caplog: pytest.
         for count, (method, path) in enumerate(
             [("POST", "/v1/completions"), ("GET", "/v1/models?key=secret"), ("GET", "/no%0Awhere")], start=1
         ):
-            httpx.request(method, server.url + path, json=ASK if method == "POST" else None)
+            httpx.request(method, server.url + path, json=ASK if method == "POST" else None, timeout=PATIENCE_S)
             assert len(lines_of(caplog, count)) == count
         said = [re.sub(r"127.0.0.1:\d+|\d+\.\d{3}s", "*", line) for line in caplog.messages]
     assert said == ["* POST /v1/completions 200 *", "* GET /v1/models 400 *", "* GET /no%0Awhere 404 *"]
@@ -47,7 +47,7 @@ def test_each_request_is_one_line_without_its_query_if_asked_for(caplog: pytest.
 
 def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rollout.server.requests"), served() as (_, server):
-        httpx.post(f"{server.url}/v1/completions", json=ASK)
+        httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=PATIENCE_S)
     assert not caplog.messages
 
 
@@ -60,7 +60,7 @@ def test_pages_of_the_named_origins_may_call_and_others_may_not() -> None:
         url = f"{server.url}/v1/completions"
         preflight = httpx.options(url, headers=asked | {"Origin": PAGE})
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
-        refused = httpx.post(url, json=ASK, headers={"Origin": PAGE})
+        refused = httpx.post(url, json=ASK, headers={"Origin": PAGE}, timeout=PATIENCE_S)
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
         streamed = httpx.post(
             url, json=ASK | {"stream": True}, headers={"Origin": PAGE, "Authorization": "Bearer sk-1"}
@@ -82,7 +82,10 @@ def test_what_is_no_origin_is_refused(origins: str) -> None:
 
 
 def test_the_page_of_routes_shows_every_route_and_field_and_loads_nothing() -> None:
-    with served(admin=True, insecure=True) as (_, server), httpx.Client(base_url=server.url) as client:
+    with (
+        served(admin=True, insecure=True) as (_, server),
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
+    ):
         reply, document = client.get("/docs"), client.get("/openapi.json").json()
     page = reply.text
     assert reply.headers["content-type"].startswith("text/html")
@@ -97,7 +100,7 @@ def test_the_page_of_routes_shows_every_route_and_field_and_loads_nothing() -> N
 
 def test_operations_have_ids_of_their_own(recwarn: pytest.WarningsRecorder) -> None:
     with served(admin=True, insecure=True) as (_, server):
-        document = httpx.get(f"{server.url}/openapi.json").json()
+        document = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()
     ids = [each.get("operationId") for methods in document["paths"].values() for each in methods.values()]
     assert len(ids) == len(set(ids))
     assert not [str(each.message) for each in recwarn if "Operation ID" in str(each.message)]
@@ -109,7 +112,7 @@ def test_operations_have_ids_of_their_own(recwarn: pytest.WarningsRecorder) -> N
 def test_every_page_is_there_for_head_and_with_a_trailing_slash() -> None:
     with (
         served(TOKENIZER, admin=True, api_key="sk-1") as (_, server),
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
     ):
         assert [client.head(path).status_code for path in ("/health", "/ping/", "/ping")] == [200] * 3
         assert [client.head(path).status_code for path in ("/metrics", "/v1/models/")] == [401] * 2
@@ -131,7 +134,7 @@ def test_every_page_is_there_for_head_and_with_a_trailing_slash() -> None:
 def test_a_query_or_body_that_a_route_does_not_read_is_refused_by_name() -> None:
     with (
         served(TOKENIZER, admin=True, insecure=True) as (llm, server),
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
     ):
         for path, methods in client.get("/openapi.json").json()["paths"].items():
             for method in methods:
@@ -144,17 +147,28 @@ def test_a_query_or_body_that_a_route_does_not_read_is_refused_by_name() -> None
         assert "did you mean mode?" in client.post("/pause?mdoe=abort").text
         assert "/pause?mode=..." in client.post("/pause", json={"mode": "abort"}).text
         assert "did you mean temperature?" in client.post("/v1/completions", json=ASK | {"temprature": 1}).text
+        inside = {"input_ids": [1], "sampling_params": {"temprature": 1}}
+        assert (
+            "sampling_params.temprature: there is no such field here; see /docs"
+            in client.post("/generate", json=inside).text
+        )
+        unnamed = {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "json_schema"}}
+        refused = client.post("/v1/chat/completions", json=unnamed)
+        assert refused.json()["error"]["param"] == "response_format.json_schema"
         assert llm.state == EngineState.RUNNING
 
 
 def test_what_is_no_json_is_told_with_its_place() -> None:
     with served() as (_, server):
         sent = {"content": b'{"prompt": "a",\n "n": 1,}', "headers": {"Content-Type": "application/json"}}
-        assert "line 2, column 9 (character 24)" in httpx.post(f"{server.url}/v1/completions", **sent).text
+        assert (
+            "line 2, column 9 (character 24)"
+            in httpx.post(f"{server.url}/v1/completions", **sent, timeout=PATIENCE_S).text
+        )
         sent["headers"] = {"Content-Type": "text/plain"}
         assert (
             "Content-Type: text/plain: must be application/json"
-            in httpx.post(f"{server.url}/v1/completions", **sent).text
+            in httpx.post(f"{server.url}/v1/completions", **sent, timeout=PATIENCE_S).text
         )
 
 

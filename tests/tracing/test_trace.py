@@ -145,7 +145,7 @@ def test_the_summary_tells_the_slowest_first(step, seen, capsys):
 def test_files_of_ranks_become_one_timeline(step, tmp_path, capsys):
     other = load([step])
     events = [event | {"pid": event["pid"] + 100} for event in other["traceEvents"]]
-    later = other["otherData"] | {"rank": 1, "started_s": other["otherData"]["started_s"] + 2}
+    later = other["otherData"] | {"rank": 1, "ranks": [1], "started_s": other["otherData"]["started_s"] + 2}
     write(other | {"traceEvents": events, "otherData": later}, tmp_path / "one.json.gz")
     assert main(["trace", str(tmp_path / "one.json.gz"), str(step), "--merge", str(tmp_path / "both.json")]) == 0
     both = read([tmp_path / "both.json"])
@@ -163,6 +163,11 @@ def test_a_clock_that_is_ahead_is_set_back(step):
     both = merged([trace | {"otherData": about | {"clock": moments}}, ahead])
     assert both["otherData"]["clock_offsets_s"] == [0.0, 5.0]
     assert both["otherData"]["duration_s"] == pytest.approx(trace["otherData"]["duration_s"])
+
+
+def test_two_files_of_one_rank_are_refused_instead_of_counted_together(step, capsys):
+    assert main(["trace", str(step), str(step)]) == 2
+    assert "several are of rank 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"otherData": {"format": "x"}}', b"\x1f\x8bbroken"])

@@ -22,6 +22,7 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.engine.scheduling.adapters import NO_ADAPTER, AdapterSwitches, described
 from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.block_checks import check_blocks
 from rollout.engine.scheduling.prefix_index import NO_BLOCK, CacheChanges
 from rollout.errors import EngineStateError, UnsupportedModelError
 from rollout.llm.llm import LLM
@@ -315,7 +316,7 @@ def test_shelves_of_several_variants_survive_eviction_and_a_resize():
     for variant in ("a", "b"):
         allocator.switch(variant)
         assert allocator.match([77], tokens[None]) == [mapping[held[variant]]]
-    allocator.check([[int(mapping[each])] for each in held.values()])
+    check_blocks(allocator, [[int(mapping[each])] for each in held.values()])
     allocator.release(np.array([mapping[held["a"]]], np.int32))
     allocator.allocate(3)
     allocator.switch("a")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from rollout.engine.explain.machine import usable_cores
 from rollout.errors import EngineDeadError
 
 JOIN_TIMEOUT = timedelta(hours=1)
@@ -49,7 +50,7 @@ class LocalRank:
     def share_processors(self) -> None:
         """Give torch this rank's share of the processors, unless `OMP_NUM_THREADS` says how many."""
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.size))
+            torch.set_num_threads(max(1, int(usable_cores()) // self.size))
 
     def follow_parent(self) -> None:
         """End this process at once when the one that started it has ended."""

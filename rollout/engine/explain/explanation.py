@@ -168,7 +168,8 @@ def explain(
     model, machine = _model_part(runner, config, source), Machine.look()
     kv = _kv_part(cache, scheduler, runner.states, config, length)
     # The bounds are those of one device, and each holds a part of the weights.
-    speed = _speed_part(runner, kv) if measure and source.tensor_parallel_mesh is None else None
+    split = source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None
+    speed = _speed_part(runner, kv) if measure and not split else None
     compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
     return Explanation(model, kv, speed, machine, compiler, tuple(_advice(model, kv, machine)))
 
@@ -201,6 +202,9 @@ def _weights(source: WeightSource, layout: ModelLayout) -> str:
     if (mesh := source.tensor_parallel_mesh) is not None:
         split = f"split over the tensor-parallel ranks {', '.join(map(str, mesh.mesh.tolist()))}"
         return f"{split}, and gathered by FSDP2 while generating" if source.collective else split
+    if (mesh := source.expert_parallel_mesh) is not None:
+        ranks = ", ".join(map(str, mesh.mesh.tolist()))
+        return f"gathered from the ranks while generating, but for the experts, split over the expert-parallel ranks {ranks}"
     if source.collective:
         return "gathered from the ranks while generating"
     if source.sampled is source.trained:
@@ -271,8 +275,8 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
         return f"none: the model is on {runner.layout.device}"
     if not config.cuda_graphs:
         return "none: InferenceConfig.cuda_graphs=False"
-    if source.tensor_parallel_mesh is not None:
-        return "none: collectives of a tensor-parallel group are not captured"
+    if source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None:
+        return "none: collectives inside a forward are not captured"
     if not source.fixed_addresses and runner.fused is None:
         return "none: gathered weights lie at other addresses each time"
     if runner.states is not None:

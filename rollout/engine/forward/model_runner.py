@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rollout.engine.expert_parallel.lockstep import Lockstep
 from rollout.engine.forward.adapters import LoraAdapters, Names
 from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
 from rollout.engine.forward.cuda_capture import CudaDevice
@@ -68,9 +69,10 @@ class ModelRunner:
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
         adapters: those that requests may name.
-        split: whether the weights are split over a tensor-parallel group, which the fused forward does not serve.
+        split: whether the weights are split over ranks, which the fused forward does not serve.
         leader: has the other members of a tensor-parallel group compute every step too; None: there are none, or this rank
             is one of them.
+        lockstep: has the ranks that exchange tokens with this one compute a forward whenever it does; None: there are none.
         states: holds the recurrent states; None: the model has none.
     """
 
@@ -91,6 +93,7 @@ class ModelRunner:
         adapters: LoraAdapters,
         split: bool = False,
         leader: Leader | None = None,
+        lockstep: Lockstep | None = None,
         states: StatePool | None = None,
     ) -> None:
         self.model = model
@@ -132,6 +135,7 @@ class ModelRunner:
         self._routers = routers
         self.adapters = adapters
         self._leader = leader
+        self._lockstep = lockstep
         self.states = states
 
     def execute(self, step: ScheduledStep) -> StepTokens:
@@ -148,7 +152,8 @@ class ModelRunner:
         packed, images = self.pictured(step, packed, self.table)
         work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
         if self._leader is None:
-            logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
+            with nullcontext() if self._lockstep is None else self._lockstep.ended_by_failures():
+                logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
         else:
             logits = self._leader.run(work, self.compute)
         start = len(entries)
@@ -218,7 +223,7 @@ class ModelRunner:
             if self.paged is None and self._library is None:
                 return cpu_library.status().described if on_cpu else f"Triton does not run on {device}"
             if self._split:
-                return "its weights are split over a tensor-parallel group, and the fused forward reads whole matrices"
+                return "its weights are split over ranks, and the fused forward reads whole matrices"
             if self._routers is not None:
                 return "it records the experts that its routers choose (InferenceConfig.record_routes)"
             return self._dropped or "InferenceConfig.fused_forward=False"

@@ -153,6 +153,11 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models"
         )
+    if "diffusion" in str(getattr(config, "model_type", "")):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} makes whole blocks of tokens by denoising; the engine samples one token after the "
+            "other, each with the log-prob that it was drawn with"
+        )
     _refuse_without_weights(model)
     refuse_several_devices(model)
     recurrent = RecurrentLayers.of(model, text_config)

@@ -26,10 +26,13 @@ _SOURCES = (
     "cpu_kernels.cpp", "cpu_attention.h", "cpu_delta.h", "cpu_exact.h", "cpu_experts.h", "cpu_forward.h", "cpu_lanes.h",
     "cpu_linear.h", "cpu_matmul.h", "cpu_rows.h", "cpu_sampling.h", "cpu_team.h", "cpu_tree_attention.h",
 )  # fmt: skip
-COMPILE_TIMEOUT_S = 120
+COMPILE_TIMEOUT_S = 600
+"""Takes 5 s, and over two minutes where many others want the same cores."""
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order unless the environment variable CXX names one."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+CPU_INFO = Path("/proc/cpuinfo")
+"""What Linux says of the processor."""
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ def status() -> Kernels:
     try:
         return _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
-        _log.warning("the CPU runs plain torch (%s); with g++ installed it would be several times as fast", exc)
+        _log.warning("the CPU runs plain torch (%s); with the C++ kernels it would be several times as fast", exc)
         return Kernels(None, str(exc))
 
 
@@ -204,9 +207,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _processor() -> str:
     """What decides which instructions the library has."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
+    if CPU_INFO.exists():
+        lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")
         return platform.machine() + "".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
     return f"{platform.machine()} {platform.processor()} {platform.release()}"

@@ -94,24 +94,19 @@ KEPT_APART static void layer_norm(const T* x, const void* weight, const void* bi
 template <typename T, typename A>
 KEPT_APART static void rotate(T* x, const A* cosine, const A* sine, int64_t width) {
     const int64_t half = width / 2;
-    const auto turn = [](auto a, auto b, auto ca, auto sa, auto cb, auto sb, auto& first, auto& second) {
-        first = rounded<A>(a * ca) - rounded<A>(b * sa);
-        second = rounded<A>(b * cb) + rounded<A>(a * sb);
-    };
+    // Vectors by value: a reference to one would promise more alignment than `vec` has.
+    const auto minus = [](auto a, auto ca, auto b, auto sa) { return rounded<A>(a * ca) - rounded<A>(b * sa); };
+    const auto plus = [](auto b, auto cb, auto a, auto sb) { return rounded<A>(b * cb) + rounded<A>(a * sb); };
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
-        vec first, second;
-        turn(load(x + i), load(x + half + i), load(cosine + i), load(sine + i), load(cosine + half + i), load(sine + half + i),
-             first, second);
-        store(x + i, first);
-        store(x + half + i, second);
+        const vec first = load(x + i), second = load(x + half + i);
+        store(x + i, minus(first, load(cosine + i), second, load(sine + i)));
+        store(x + half + i, plus(second, load(cosine + half + i), first, load(sine + half + i)));
     }
     for (; i < half; i++) {
-        float first, second;
-        turn(load_one(x + i), load_one(x + half + i), load_one(cosine + i), load_one(sine + i), load_one(cosine + half + i),
-             load_one(sine + half + i), first, second);
-        store_one(x + i, first);
-        store_one(x + half + i, second);
+        const float first = load_one(x + i), second = load_one(x + half + i);
+        store_one(x + i, minus(first, load_one(cosine + i), second, load_one(sine + i)));
+        store_one(x + half + i, plus(second, load_one(cosine + half + i), first, load_one(sine + half + i)));
     }
 }
 

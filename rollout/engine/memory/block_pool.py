@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.memory.buffers import upload
+from rollout.engine.memory.host_blocks import HostBlocks, Inline
 from rollout.engine.memory.host_pool import HostPool
-from rollout.engine.memory.kv_transfer import CudaStream, KVTransfer
+from rollout.engine.memory.kv_transfer import CudaStream, KVTransfer, Stream
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -38,6 +40,8 @@ class BlockMemory(Protocol):
 
     num_blocks: int
 
+    @property
+    def host_slots(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
     def materialize(self, num_blocks: int) -> None: ...
@@ -74,6 +78,7 @@ class BlockPool:
         self._parts: list[Tensor] = []
         self._host = HostPool(dtype, pinned=device.type == "cuda")
         self._saved: NDArray[np.int32] | None = None
+        self._tier: HostBlocks | None = None
         self._transfer: Callable[[], KVTransfer] | None = None
         if device.type == "cuda":
             self._transfer = partial(self._on_streams, CudaStream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
@@ -91,8 +96,13 @@ class BlockPool:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host pool (kept for the next suspend)."""
-        return self._host.nbytes
+        """Bytes on the host: of the pool that is kept for the next suspend, and of the slots for evicted blocks."""
+        return self._host.nbytes + (0 if self._tier is None else self._tier.nbytes)
+
+    @property
+    def host_slots(self) -> int:
+        """Slots on the host for single blocks (`keep_host_blocks`)."""
+        return 0 if self._tier is None else self._tier.num_blocks
 
     @property
     def on_device(self) -> bool:
@@ -114,20 +124,50 @@ class BlockPool:
     def drop(self) -> int:
         """Free the device memory, losing its content; returns the bytes freed."""
         freed = self.device_bytes
+        if self._tier is not None:
+            self._tier.release(self._compute())
         self._data, self._parts = None, []
         if self._release is not None:
             self._release()
         return freed
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block `source` to block `destination` for each pair.
+    def keep_host_blocks(self, num_blocks: int) -> None:
+        """Have `num_blocks` slots on the host, for single blocks that `copy_blocks` takes there and back.
 
-        A block that is source of one pair and destination of a later one is read before it is written.
+        Raises:
+            HostMemoryError: the host has not so much (pinned) memory.
         """
-        sources = upload(np.array([source for source, _ in pairs], np.int64), self.device)
-        targets = upload(np.array([target for _, target in pairs], np.int64), self.device)
-        for part in self._parts:
-            part.index_copy_(0, targets, part.index_select(0, sources))
+        stage, on_cuda = partial(torch.empty, dtype=self.dtype, device=self.device), self.device.type == "cuda"
+        copies = CudaStream(torch.cuda.Stream(self.device)) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._tier = HostBlocks(num_blocks, self._widths, self.dtype, pinned=on_cuda, stage=stage, copies=copies)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block `source` to block `destination` for each pair, in this order; `~s` is slot s on the host.
+
+        Of pairs side by side that stay on the device, all are read before any is written.
+        """
+        for (from_host, to_host), run in groupby(pairs, lambda pair: (pair[0] < 0, pair[1] < 0)):
+            # What is written twice keeps the last.
+            sources = dict(pair[::-1] for pair in run)
+            if from_host or to_host:
+                self._copy_with_host(list(sources.values()), list(sources), from_host=from_host)
+            else:
+                index = upload(np.array(list(sources.values()), np.int64), self.device)
+                targets = upload(np.array(list(sources), np.int64), self.device)
+                for part in self._parts:
+                    part.index_copy_(0, targets, part.index_select(0, index))
+
+    def _copy_with_host(self, sources: Sequence[int], targets: Sequence[int], *, from_host: bool) -> None:
+        tier = self._tier
+        assert tier is not None
+        blocks, slots = (targets, sources) if from_host else (sources, targets)
+        index = upload(np.array(blocks, np.int64), self.device)
+        copy = tier.load if from_host else tier.offload
+        copy(self._compute(), self._parts, index, [~slot for slot in slots])
+
+    def _compute(self) -> Stream:
+        on_cuda = self.device.type == "cuda"
+        return CudaStream(torch.cuda.current_stream(self.device)) if on_cuda else Inline()
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Fill `blocks` with zeros."""
@@ -189,7 +229,7 @@ class BlockPool:
 
     def _on_streams(self, copies: CudaStream) -> KVTransfer:
         stage = partial(torch.empty, dtype=self.dtype, device=self.device)
-        return KVTransfer(CudaStream(torch.cuda.current_stream(self.device)), copies, stage)
+        return KVTransfer(self._compute(), copies, stage)
 
     def _split(self, data: Tensor, num_blocks: int) -> Iterator[Tensor]:
         offset = 0

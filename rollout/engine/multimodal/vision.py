@@ -116,7 +116,10 @@ class Vision:
                 f"images: {served}; send the text alone"
             )
         if not self._alone:
-            raise InvalidRequestError("the prompt has images, which a tensor-parallel group does not compute")
+            raise InvalidRequestError(
+                "the prompt has images, which a tensor-parallel group does not compute: its ranks are told a step's token "
+                "ids, and not what the vision tower made of images; use a model that is not split, or send the text alone"
+            )
         array = np.asarray(tokens, np.int64)
         kinds = self._kinds(array)
         items, places = self._placed(self.family.items(images), kinds)

@@ -1,6 +1,6 @@
 """KV block allocator: reference counts and LRU eviction over a prefix index.
 
-Always true here (`check()` proves it):
+Always true here (`block_checks` proves it):
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
 - of a model with layers that see only a window (`pages`), a block's memory there comes and goes while its id stays;
 - a holder of a registered block holds its parent too, so the least recently released cached block is a leaf; with
@@ -12,11 +12,12 @@ Handles block ids and token ids, no tensors and no requests.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.layer_pages import LayerPages
 from rollout.engine.scheduling.prefix_index import NO_BLOCK, IntArray, PrefixIndex
 from rollout.engine.scheduling.state_slots import StateSlots
@@ -34,6 +35,8 @@ class BlockAllocator:
         states: slots of a model with recurrent states, whose snapshots belong to registered blocks; None: it has none.
         pages: memory of the blocks, where some layers see a window and others everything, whose size is that of the pool;
             None: block ids stand for memory.
+        host: where evicted blocks go; None: nowhere.
+        copies: (source, destination) blocks or pages to copy before the next forward, in this order; `~s`: slot s of `host`.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class BlockAllocator:
         eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
         states: StateSlots | None = None,
         pages: LayerPages | None = None,
+        host: HostCache | None = None,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -54,6 +58,8 @@ class BlockAllocator:
         self.evictions = 0
         self.states = states
         self.pages = pages
+        self.host = host
+        self.copies: list[tuple[int, int]] = []
         self._clock = 0
         self.index = PrefixIndex(num_blocks, block_size)
         self._reset(num_blocks)
@@ -128,8 +134,9 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Whether a block is registered under this hash in the current index (its tokens may differ)."""
-        return block_hash in self.index.current
+        """Whether a block of this hash is in the current index, or on the host (its tokens may differ)."""
+        on_host = self.host is not None and self.host.has(self.index.variant, block_hash)
+        return on_host or block_hash in self.index.current
 
     def findable_hashes(self) -> list[int]:
         """Hashes of all blocks in the current index."""
@@ -166,6 +173,10 @@ class BlockAllocator:
             "blocks_ref_count": int(self.ref_count.sum()),
         }
 
+    def free_and_cached(self) -> tuple[list[int], list[int]]:
+        """Ids of the free and of the cached blocks."""
+        return list(self._free), [*self._lru, *self._lru_outdated]
+
     # --- references ---------------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
@@ -189,15 +200,21 @@ class BlockAllocator:
         return blocks
 
     def _evict(self) -> None:
-        """Free what was used least recently: a cached block, or the pages that no window reaches of a held one."""
+        """Free what was used least recently: a cached block, or (of a held one, with a host tier) what no window reaches."""
         cached = self._lru_outdated or self._lru
         oldest = next(iter(cached.items()), None)
         if self.pages is not None and not self._lru_outdated:
             unseen = next(iter(self.pages.unseen.items()), None)
-            if unseen is not None and (oldest is None or unseen[1] < oldest[1]):
+            older = unseen is not None and (oldest is None or unseen[1] < oldest[1])
+            if unseen is not None and older and (self.host is None or self.ref_count[unseen[0]]):
                 self.pages.strip(unseen[0])
                 return
         assert oldest is not None
+        # A tail that was put in front has been continued; outdated blocks are of no use.
+        if self.host is not None and not self._lru_outdated and oldest[1]:
+            falling = [oldest[0], *(self.index.behind(oldest[0]) if self.parents_first else [])]
+            for block in reversed(falling):
+                self.copies += self.host.offload(self.index, block, self.memory_of(block))
         self._free_cached(oldest[0])
         self.evictions += 1
 
@@ -215,10 +232,10 @@ class BlockAllocator:
         if (counts < 0).any():
             raise RuntimeError(f"release({blocks[counts < 0].tolist()}): these blocks have no holder")
         for block in dict.fromkeys(reversed(blocks[counts == 0].tolist())):
+            self._clock += 1
             self._park(block)
 
     def _park(self, block: int) -> None:
-        self._clock += 1
         if not self.index.registered[block]:
             self._give_back(block)
         elif self.eviction_policy is PrefixCachingEvictionPolicy.REF_ZERO:
@@ -246,11 +263,8 @@ class BlockAllocator:
 
         No lookup reaches it any more, and the id of its parent may come to stand for other tokens.
         """
-        orphans = self.index.children(block)
-        while orphans:
-            child = orphans.pop()
+        for child in self.index.behind(block):
             self._unregister(child, verified=verified)
-            orphans += self.index.children(child)
             if not self.ref_count[child]:
                 self._lru.pop(child, None)
                 self._lru_outdated.pop(child, None)
@@ -333,6 +347,16 @@ class BlockAllocator:
         keeps = self.enable_prefix_caching and self.eviction_policy is PrefixCachingEvictionPolicy.LRU
         return keeps and self.index.add_tail(block, chain, parent, tokens)
 
+    def memory_of(self, block: int) -> list[int]:
+        """The block, or its pages; negative: it has none there."""
+        return [block] if self.pages is None else [*self.pages.page_of[block].tolist()]
+
+    def forget_copies(self) -> None:
+        """Forget the copies of a step that was not made, and cached blocks whose content may depend on them."""
+        self.copies.clear()
+        if self.host is not None and self.host.unsettled:
+            self.drop_cached()
+
     def evict_next(self, block: int) -> None:
         """Put a cached leaf in front of the others that wait for eviction; nothing to do for a block that is held."""
         if block in self._lru:
@@ -344,11 +368,12 @@ class BlockAllocator:
     def outdate(self) -> None:
         """Invalidate the index after a weight update. Held blocks stay with their holders."""
         self.index.outdate()
+        if self.host is not None:
+            self.host.clear()
         if self.states is not None:
             self.states.forget_all()
         if self.pages is not None:
-            for block in list(self.pages.unseen):
-                self.pages.strip(block)
+            self.pages.strip_unseen()
         self._lru_outdated.update(self._lru)
         self._lru.clear()
 
@@ -364,13 +389,14 @@ class BlockAllocator:
                 self._forget_behind(block, verified=False)
 
     def drop_cached(self) -> int:
-        """Free every cached block, and what no window reaches of the others; returns the number of blocks freed."""
+        """Free every cached block, also on the host, and what no window reaches; returns the number of blocks freed."""
         count = self.num_cached
         if self.pages is not None:
-            for block in list(self.pages.unseen):
-                self.pages.strip(block)
+            self.pages.strip_unseen()
         while cached := self._lru_outdated or self._lru:
             self._free_cached(next(iter(cached)))
+        if self.host is not None:
+            self.host.clear()
         if not self.index.current:
             self.index.flushed()
         return count
@@ -379,10 +405,12 @@ class BlockAllocator:
         """Free every block, whatever its reference count."""
         self.index.clear(self.num_blocks)
         self._reset(self.num_blocks)
-        if self.pages is not None:
-            self.pages.start_over()
-        if self.states is not None:
-            self.states.start_over()
+        self.copies.clear()
+        if self.host is not None:
+            self.host.clear()
+        for owner in (self.pages, self.states):
+            if owner is not None:
+                owner.start_over()
 
     # --- suspend and resume -------------------------------------------------------------------------------------
 
@@ -419,31 +447,3 @@ class BlockAllocator:
             OrderedDict((int(mapping[block]), since) for block, since in queue.items()) for queue in queues
         )
         return mapping
-
-    # --- invariants ---------------------------------------------------------------------------------------------
-
-    def check(self, holders: Iterable[Sequence[int]], seen: Iterable[list[int]] = ()) -> None:
-        """Check the invariants against the block tables of all holders, and what of them each sees through a window.
-
-        Raises:
-            AssertionError: names the blocks that disagree.
-        """
-        tables = list(holders)
-        expected = np.zeros(self.num_blocks, np.int32)
-        for table in tables:
-            np.add.at(expected, np.asarray(table, np.int32), 1)
-        wrong = np.flatnonzero(expected != self.ref_count)
-        assert not len(wrong), f"blocks {wrong.tolist()}: reference counts {self.ref_count[wrong]} != {expected[wrong]}"
-        cached = [*self._lru, *self._lru_outdated]
-        states = np.zeros(self.num_blocks, np.int32)
-        np.add.at(states, np.asarray(self._free, np.int32), 1)
-        np.add.at(states, np.asarray(cached, np.int32), 1)
-        states += self.ref_count > 0
-        assert (states == 1).all(), (
-            f"blocks {np.flatnonzero(states != 1).tolist()} are not exactly one of free/held/cached"
-        )
-        assert not self.index.registered[self._free].any(), "a free block is registered"
-        assert self.index.registered[cached].all(), "a cached block is not registered"
-        self.index.check(tables)
-        if self.pages is not None:
-            self.pages.check((self.ref_count > 0) | self.index.registered, seen)

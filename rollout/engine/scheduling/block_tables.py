@@ -10,11 +10,13 @@ the state was kept: at the last block boundary inside a prompt, and at the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.host_loading import load
 from rollout.engine.scheduling.prefix_index import NO_BLOCK
 from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTable
 from rollout.engine.scheduling.state_slots import NO_SLOT
@@ -26,7 +28,6 @@ class BlockTables:
 
     Attributes:
         states: slots of the recurrent states; None: the model has none.
-        copies: row → (source, destination) blocks, or pages, to copy before the next forward, in this order.
         poisoned: free blocks, or pages, that may hold NaN, to be zeroed before the next forward.
         window: positions, its own included, that a query sees in any layer; None: all.
         pages: memory of the blocks, of a model that has layers with a window beside others; None: it has not.
@@ -36,7 +37,6 @@ class BlockTables:
         self.window: int | None = None
         self.allocator = allocator
         self.table = table
-        self.copies: dict[int, list[tuple[int, int]]] = {}
         self.pages = allocator.pages
         self.poisoned: list[int] = [] if self.pages is None else self.pages.unverified
         self.states = allocator.states
@@ -66,7 +66,7 @@ class BlockTables:
         blocks = self.allocator.allocate(fresh + copy)
         if copy:
             source, target = int(table.blocks[row, index]), blocks.pop()
-            self.copies[row] = [(source, target)] if self.pages is None else self.pages.pairs(source, target)
+            self.allocator.copies += [(source, target)] if self.pages is None else self.pages.pairs(source, target)
             table.blocks[row, index] = target
             # Or it would be zeroed before it is copied.
             self.allocator.unview(np.asarray([source], np.int32), verified=True)
@@ -77,7 +77,6 @@ class BlockTables:
 
     def release(self, row: int) -> None:
         """Release all blocks of a row, and its state."""
-        self.copies.pop(row, None)
         if self.states is not None and self.table.state[row] != NO_SLOT:
             self.states.release(self.table.state.item(row))
             self.table.state[row] = NO_SLOT
@@ -144,9 +143,15 @@ class BlockTables:
             (self.allocator.ref_count[memory] == 0) & ~self.allocator.index.registered[memory]
         ].tolist()
 
-    def copied(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) of all `copies`, in their order."""
-        return tuple(pair for pairs in self.copies.values() for pair in pairs)
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """The copies that precede the next forward (`BlockAllocator.copies`); they are forgotten here."""
+        copies = tuple(self.allocator.copies)
+        self.allocator.copies.clear()
+        if copies and self.poisoned:
+            # What is copied is sound, and what takes its place in this step has not been written yet.
+            sources = {source for source, _ in copies}
+            self.poisoned[:] = [each for each in self.poisoned if each not in sources]
+        return copies
 
     def remap(self, rows: Iterable[int], mapping: IntArray) -> None:
         """Rewrite the block tables for new block ids."""
@@ -160,8 +165,21 @@ class BlockTables:
 
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
+    @property
+    def has_tails(self) -> bool:
+        """Whether a lookup may find a partly filled block."""
+        host = self.allocator.host
+        return self.allocator.index.has_tails or (host is not None and host.has_tails)
+
     def attach_prefix(
-        self, sequence: Sequence, hashes: list[int], budget: int, headroom: int, *, tails: bool = False
+        self,
+        sequence: Sequence,
+        hashes: list[int],
+        budget: int,
+        headroom: int,
+        *,
+        tails: bool = False,
+        host: bool = True,
     ) -> bool:
         """Attach the longest cached prefix to an empty row and reserve its first chunk; False, changing nothing, if no room.
 
@@ -173,11 +191,16 @@ class BlockTables:
             headroom: blocks that must stay free or evictable.
             tails: whether a copy of an ended sequence's partly filled last block may be the end of the prefix, which takes a
                 block more while it is copied.
+            host: whether what the host has of the prefix is loaded.
         """
         table, row, size = self.table, sequence.row, self.table.block_size
         found: list[int] = []
         if hashes and self.allocator.enable_prefix_caching:
             found = self.allocator.match(hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
+        if host and not self._load(sequence, hashes, found, budget, headroom, tails=tails):
+            self.allocator.release(np.asarray(found, np.int32))
+            table.num_blocks[row] = 0
+            return False
         tail, common = self._match_tail(sequence, hashes, found) if tails else (NO_BLOCK, 0)
         if not common:
             count = self._usable(found, len(sequence.tokens))
@@ -186,7 +209,7 @@ class BlockTables:
         attached = [*found, tail] if common else found
         table.blocks[row, : len(attached)] = attached
         table.num_blocks[row], table.chained[row] = len(attached), len(found)
-        table.chain[row] = self._chain(sequence, hashes, found)
+        table.chain[row] = self._behind(sequence, hashes, len(found))[0]
         # The last token is always computed: its logits are needed.
         table.computed[row] = min(len(found) * size + common, len(sequence.tokens) - 1)
         start = int(table.computed[row])
@@ -208,6 +231,61 @@ class BlockTables:
         table.num_blocks[row] = table.seen_from[row] = 0
         return False
 
+    def _load(
+        self, sequence: Sequence, hashes: list[int], found: list[int], budget: int, headroom: int, *, tails: bool
+    ) -> bool:
+        """Load what the host has behind the cached blocks `found` of a prompt; False, loading nothing, if no room.
+
+        The complete blocks are pinned and added to `found`; a tail is cached after it.
+        """
+        host, index, size = self.allocator.host, self.allocator.index, self.table.block_size
+        if host is None or not self.allocator.enable_prefix_caching:
+            return True
+        blocks = host.find(index, found, hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
+        whole, tail, common = len(found) + len(blocks), None, 0
+        if tails and host.has_tails:
+            before = blocks[-1].digest() if blocks else index.digest(found[-1]) if found else b""
+            chain, tokens, entire = self._behind(sequence, hashes, whole)
+            tail, common = host.find_tail(index.variant, chain, before, tokens, whole=entire)
+            parent = found[-1] if found else NO_BLOCK
+            if not blocks and common <= index.find_tail(chain, parent, tokens, whole=entire)[1]:
+                tail, common = None, 0
+        if not blocks and tail is None:
+            return True
+        start = min(whole * size + common, len(sequence.tokens) - 1)
+        count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
+        need = -(-(start + count) // size) - len(found) + (tail is not None)
+        with self._in_view(found, start):
+            if not self.allocator.can_allocate(need + headroom):
+                return False
+            loaded = load(self.allocator, blocks if tail is None else [*blocks, tail], found[-1] if found else NO_BLOCK)
+        found += loaded[: len(blocks)]
+        self.allocator.release(np.asarray(loaded[len(blocks) :], np.int32))
+        return True
+
+    @contextmanager
+    def _in_view(self, found: list[int], position: int) -> Iterator[None]:
+        """Keep what a query at `position` sees of the pinned blocks `found` in layers with a window."""
+        if self.pages is None:
+            yield
+            return
+        first = int(self.pages.shape.first_seen(np.asarray(position, np.int32), self.table.block_size))
+        blocks = np.asarray(found[first:], np.int32)
+        blocks = blocks[self.pages.complete(blocks)]
+        self.pages.view(blocks)
+        try:
+            yield
+        finally:
+            self.allocator.unview(blocks, verified=True)
+
+    def _behind(self, sequence: Sequence, hashes: list[int], count: int) -> tuple[int, IntArray, bool]:
+        """For a tail behind the first `count` blocks of a prompt: their hash, tokens it may have, and if only as a whole."""
+        start, size = count * self.table.block_size, self.table.block_size
+        chain = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
+        tokens = sequence.tokens[start : min(start + size, len(sequence.tokens) - 1, max(start, sequence.reusable))]
+        # A state is that after all tokens, and a prefill begins at no image's middle.
+        return chain, tokens, self.states is not None or sequence.images is not None
+
     def _usable(self, found: list[int], length: int) -> int:
         """How many of the leading blocks of a cached chain a prompt of `length` tokens can go on from."""
         size, count = self.table.block_size, len(found)
@@ -224,18 +302,10 @@ class BlockTables:
             count = first + int(missing[-1])
         return count
 
-    def _chain(self, sequence: Sequence, hashes: list[int], found: list[int]) -> int:
-        """Hash of a chain of cached blocks."""
-        return hashes[len(found) - 1] if found else chain_root(sequence.request.sampling_params.prefix_share)
-
     def _match_tail(self, sequence: Sequence, hashes: list[int], found: list[int]) -> tuple[int, int]:
         """The tail that a prompt continues behind its cached complete blocks, pinned, and how many of its tokens."""
-        size = self.table.block_size
-        start = len(found) * size
-        tokens = sequence.tokens[start : min(start + size, len(sequence.tokens) - 1, max(start, sequence.reusable))]
-        # A state is that after all tokens, and a prefill begins at no image's middle.
-        whole = self.states is not None or sequence.images is not None
-        parent, chain = found[-1] if found else NO_BLOCK, self._chain(sequence, hashes, found)
+        chain, tokens, whole = self._behind(sequence, hashes, len(found))
+        parent, start = found[-1] if found else NO_BLOCK, len(found) * self.table.block_size
         tail, common = self.allocator.match_tail(chain, parent, tokens, whole=whole)
         if common and not self._tail_usable(found, tail, start + common):
             self.allocator.release(np.asarray([tail], np.int32))

@@ -152,6 +152,11 @@ class LayerPages:
         self._give_back(pages)
         self.page_of[block, self.whole :] = NO_PAGE
 
+    def strip_unseen(self) -> None:
+        """Take from every block without viewers the pages of the layers with a window."""
+        for block in list(self.unseen):
+            self.strip(block)
+
     def _give_back(self, pages: list[int]) -> None:
         self._free += pages
         self._used[pages] = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from rollout.config import InferenceConfig
@@ -49,7 +51,7 @@ class StepPlanner:
     def plan(self, version: int) -> ScheduledStep | None:
         """Choose the work of the next forward and reserve its blocks; None when nothing can run."""
         queues = self._queues
-        queues.blocks.copies.clear()
+        queues.allocator.forget_copies()
         self.admitting, self.deferred, self.claimed = None, [], []
         queues.counters["kv_blocks_out_of_window"] += queues.blocks.release_unseen(
             queues.decode_rows(), np.array([each.row for each in queues.prefilling], np.int32)
@@ -102,7 +104,7 @@ class StepPlanner:
             counts=counts,
             num_decodes=len(decodes),
             prefills=tuple(sequence for sequence, _ in chunks),
-            copies=queues.blocks.copied(),
+            copies=queues.blocks.take_copies(),
             sampled_entries=sampled_entries,
             sampled_rows=sampled_rows,
             state_moves=queues.take_state_moves(),
@@ -124,7 +126,7 @@ class StepPlanner:
             counts=counts,
             num_decodes=len(decodes),
             prefills=(),
-            copies=self._queues.blocks.copied(),
+            copies=self._queues.blocks.take_copies(),
             sampled_entries=entries,
             sampled_rows=decodes[entries],
             depths=(np.arange(len(entries)) - first[entries]).astype(np.int32),
@@ -212,10 +214,12 @@ class StepPlanner:
         # A fully cached prompt needs one more block, a copy of the last one for the recomputed last token, and a prefix that
         # ends in a tail one for the copy of the tail. If there is no room for it, recompute the last block instead.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
-        tails = queues.allocator.index.has_tails and not sequence.wants_prompt_logprobs
+        tails = queues.blocks.has_tails and not sequence.wants_prompt_logprobs
         attempts = [*[(hashes, True)] * tails, (hashes, False), *[(hashes[:-1], False)] * whole]
-        for usable, tail in attempts:
-            if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail):
+        # Loaded blocks take memory in all layers at first: one that runs alone may fit only without them.
+        alone = queues.allocator.host is not None and not queues.num_active
+        for host, (usable, tail) in product([True, False][: 1 + alone], attempts):
+            if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail, host=host):
                 cached = table.computed.item(sequence.row)
                 sequence.request.num_cached_tokens = cached
                 queues.counters["prefill_tokens_saved"] += cached

@@ -75,6 +75,7 @@ class Preemption:
         for sequence in (*decodes, *step.prefills):
             if sequence.active:
                 self._checkpoint(sequence, why)
+        self._queues.allocator.forget_copies()
 
     def start_over(self, sequences: Iterable[Sequence], *, half_taken: bool) -> list[Sequence]:
         """Reset all rows and blocks after an exception inside a scheduler call.
@@ -105,7 +106,6 @@ class Preemption:
         queues.reset_active()
         # The content of these blocks was never checked for NaN.
         queues.blocks.poisoned += queues.allocator.held_memory().tolist()
-        queues.blocks.copies.clear()
         queues.allocator.start_over()
         table.start_over()
         return lost

@@ -10,6 +10,7 @@ those that continue it: its own slots are never written again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,11 @@ from numpy.typing import NDArray
 NO_BLOCK = -1
 
 IntArray = NDArray[np.int32]
+
+
+def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
+    """Digest of a chain of complete blocks: of the chain `before` its last block, and of that block."""
+    return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 
 class CacheChanges:
@@ -94,6 +100,7 @@ class PrefixIndex:
         self._parent: IntArray = np.full(num_blocks, NO_BLOCK, np.int32)
         self._tokens: IntArray = np.zeros((num_blocks, self._block_size), np.int32)
         self._filled: IntArray = np.zeros(num_blocks, np.int32)
+        self._digests: dict[int, bytes] = {}
 
     def _clear_indexes(self) -> None:
         self._tails: dict[tuple[int, int], list[int]] = {}
@@ -115,6 +122,24 @@ class PrefixIndex:
     def findable(self, block: int) -> bool:
         """Whether a registered block is in an index of the present weights."""
         return self._number.item(block) in self._indexes
+
+    def described(self, block: int) -> tuple[Hashable, int, int, IntArray]:
+        """Variant, hash, parent and tokens of a findable block; the hash of a tail is that of the chain before it."""
+        number = self._number.item(block)
+        variant = next(each for each, known in self._number_of.items() if known == number)
+        filled = self._filled.item(block) or self._block_size
+        return variant, self._hash.item(block), self._parent.item(block), self._tokens[block, :filled]
+
+    def digest(self, block: int) -> bytes:
+        """`chain_digest` of the chain up to a complete registered block."""
+        chain: list[int] = []
+        while block != NO_BLOCK and block not in self._digests:
+            chain.append(block)
+            block = self._parent.item(block)
+        found = b"" if block == NO_BLOCK else self._digests[block]
+        for each in reversed(chain):
+            found = self._digests[each] = chain_digest(found, self._hash.item(each), self._tokens[each])
+        return found
 
     def find(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
         """The longest cached prefix of a chain of complete blocks; see `BlockAllocator.match`."""
@@ -147,6 +172,7 @@ class PrefixIndex:
         if known is not None:
             return known if self._parent[known] == parent and np.array_equal(self._tokens[known], tokens) else block
         self.registered[block] = True
+        self._digests.pop(block, None)
         self._hash[block] = block_hash
         self._parent[block] = parent
         self._tokens[block] = tokens
@@ -185,6 +211,7 @@ class PrefixIndex:
         if self.registered[block] or self.find_tail(chain, parent, tokens, whole=True)[1] == len(tokens):
             return False
         self.registered[block] = True
+        self._digests.pop(block, None)
         self._hash[block] = chain
         self._parent[block] = parent
         self._tokens[block, : len(tokens)] = tokens
@@ -211,6 +238,7 @@ class PrefixIndex:
 
     def remove(self, block: int) -> None:
         """Unregister a block."""
+        self._digests.pop(block, None)
         if self._filled[block]:
             self._remove_tail(block)
             return
@@ -224,10 +252,12 @@ class PrefixIndex:
             del self.outdated[block_hash]
         self.registered[block] = False
 
-    def children(self, block: int) -> list[int]:
-        """Blocks registered directly behind `block`."""
-        children: list[int] = np.flatnonzero(self.registered & (self._parent == block)).tolist()
-        return children
+    def behind(self, block: int) -> list[int]:
+        """Blocks registered behind `block`, each after its parent."""
+        found = [block]
+        for each in found:
+            found += np.flatnonzero(self.registered & (self._parent == each)).tolist()
+        return found[1:]
 
     def outdate(self) -> None:
         """Invalidate everything registered so far, after a weight update."""

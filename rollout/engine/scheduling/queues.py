@@ -8,6 +8,7 @@ import numpy as np
 
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
 from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.block_checks import check_blocks
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.fair_share import FairShares
 from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTable, discard, insert, rank
@@ -171,7 +172,7 @@ class Queues:
             AssertionError: names what disagrees.
         """
         held, seen = ([rows(row).tolist() for row in self.by_row] for rows in (self.table.held, self.table.seen))
-        self.allocator.check(held, seen)
+        check_blocks(self.allocator, held, seen)
         if self.allocator.states is not None:
             slots = [self.table.state.item(row) for row in self.by_row]
             self.allocator.states.check(slot for slot in slots if slot != NO_SLOT)

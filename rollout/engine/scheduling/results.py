@@ -29,7 +29,11 @@ class StepResults:
     def apply(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         """Apply the results of a step; returns the sequences that ended, records complete."""
         queues, table, counters = self._queues, self._queues.table, self._queues.counters
-        counters["kv_blocks_copied"] += len(step.copies) // queues.allocator.pages_per_block
+        allocator = queues.allocator
+        if allocator.host is not None:
+            allocator.host.settle()
+        copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
+        counters["kv_blocks_copied"] += copied // allocator.pages_per_block
         if step.depths is not None:
             return self._apply_drafted(step, step.depths, sampled)
         table.computed[step.rows] += step.counts

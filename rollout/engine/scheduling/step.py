@@ -30,7 +30,7 @@ class ScheduledStep:
     prefills: tuple[Sample, ...]
     """Sequences of the entries from `num_decodes` on."""
     copies: tuple[tuple[int, int], ...]
-    """(source, destination) blocks, or pages, to copy before the forward, in this order."""
+    """(source, destination) blocks, or pages, to copy before the forward, in this order; `~s`: slot s of the host."""
     sampled_entries: IntArray
     """[K] int32, the entry whose last position is sampled; the samples of one group share one."""
     sampled_rows: IntArray

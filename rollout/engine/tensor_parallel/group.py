@@ -37,6 +37,7 @@ class TensorParallelGroup:
     Args:
         mesh: one-dimensional device mesh of the group.
         timeout_s: the control timeout.
+        kind: of the group, for messages.
 
     Attributes:
         ranks: of the members in the default process group; the first decides.
@@ -46,13 +47,16 @@ class TensorParallelGroup:
         DeadlineError: some ranks have not come.
     """
 
-    def __init__(self, mesh: Any, timeout_s: float) -> None:
+    kind = "tensor-parallel"
+
+    def __init__(self, mesh: Any, timeout_s: float, kind: str = "tensor-parallel") -> None:
+        self.kind = kind
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(mesh.get_group()))
         self.place = self.ranks.index(dist.get_rank())
         self._lost: str | None = None
         number = _built[self.ranks] = _built.get(self.ranks, -1) + 1
         # Not by `new_group`, which names a group like an earlier one of these ranks, whose addresses are in the store still.
-        prefix = f"rollout/tensor-parallel/{'-'.join(map(str, self.ranks))}/{number}"
+        prefix = f"rollout/{kind}/{'-'.join(map(str, self.ranks))}/{number}"
         store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
         timeout = timedelta(seconds=max(LEAST_TIMEOUT_S, IDLE_TIMEOUTS * timeout_s))
         try:
@@ -71,7 +75,7 @@ class TensorParallelGroup:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"tensor-parallel group of ranks {', '.join(map(str, self.ranks))}"
+        return f"{self.kind} group of ranks {', '.join(map(str, self.ranks))}"
 
     def send(self, message: bytes) -> None:
         """Broadcast a message to the members; the first rank calls it, the others `receive`.

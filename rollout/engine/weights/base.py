@@ -20,11 +20,14 @@ class Weights:
         fixed_addresses: whether the tensors of `sampled` stay where they are when the weights change.
         tensor_parallel_mesh: one-dimensional device mesh of the ranks that hold the other shards of every layer and compute
             each forward together with this one; None: this rank computes alone.
+        expert_parallel_mesh: one-dimensional device mesh of the ranks that exchange tokens inside each layer, each with
+            batches of its own; None: no layer does.
     """
 
     collective = False
     fixed_addresses = True
     tensor_parallel_mesh: Any = None
+    expert_parallel_mesh: Any = None
 
     def __init__(self, trained: nn.Module) -> None:
         self.trained = self.sampled = trained

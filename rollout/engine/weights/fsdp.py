@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rollout.engine.weights.base import GatheredWeights
 from rollout.engine.weights.fingerprints import persistent_tensors
-from rollout.engine.weights.tensor_parallel import tensor_parallel_mesh
+from rollout.engine.weights.tensor_parallel import expert_parallel_mesh, tensor_parallel_mesh
 from rollout.errors import UnsupportedModelError
 
 
@@ -56,6 +56,7 @@ class ShardedWeights(GatheredWeights):
                 f"{type(model).__name__}: {name} is a DTensor that FSDP2 does not gather: put all of the model into "
                 "fully_shard units"
             )
+        self.expert_parallel_mesh = expert_parallel_mesh(model)
         self.tensor_parallel_mesh = tensor_parallel_mesh(model, self._gathered_dimensions())
 
     @property

@@ -6,7 +6,7 @@ read alike: transformers' `tp_plan` (`from_pretrained(distributed_config=...)`) 
 Experts are split in one of two ways, which transformers' meshes tell apart:
 
     ep_size == tp_size    the ranks of the tensor-parallel group hold some experts each, and share every batch: one group
-    ep_size > tp_size     ranks with batches of their own exchange tokens inside each layer: refused
+    ep_size > tp_size     ranks with batches of their own exchange tokens inside each layer: an expert-parallel group
 """
 
 from __future__ import annotations
@@ -44,8 +44,40 @@ class TensorParallelWeights(Weights):
         return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
 
+def expert_parallel_mesh(model: nn.Module) -> Any:
+    """The one-dimensional mesh of the ranks that exchange tokens with their experts' ranks; None: no layer does.
+
+    Raises:
+        UnsupportedModelError: the ranks of a tensor-parallel group share one of the batches.
+    """
+    manager: Any = getattr(model, "_mesh_manager", None)
+    if "ep" not in _sizes(manager, "_expert_mesh"):
+        return None
+    experts, tensor = manager.get_mesh("ep"), manager.get_mesh("tp")
+    if experts.size() == 1 or experts.mesh.tolist() == tensor.mesh.tolist():
+        return None
+    if tensor.size() > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: ep_size={experts.size()} with tp_size={tensor.size()}: experts that are exchanged "
+            "between tensor-parallel groups are not served; use ep_size=tp_size, or tp_size=1"
+        )
+    return experts
+
+
+def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
+    """Modules with a parameter of their own that is a DTensor on a mesh with a dimension of this name."""
+    return [
+        module
+        for module in model.modules()
+        if any(
+            name in (getattr(getattr(each, "device_mesh", None), "mesh_dim_names", None) or ())
+            for each in module.parameters(recurse=False)
+        )
+    ]
+
+
 def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]]) -> Any:
-    """The one-dimensional mesh that splits the parameters of a model; None: none does.
+    """The one-dimensional mesh that splits the parameters of a model, experts that are exchanged excepted; None: none does.
 
     Args:
         gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that it manages.
@@ -54,7 +86,8 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         UnsupportedModelError: the model is parallel in a way that the engine does not serve; names it.
     """
     _refuse_other_meshes(model)
-    # The same ranks as those of "tp": experts that are exchanged have been refused.
+    exchanged = expert_parallel_mesh(model)
+    # With `ep_size == tp_size` both names stand for the same ranks.
     shared = "ep" in _sizes(getattr(model, "_mesh_manager", None), "_expert_mesh")
     found: tuple[str, Any] | None = None
     for name, parameter in model.named_parameters():
@@ -63,7 +96,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
             continue
         names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
         left = [each for each in names if each not in gathered.get(name, ())]
-        if not left:
+        if not left or (left == ["ep"] and exchanged is not None):
             continue
         if len(left) > 1 or (left[0] in _OTHERS and not (left[0] == "ep" and shared)):
             raise UnsupportedModelError(
@@ -90,13 +123,6 @@ def _refuse_other_meshes(model: nn.Module) -> None:
                 f"{type(model).__name__} is split by {_OTHERS[name]} ({name}={size} in its device mesh), which the engine "
                 "does not serve: load it with tensor parallelism (tp_size), expert parallelism (ep_size) and FSDP alone"
             )
-    ep, tp = _sizes(manager, "_expert_mesh").get("ep", 1), _sizes(manager, "_dense_mesh").get("tp", 1)
-    if ep > tp:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: expert parallelism with ep_size={ep} and tp_size={tp}: ranks with batches of their "
-            "own would wait for each other's tokens in every layer, which the engine does not serve; load it with "
-            "ep_size=tp_size, whose ranks share every batch"
-        )
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:

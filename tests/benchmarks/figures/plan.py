@@ -46,6 +46,9 @@ FIGURES: dict[str, Figure] = {
         "tests.benchmarks.race", "--sizes 10m --dtypes bfloat16 --workloads steady --peers ours generate vllm --rounds 2",
         {"race-10m": tables.race}, ("vllm",),
     ),
+    "families": Figure(
+        "tests.benchmarks.families", "--scale 0.25 --rounds 3", {"families": tables.families}, ("vllm",),
+    ),
     "coordinator": Figure(
         "tests.benchmarks.coordinator", "latency throughput core long_tail",
         {"coordinator": tables.coordinator, "long-tail": tables.long_tail},
@@ -61,7 +64,7 @@ FIGURES: dict[str, Figure] = {
     "score": Figure("tests.benchmarks.score", "--rounds 2", {"score": tables.score}),
     "long-rounds": Figure("tests.benchmarks.long_rounds", "", {"long-rounds": tables.long_rounds}),
     "exact": Figure("tests.benchmarks.exact", "--dtype bfloat16", {"exact": tables.exact}),
-    "episodes": Figure("tests.benchmarks.episodes", "--rounds 2", {"episodes": tables.episodes}),
+    "episodes": Figure("tests.benchmarks.episodes", "--longest 24", {"episodes": tables.episodes}),
     "kept-tokens": Figure("tests.benchmarks.kept_tokens", "", {"kept-tokens": tables.kept_tokens}),
     "weights": Figure("tests.benchmarks.weights", "", {"weights": tables.weights}),
     "tracing": Figure("tests.benchmarks.tracing", "", {"tracing": tables.tracing}),

@@ -98,6 +98,27 @@ def _floor(row: Mapping[str, Any]) -> str:
     return "" if reached is None else f"{reached:.0%}"
 
 
+FAMILIES = {
+    "llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma 2", "gemma3": "Gemma 3", "olmo2": "OLMo 2", "olmo3": "OLMo 3",
+    "phi3": "Phi-3", "glm": "GLM", "glm4": "GLM-4", "qwen3_moe": "Qwen3-MoE, 2 of 8 experts",
+    "mixtral": "Mixtral, 2 of 8 experts", "gpt2": "GPT-2", "llama, lora": "Llama with live LoRA, r = 16 everywhere",
+}  # fmt: skip
+
+
+def families(found: Mapping[str, Any]) -> str:
+    """Tokens per second by family and peer, with the prompts and of the decode alone; without peers that did not run."""
+    rows = {(row["workload"], row["metric"]): row for row in found["rows"]}
+    ran = {name for row in rows.values() for name, cell in row["peers"].items() if cell["median"] is not None}
+    columns = [(metric, peer) for metric in ("all tokens", "decode") for peer in PEERS if peer in ran]
+    return table(
+        ["", *(metric if peer == "ours" else PEERS[peer] for metric, peer in columns)],
+        [
+            [FAMILIES[family], *(_against(rows[family, metric], peer) for metric, peer in columns)]
+            for family in dict.fromkeys(family for family, _ in rows)
+        ],
+    )
+
+
 def trl_step(found: Mapping[str, Any]) -> str:
     """Seconds of a whole step of GRPOTrainer, and of it to ours."""
     rows = found["rows"]

@@ -15,6 +15,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import UnsupportedModelError
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
 from tests.models import SMALL, VOCAB, make_model
+from tests.vision_models import POOLED
 from tests.zoo.small_models import build as small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -43,6 +44,12 @@ def sinks_of_each_key() -> hf.PreTrainedModel:
     return model
 
 
+def diffusion() -> hf.PreTrainedModel:
+    text = SMALL | {"head_dim": 16, "global_head_dim": 16, "pad_token_id": 0, "num_experts": 2, "top_k_experts": 1,
+                    "moe_intermediate_size": 16}  # fmt: skip
+    return hf.DiffusionGemmaForBlockDiffusion(hf.DiffusionGemmaConfig(text_config=text, vision_config=POOLED))
+
+
 def dynamic_rope() -> hf.PreTrainedModel:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     return hf.LlamaForCausalLM(hf.LlamaConfig(**DENSE, max_position_embeddings=64, rope_parameters=rope))
@@ -60,6 +67,7 @@ def dynamic_rope() -> hf.PreTrainedModel:
          "Mpt.*0 of 2 layers"),
         (lambda: small("recurrent_gemma"), "1 of 4 layers go through transformers' attention interface"),
         (lambda: small("minimax"), "no attribute 'get_linear_cache'"),
+        (diffusion, "DiffusionGemmaForBlockDiffusion makes whole blocks of tokens by denoising"),
         (lambda: small("xlstm"), "honours logits_to_keep"),
         (lambda: make_model("llama4", floor_scale=512),
          r"by their place in a batch from 512 on.*may have \d+ positions; set .*max_sequence_length"),
@@ -76,8 +84,8 @@ def dynamic_rope() -> hf.PreTrainedModel:
         (lambda: nn.Linear(2, 2), "Linear is no Hugging Face PreTrainedModel.*pass the model itself"),
         (lambda: nn.Sequential(make_model("qwen3")), "Sequential is no Hugging Face PreTrainedModel"),
     ],
-    ids=["falcon", "bloom", "gpt-j", "mpt", "recurrent-gemma", "minimax", "xlstm", "llama-4", "sinks", "doge", "t5", "bert",
-         "longrope", "no head", "classifier", "plain module", "wrapper"],
+    ids=["falcon", "bloom", "gpt-j", "mpt", "recurrent-gemma", "minimax", "diffusion", "xlstm", "llama-4", "sinks", "doge",
+         "t5", "bert", "longrope", "no head", "classifier", "plain module", "wrapper"],
 )  # fmt: skip
 def test_a_model_that_cannot_be_served_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):

@@ -149,10 +149,27 @@ def test_a_compiler_that_does_not_know_the_processor_builds_without_its_instruct
     assert ["=native" in call for call in compiler.calls] == [True, False]
 
 
-def test_x86_is_tuned_by_march_and_arm_by_mcpu():
+@pytest.mark.parametrize(
+    ("system", "machine", "flag"),
+    [
+        ("Linux", "x86_64", "-march=native"),
+        ("Linux", "aarch64", "-mcpu=native"),
+        ("Darwin", "arm64", "-mcpu=native"),
+        ("Darwin", "x86_64", "-march=native"),
+    ],
+)
+def test_x86_is_tuned_by_march_and_arm_by_mcpu_and_no_flag_is_one_that_apples_clang_refuses(
+    compiler, monkeypatch, system, machine, flag
+):
     """Apple's Clang and GCC on aarch64 take -mcpu=native; GCC on x86 refuses it."""
-    assert cpu_library.tuned_for("x86_64") == "-march=native"
-    assert cpu_library.tuned_for("arm64") == cpu_library.tuned_for("aarch64") == "-mcpu=native"
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    if system == "Darwin":
+        monkeypatch.setattr(cpu_library, "CPU_INFO", Path("/no/proc/cpuinfo"))
+    assert build().library is not None
+    (call,) = compiler.calls
+    assert flag in call.split()
+    assert not {"-fopenmp", "-lgomp", "-static", "-Wl,-soname"} & set(call.split())
 
 
 def test_the_reason_names_every_compiler_that_was_looked_for(monkeypatch, tmp_path, caplog):

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.engine.memory.host_blocks import HostBlocks
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.memory.kv_transfer import KVTransfer, RowRange, plan
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
@@ -139,6 +140,38 @@ def test_every_order_the_queues_allow_gives_the_same_bytes(widths, rows, limit, 
     for part, right in zip(fresh, expected, strict=True):
         assert torch.equal(part, right)
     assert max(queues.staged) <= max(limit, *widths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**16), limit=st.integers(1, 400), chunk=st.integers(3, 60))
+def test_offloads_and_loads_of_single_blocks_are_exact_in_every_order_that_the_queues_of_a_device_permit(
+    seed: int, limit: int, chunk: int
+) -> None:
+    queues, numbers, widths = Queues(seed), random.Random(seed), [3, 1, 5]
+    parts = pool(widths, 8)
+    tier = HostBlocks(6, widths, torch.float32, pinned=False, stage=queues.stage, copies=queues.copies, limit=limit)
+    tier._host.chunks[:] = list(tier._host.chunks[0].split(chunk))
+    device, host = [torch.cat([part[block] for part in parts]) for block in range(8)], [None] * 6
+    for _ in range(6):
+        blocks, slots = numbers.sample(range(8), 3), numbers.sample(range(6), 3)
+        if numbers.random() < 0.5 or any(host[slot] is None for slot in slots):
+            tier.offload(queues.compute, parts, torch.tensor(blocks), slots)
+            for block, slot in zip(blocks, slots, strict=True):
+                host[slot] = device[block]
+            # The next step writes to them.
+            queues.compute.run(
+                lambda blocks=blocks: [part.index_fill_(0, torch.tensor(blocks), -1.0) for part in parts]
+            )
+            for block in blocks:
+                device[block] = torch.full((9,), -1.0)
+        else:
+            tier.load(queues.compute, parts, torch.tensor(blocks), slots)
+            for block, slot in zip(blocks, slots, strict=True):
+                device[block] = host[slot]
+    tier.release(queues.compute)
+    queues.compute.finish()
+    for block, wanted in enumerate(device):
+        assert torch.equal(torch.cat([part[block] for part in parts]), wanted)
 
 
 def test_while_one_buffer_is_copied_the_next_is_gathered() -> None:

@@ -42,8 +42,10 @@ class FakeCache:
 
     block_bytes = 1
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, host_slots: int = 0) -> None:
         self.block_size = block_size
+        self.host_slots = host_slots
+        self.host: Any = np.full((host_slots, block_size, 4), GARBAGE)
         self.room = num_blocks
         self.materialize(num_blocks)
 
@@ -52,6 +54,11 @@ class FakeCache:
             raise torch.OutOfMemoryError("no room")
         self.num_blocks = num_blocks
         self.content: Any = np.full((num_blocks, self.block_size, 4), GARBAGE)
+
+    def copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        for source, target in pairs:
+            (to, place) = (self.host, ~target) if target < 0 else (self.content, target)
+            to[place] = self.host[~source] if source < 0 else self.content[source]
 
     def drop(self) -> int:
         self.content = None
@@ -117,11 +124,14 @@ class World:
             prefix_caching_eviction_policy=pick(["lru", "lru", "ref_zero"]),
             speculation=seed % 4 == 1,
         )
-        self.cache = FakeCache(blocks * (1 if self.groups is None else self.groups.count), block_size)
         self.now = 0.0
         # Of a model with recurrent states, sometimes with fewer slots than may run.
         slots = random.Random(seed).choice([2, 3, requests, 2 * requests, 3 * requests])
         self.states = FakeStates(slots) if seed % 4 == 3 else None
+        groups = 1 if self.groups is None else self.groups.count
+        # Of many, evicted blocks go to a host tier, which may be smaller or larger than the pool.
+        tier = groups * random.Random(seed).randint(1, 48) if seed % 7 < 3 and self.states is None else 0
+        self.cache = FakeCache(blocks * groups, block_size, tier)
         self.context = DynamicInferenceContext(
             self.config, self.cache, lambda: self.now, states=self.states, groups=self.groups
         )
@@ -258,9 +268,7 @@ class World:
         # Of a block that is free, to be zeroed: what reads it afterwards is wrong.
         self.cache.content[self.scheduler.blocks.poisoned] = GARBAGE
         self.scheduler.blocks.poisoned.clear()
-        if step.copies:
-            sources = self.cache.content[[source for source, _ in step.copies]].copy()
-            self.cache.content[[target for _, target in step.copies]] = sources
+        self.cache.copy_blocks(step.copies)
         if self.states is not None:
             self.recur(self.states, step)
         for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
@@ -401,6 +409,12 @@ class World:
                 assert (content[:, TOKEN] == allocator.index._tokens[tail, :filled]).all()
                 assert (content[:, VERSION] == self.way).all() or not current, "a tail of older weights is found"
                 assert content[:, PURE].all() or not current, "a tail was computed over KV of an older version"
+        for kept in [] if allocator.host is None else allocator.host._lru:
+            known = kept.variant == allocator.index.variant
+            for content in (self.cache.host[slot, : len(kept.tokens)] for slot in kept.slots if slot >= 0):
+                assert (content[:, TOKEN] == kept.tokens).all(), "the host has other tokens' KV"
+                assert (content[:, VERSION] == self.way).all() or not known, "KV of older weights is found on the host"
+                assert content[:, PURE].all() or not known, "the host has KV computed over that of an older version"
         findable = set(allocator.index.current.values())
         for block, slot in {} if allocator.states is None else allocator.states.snapshots().items():
             assert allocator.index.registered[block], "a snapshot of a block that nothing finds"
@@ -437,7 +451,7 @@ def live(seed: int, events: int = 30) -> World:
 def test_thousands_of_random_schedules_keep_every_invariant() -> None:
     chosen = os.environ.get("ROLLOUT_SIM_SEED")
     seeds = range(SCHEDULES) if chosen is None else [int(chosen)]
-    preemptions = refused = claims = accepted = hits = tails = state_tails = window_tails = 0
+    preemptions = refused = claims = accepted = hits = tails = state_tails = window_tails = loaded = window_loaded = 0
     for seed in seeds:
         try:
             world = live(seed)
@@ -451,6 +465,9 @@ def test_thousands_of_random_schedules_keep_every_invariant() -> None:
         state_tails += 0 if world.states is None else world.scheduler.counters["prefix_tail_tokens"]
         window_tails += 0 if world.groups is None else world.scheduler.counters["prefix_tail_tokens"]
         hits += 0 if world.states is None else world.context.allocator.states.hits
+        if (host := world.context.allocator.host) is not None:
+            loaded += host.loaded
+            window_loaded += 0 if world.groups is None else host.loaded
     if chosen is None and SCHEDULES >= 1000:
         assert preemptions > 100, "the schedules never ran out of blocks"
         assert claims > 20, "no client ever claimed a place of another one"
@@ -459,4 +476,6 @@ def test_thousands_of_random_schedules_keep_every_invariant() -> None:
         assert tails > 100, "the schedules never continued a partly filled block"
         assert state_tails > 20, "the schedules never went on from the state after a partly filled block"
         assert window_tails > 20, "no partly filled block was continued where some layers see a window"
+        assert loaded > 30, "the schedules never loaded a block from the host"
+        assert window_loaded > 0, "no block was loaded from the host where some layers see a window"
         assert hits > 100, "the schedules never went on from a snapshot of a state"

@@ -37,7 +37,7 @@ class FakeGroup(TensorParallelGroup):
 
 def work() -> ForwardWork:
     rows = PagedRows(np.array([0, 1, 3]), np.array([4, 0, 1]), np.array([[7, 9], [3, 0]]), 4)
-    return ForwardWork(np.array([5, 6, 7]), rows, np.array([0, 2]), [(1, 2)], [3], np.array([8]))
+    return ForwardWork(np.array([5, 6, 7]), rows, np.array([0, 2]), [(1, 2), (2, ~5), (~0, 1)], [3], np.array([8]))
 
 
 def test_a_forward_arrives_as_it_was_sent() -> None:
@@ -46,7 +46,7 @@ def test_a_forward_arrives_as_it_was_sent() -> None:
         assert getattr(came, name).tolist() == getattr(sent, name).tolist()
     for name in ("offsets", "positions", "tables", "slots"):
         assert getattr(came.rows, name).tolist() == getattr(sent.rows, name).tolist()
-    assert (came.copies, came.zeroed_blocks, came.rows.block_size) == ([(1, 2)], [3], 4)
+    assert (came.copies, came.zeroed_blocks, came.rows.block_size) == ([(1, 2), (2, ~5), (~0, 1)], [3], 4)
 
 
 @pytest.mark.parametrize("change", [lambda each: each[:-1], lambda each: [b"x" * 9, *each[1:]], lambda each: "no list"])

@@ -1,0 +1,1 @@
+"""Lock-step forwards of ranks that exchange tokens with each other's experts."""
