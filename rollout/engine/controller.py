@@ -20,7 +20,7 @@ from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelErr
 from rollout.requests.chat_messages import MediaPart, known_roles, plain_messages
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
-from rollout.requests.pictures import open_picture
+from rollout.requests.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import InferenceRequest
 from rollout.requests.seeds import stream_key
@@ -111,7 +111,8 @@ class TextGenerationController:
             media: the images and videos, in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, an image or video cannot be read, or the processor refuses it.
+            InvalidRequestError: there is no processor, an image or video cannot be read or is too large, alone or with the
+                others, or the processor refuses it.
         """
         if self.processor is None:
             what = "a video" if media[0].video else "an image"
@@ -119,9 +120,8 @@ class TextGenerationController:
                 f"{media[0].where}: {what} in a message needs the model's processor: pass it as tokenizer= "
                 "(AutoProcessor.from_pretrained(...)), or send what the processor returned as the prompt"
             )
-        pictures = [open_picture(part.source, self._image_folder, part.where) for part in media if not part.video]
+        pictures, clips = self._opened(media)
         given: dict[str, Any] = {"images": pictures} if pictures else {}
-        clips = [self._clip(part) for part in media if part.video]
         if clips:
             given |= {
                 "videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips],
@@ -135,6 +135,25 @@ class TextGenerationController:
                 f"{exc} (the chat template has to write one placeholder for each)"
             ) from exc
         return processed_prompt(inputs)
+
+    def _opened(self, media: Sequence[MediaPart]) -> tuple[list[Any], list[Clip]]:
+        """The decoded images, and the frames of the videos."""
+        pictures: list[Any] = []
+        clips: list[Clip] = []
+        pixels = 0
+        for part in media:
+            if part.video:
+                clips.append(self._clip(part))
+                pixels += clips[-1].frames[..., 0].size
+            else:
+                pictures.append(open_picture(part.source, self._image_folder, part.where))
+                pixels += pictures[-1].width * pictures[-1].height
+            if pixels > MAX_PROMPT_PIXELS:
+                raise InvalidRequestError(
+                    f"{part.where}: images and videos up to here have {pixels:,} pixels; {MAX_PROMPT_PIXELS:,} are decoded "
+                    "for a prompt at most: send fewer or smaller ones"
+                )
+        return pictures, clips
 
     def _clip(self, part: MediaPart) -> Clip:
         """The frames of a video that the processor's own video processor samples."""

@@ -175,6 +175,18 @@ def test_a_video_that_cannot_be_read_is_named_by_its_place(llm: LLM, part: dict[
         llm.generate(asked(part), GREEDY)
 
 
+def test_images_and_videos_of_a_prompt_are_decoded_up_to_a_limit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engine.controller.MAX_PROMPT_PIXELS", 1500)
+    parts = [{"type": "image", "image": FRAMES[0]}, {"type": "video", "video": FRAMES[:4]}, by_url("no such file")]
+    (message,) = asked(parts[0])
+    with pytest.raises(InvalidRequestError, match=r"content\[2\]: 'no such file': cannot be read"):
+        llm.generate([{**message, "content": [*message["content"], parts[2]]}], GREEDY)
+    with pytest.raises(
+        InvalidRequestError, match=r"content\[3\]: images and videos up to here have 2,304 pixels; 1,500"
+    ):
+        llm.generate([{**message, "content": [*message["content"], parts[1], parts[1], parts[2]]}], GREEDY)
+
+
 def test_a_video_needs_a_video_processor_and_a_model_that_takes_it() -> None:
     config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
     part = {"type": "video", "video": FRAMES}
