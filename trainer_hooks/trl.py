@@ -157,7 +157,9 @@ class TrlAttachment:
     def _rows(self, batch: RolloutBatch) -> tuple[list[list[int]], list[list[float | None]]]:
         completions, logprobs = [], []
         for request, failed in zip(batch, self._failed, strict=True):
-            known: list[float | None] = [None] if failed else [_finite(v) for v in request.generated_log_probs or ()]
+            known: list[float | None] = [None]
+            if not failed:
+                known = [each if math.isfinite(each) else None for each in request.generated_log_probs or ()]
             completions.append([self.trainer.eos_token_ids[0]] if failed else list(request.generated_tokens))
             logprobs.append(known)
         return completions, logprobs
@@ -445,7 +447,3 @@ class _Follower(RolloutCallback):
             "RolloutCallback(rollout, resume_from_checkpoint=FOLDER) before attaching",
             stacklevel=2,
         )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -120,10 +120,11 @@ class Lockstep:
             raise
 
     def begin(self, layer: _Experts) -> None:
-        """A module of experts is called.
+        """Record that a module of experts is called.
 
         Raises:
-            EngineStateError: its turn is over, or has not come.
+            EngineStateError: out of the order that `learn` found, or outside of a round.
+            EngineDeadError: the group has ended.
         """
         self.refuse_alone()
         done = self._done
@@ -137,7 +138,7 @@ class Lockstep:
         self._inside = True
 
     def end(self, layer: _Experts) -> None:
-        """A module of experts has returned."""
+        """Record that a module of experts has returned."""
         assert self._done is not None
         self._done.append(layer)
         self._inside = False

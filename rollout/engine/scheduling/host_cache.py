@@ -35,7 +35,7 @@ class HostBlock:
     tokens: IntArray
     """[block_size] int32; of a tail fewer."""
     slots: tuple[int, ...]
-    """One for each page of the block; `NOWHERE` for those that it had lost."""
+    """One for each page of the block; `NOWHERE`: the device had given that page back."""
 
     def digest(self) -> bytes:
         """`chain_digest` of the chain up to a complete block."""
@@ -95,9 +95,10 @@ class HostCache:
     def find(
         self, index: PrefixIndex, found: Sequence[int], hashes: Sequence[int], tokens: IntArray
     ) -> list[HostBlock]:
-        """Complete blocks that go on from the cached prefix `found` of a chain, up to the first that is not here.
+        """Complete blocks that continue the cached prefix `found` of a chain, up to the first that is not held.
 
         Args:
+            found: blocks of the device, from the first of the chain on.
             hashes: of the whole chain.
             tokens: [len(hashes), block_size] int32.
         """
@@ -132,10 +133,13 @@ class HostCache:
     # --- blocks come and go -------------------------------------------------------------------------------------
 
     def offload(self, index: PrefixIndex, block: int, memory: Sequence[int]) -> list[tuple[int, int]]:
-        """Give a block of the present weights that is being evicted a place, if there is one; returns the copies to make.
+        """Keep a block of the present weights that the device evicts, in place of those offloaded longest ago.
 
         Args:
-            memory: the block, or its pages, of which negative ones are lost.
+            memory: the block, or its pages; negative: it has none there.
+
+        Returns:
+            The copies to make, (block or page, `~slot`); empty if an equal block is held, or it does not fit.
         """
         variant, block_hash, parent, tokens = index.described(block)
         before = b"" if parent < 0 else index.digest(parent)
@@ -159,7 +163,7 @@ class HostCache:
         return [(place, ~slot) for place, slot in zip(memory, slots, strict=True) if place >= 0]
 
     def take(self, blocks: Sequence[HostBlock]) -> None:
-        """Find these blocks no more; their slots are kept until `release`."""
+        """Remove blocks from lookups; their slots stay taken until `release`."""
         for block in blocks:
             self._remove(block)
 
@@ -171,7 +175,7 @@ class HostCache:
         self.unsettled = True
 
     def settle(self) -> None:
-        """All copies planned so far have been made."""
+        """Record that all copies planned so far have been made."""
         self.unsettled = False
 
     def _equal(self, variant: Hashable, block_hash: int, before: bytes, tokens: IntArray) -> HostBlock | None:
