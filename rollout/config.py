@@ -392,14 +392,14 @@ class ServerConfig(_Options):
     """TCP port to listen on, in [0, 65535]. 0: a free port."""
 
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients send as `Authorization: Bearer KEY`, required on every path but /health: visible ASCII characters
-    without spaces. None: no authentication."""
+    """Key that clients send as `Authorization: Bearer KEY`, required on every path but /health and /ping: visible ASCII
+    characters without spaces. None: no authentication."""
 
     served_model_name: str | None = None
     """Name of the model in requests and replies. None: the name or path it was loaded from."""
 
     admin: bool = False
-    """Serve the control routes under /admin: pause, suspend, weights updated, abort, ... Requires `api_key`, or
+    """Serve the control routes (/admin, vLLM's and SGLang's): pause, suspend, weights, abort, ... Requires `api_key`, or
     `insecure`."""
 
     insecure: bool = False
