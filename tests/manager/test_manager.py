@@ -176,8 +176,8 @@ def test_what_an_engine_made_elsewhere_would_not_heed_is_refused(frozen, tokeniz
         (lambda r: r.generate(["a"], [{}]), TypeError, r"sampling_params\[0\]=\{\}: must be a SamplingParams"),
         (lambda r: r.generate(["a"], GREEDY, min_group=1), TypeError, "min_group"),
         (lambda r: r.suspend("disk"), ConfigError, "mode='disk': must be None or one of 'persist', 'offload'"),
-        (lambda r: SamplingParams(temprature=1), TypeError, "temprature"),
-        (lambda r: InferenceConfig(block_size=4), TypeError, "block_size"),
+        (lambda r: SamplingParams(temprature=1), ConfigError, "did you mean temperature"),
+        (lambda r: InferenceConfig(block_size=4), ConfigError, "did you mean block_size_tokens"),
     ],
 )
 def test_a_wrong_call_is_refused_by_name_and_leaves_nothing_behind(rollout, call, error, message):

@@ -90,8 +90,12 @@ static void convolve(const DeltaNet& d, const Sequences& all, T* rows, const tea
             T* x = rows + all.offsets[s] * width + begin;
             T* state = static_cast<T*>(d.inputs) + all.states[s] * d.inputs_stride + begin;
             const auto input = [&](int64_t t) { return t < 0 ? before[taps + t] : x + t * width; };
-            for (int64_t k = 0; k < taps; k++) std::memcpy(before[k], state + k * channels, count * sizeof(T));
-            for (int64_t k = 0; k < taps; k++) std::memcpy(state + k * channels, input(length - taps + k), count * sizeof(T));
+            const auto copy = [&](T* to, const T* from) {
+                if (count == CHANNELS) std::memcpy(to, from, CHANNELS * sizeof(T));  // of known size: no call
+                else std::memcpy(to, from, count * sizeof(T));
+            };
+            for (int64_t k = 0; k < taps; k++) copy(before[k], state + k * channels);
+            for (int64_t k = 0; k < taps; k++) copy(state + k * channels, input(length - taps + k));
             // From the last position on, as each needs those before it.
             for (int64_t t = length - 1; t >= 0; t--) {
                 for (int64_t c = 0; c < count; c += LANES) {
@@ -113,31 +117,44 @@ static void convolve(const DeltaNet& d, const Sequences& all, T* rows, const tea
 constexpr int64_t STRIPE = 2 * LANES;  // columns of a state at a time
 constexpr int64_t TOKENS = 64;         // whose queries and keys are prepared at a time
 
-// out = x * factor / sqrt(sum of squares + 1e-6)
+// x · y
 template <typename T>
-static void unit_length(const T* x, float* out, int64_t size, float factor) {
-    float squares = 0.0f;
-    for (int64_t i = 0; i < size; i++) {
-        out[i] = load_one(x + i);
-        squares += out[i] * out[i];
-    }
-    const float scale = 1.0f / std::sqrt(squares + 1e-6f);
-    for (int64_t i = 0; i < size; i++) out[i] = out[i] * scale * factor;
+static float dot(const T* x, const T* y, int64_t size) {
+    vec total = vec{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) total += load(x + i) * load(y + i);
+    if (i < size) total += load_first(x + i, size - i) * load_first(y + i, size - i);
+    return sum(total);
 }
 
-// One pass over a stripe [depth, STRIPE] of a state: S = decay S + before d^T, then S^T key and S^T query. Even rows and odd
-// ones are summed apart, so that the sums do not wait for each other.
-static inline void pass(float* stripe, int64_t depth, float decay, const float* before, const vec (&d)[2], const float* key,
-                        const float* query, vec (&by_key)[2], vec (&by_query)[2]) {
+// out = x * factor / sqrt(x · x + 1e-6)
+template <typename T>
+static void unit_length(const T* x, float* out, int64_t size, float factor) {
+    const float scale = 1.0f / std::sqrt(dot(x, x, size) + 1e-6f);
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(out + i, load(x + i) * scale * factor);
+    for (; i < size; i++) out[i] = load_one(x + i) * scale * factor;
+}
+
+// Rows of STRIPE columns of a state, `stride` elements apart.
+struct Stripe {
+    float* rows;
+    int64_t stride;
+};
+
+// One pass over a stripe of `depth` rows: to = S = decay from + before d^T, then S^T key and S^T query. Even rows and odd ones
+// are summed apart, so that the sums do not wait for each other.
+static inline void pass(const Stripe& from, const Stripe& to, int64_t depth, float decay, const float* before, const vec (&d)[2],
+                        const float* key, const float* query, vec (&by_key)[2], vec (&by_query)[2]) {
     vec sums[2][4] = {};
     for (int64_t row = 0; row < depth; row += 2)
         for (int64_t odd = 0; odd < 2; odd++)
             for (int64_t j = 0; j < 2; j++) {
-                float* at = stripe + (row + odd) * STRIPE + j * LANES;
-                const vec s = load(at) * decay + d[j] * before[row + odd];
-                store(at, s);
-                sums[odd][j] += s * key[row + odd];
-                sums[odd][2 + j] += s * query[row + odd];
+                const int64_t n = row + odd;
+                const vec s = load(from.rows + n * from.stride + j * LANES) * decay + d[j] * before[n];
+                store(to.rows + n * to.stride + j * LANES, s);
+                sums[odd][j] += s * key[n];
+                sums[odd][2 + j] += s * query[n];
             }
     for (int64_t j = 0; j < 2; j++) {
         by_key[j] = sums[0][j] + sums[1][j];
@@ -166,8 +183,7 @@ struct Run {
             float *q = query + i * d.key_dim, *k = key + i * d.key_dim;
             unit_length(row + at, q, d.key_dim, 1.0f / size);
             unit_length(row + d.keys() + at, k, d.key_dim, 1.0f);
-            both[i] = 0.0f;
-            for (int64_t n = 0; n < d.key_dim; n++) both[i] += q[n] * k[n];
+            both[i] = dot(q, k, d.key_dim);
             const float x = load_one(row + b + d.value_heads) + bias;
             decay[i] = std::exp(-rate * (x > 20.0f ? x : std::log1p(std::exp(x))));
             step[i] = rounded<T>(1.0f / (1.0f + std::exp(-load_one(row + b))));
@@ -179,8 +195,10 @@ struct Run {
     void stripe_of(const DeltaNet& d, const T* rows, int64_t count, int64_t head, int64_t column, float* state, T* out) {
         const int64_t real = std::min(STRIPE, d.value_dim - column), depth = d.key_dim;
         const int64_t lanes[2] = {std::min<int64_t>(LANES, real), real - std::min<int64_t>(LANES, real)};
-        for (int64_t row = 0; row < depth; row++) {
-            std::memcpy(stripe + row * STRIPE, state + row * d.value_dim + column, real * sizeof(float));
+        const Stripe near{stripe, STRIPE}, whole{state + column, d.value_dim}, kept = real == STRIPE ? whole : near;
+        // Part of a stripe is padded.
+        for (int64_t row = 0; row < depth && real < STRIPE; row++) {
+            std::copy(whole.rows + row * d.value_dim, whole.rows + row * d.value_dim + real, stripe + row * STRIPE);
             std::fill(stripe + row * STRIPE + real, stripe + (row + 1) * STRIPE, 0.0f);
         }
         vec difference[2] = {}, by_key[2], by_query[2];
@@ -188,7 +206,7 @@ struct Run {
         const float* before = nothing;
         for (int64_t i = 0; i < count; i++) {
             const float* k = key + i * depth;
-            pass(stripe, depth, last, before, difference, k, query + i * depth, by_key, by_query);
+            pass(i ? near : kept, near, depth, last, before, difference, k, query + i * depth, by_key, by_query);
             const T* value = rows + i * d.width() + 2 * d.keys() + head * d.value_dim + column;
             for (int64_t j = 0; j < 2; j++) {
                 if (!lanes[j]) continue;
@@ -199,9 +217,9 @@ struct Run {
             before = k;
         }
         // The same code as for the tokens before, so that a state does not depend on what is computed together.
-        pass(stripe, depth, last, before, difference, nothing, nothing, by_key, by_query);
-        for (int64_t row = 0; row < depth; row++)
-            std::memcpy(state + row * d.value_dim + column, stripe + row * STRIPE, real * sizeof(float));
+        pass(near, kept, depth, last, before, difference, nothing, nothing, by_key, by_query);
+        for (int64_t row = 0; row < depth && real < STRIPE; row++)
+            std::copy(stripe + row * STRIPE, stripe + row * STRIPE + real, whole.rows + row * d.value_dim);
     }
 };
 

@@ -61,7 +61,9 @@ def status() -> Kernels:
     try:
         return _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
-        _log.warning("the CPU runs plain torch (%s); with the C++ kernels it would be several times as fast", exc)
+        _log.warning(
+            "the CPU runs plain torch (%s); with g++ or clang++ installed it would be several times as fast", exc
+        )
         return Kernels(None, str(exc))
 
 
