@@ -62,7 +62,7 @@ class ModelPart:
     """Where the weights are read."""
     layers: tuple[LayerKind, ...]
     fused: bool | None
-    """Whether the fused forward runs, or exact mode's on a GPU; None: not known before sharded weights are gathered."""
+    """Whether the fused forward runs, or exact mode's on a GPU; None: unknown while suspended or sharded."""
     why_not_fused: str
     attention: str
     """Kernel of the paged attention."""
@@ -179,8 +179,8 @@ def explain(
 
 def _model_part(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> ModelPart:
     layout, weights = runner.layout, Weights.of(source.trained)
-    scattered = source.collective and not source.ready
-    why = None if scattered else runner.why_not_fused()
+    unknown = (source.collective and not source.ready) or not runner.cache.on_device
+    why = None if unknown else runner.why_not_fused()
     return ModelPart(
         name=type(source.trained).__name__,
         parameters=weights.parameters,
@@ -189,7 +189,7 @@ def _model_part(runner: ModelRunner, config: InferenceConfig, source: WeightSour
         device=str(layout.device),
         weights=_weights(source, layout),
         layers=tuple(_layer_kinds(runner.model, layout)),
-        fused=None if scattered else why is None,
+        fused=None if unknown else why is None,
         why_not_fused=why or "",
         attention=_attention(runner),
         sampling=_sampling(layout),
@@ -296,6 +296,8 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
         return f"on: {_EXACT[kind]}, in the trainer's forward inside rollout.exact(model) and in every step here"
     if source.collective or source.tensor_parallel_mesh is not None:
         return "off, and refused: the weights are spread over the ranks"
+    if not runner.cache.on_device:
+        return "off; known when the engine is resumed"
     why = why_not_exact(runner.model, runner.layout, runner.cache)
     return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT[kind]}"
 
@@ -383,7 +385,7 @@ def _model_rows(model: ModelPart) -> Sequence[Row]:
         ("model", f"{model.name}, {size} on {model.device}"),
         ("weights", model.weights),
         *(("layers", f"{kind.count} × {kind.description}") for kind in model.layers),
-        ("forward", "known once the weights are gathered" if model.fused is None else forward),
+        ("forward", "known when weights are gathered and the engine is resumed" if model.fused is None else forward),
         ("attention", model.attention),
         ("sampling", model.sampling),
         ("graphs", model.graphs),

@@ -45,6 +45,16 @@ def test_a_manager_says_what_its_engine_does_and_samples_on_unchanged():
 
 
 @needs_compiler
+def test_a_suspended_engine_says_what_is_known():
+    with RolloutManager(shared_model("llama")) as rollout:
+        rollout.suspend()
+        suspended = rollout.explain(measure=False)
+        assert suspended.model.fused is None
+        assert "when weights are gathered and the engine is resumed" in str(suspended)
+        rollout.resume()
+        assert rollout.explain(measure=False).model.fused is not None
+
+
 def test_layers_of_different_kinds_and_the_reason_against_the_fused_forward_are_named():
     found = make_engine("gpt_oss").explain(measure=False)
     assert sum(kind.count for kind in found.model.layers) == 3
