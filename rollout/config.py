@@ -288,7 +288,7 @@ class CoordinatorConfig(_Options):
     """Consider cached prefixes when routing. False: route as `load_balanced`, unless the policy is `round_robin`."""
 
     block_size_tokens: int = 16
-    """Tokens per block hash, at least 1. Must equal `block_size_tokens` of every rank's engine."""
+    """Tokens per block hash, at least 1. Must equal that of every rank's engine."""
 
     deterministic_mode: bool = False
     """Route by order of arrival and sorted rank names only, independent of timing. Priority does not affect the choice of
