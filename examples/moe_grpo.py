@@ -1,4 +1,4 @@
-"""GRPO on a mixture of experts: routers of the trainer choose what those of the rollout chose, and what that is worth.
+"""GRPO on a mixture of experts: the trainer replays the experts that the rollout chose; log-prob gap with and without.
 
     python examples/moe_grpo.py --seed 0
 

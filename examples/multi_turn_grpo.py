@@ -4,9 +4,9 @@
 
     27+8+41=  27+8:35 35+41:76 = 76    the model's words, but for the numbers behind a colon, which the tool wrote
 
-The model writes a call, ends it with a colon, reads the result, and goes on until it writes the answer. The tool takes its
-time, as tools do; other episodes are sampled meanwhile. The model is first trained on a few of a teacher's transcripts, and
-then only on whether its answers are right: `grpo` is the algorithm, and `batch` has the masks of all turns.
+The model writes a call, ends it with a colon, reads the result, and goes on until it writes the answer. While the slow tool
+answers, other episodes are sampled. The model is first trained on a few of a teacher's transcripts, and then only on
+whether its answers are right: `grpo` is the algorithm, and `batch` has the masks of all turns.
 """
 
 from __future__ import annotations

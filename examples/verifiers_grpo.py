@@ -6,8 +6,8 @@ The environment is `verifiers_sums.py`, an ordinary module of verifiers: its har
 training client, which turns messages to token ids itself, asks this process's server. The traces become one batch
 (`trainer_hooks.verifiers.trace_batch`), in which every sampled token has the log-prob it was sampled with.
 
-The model is first trained on a teacher's turns until it is right now and then (only on what a teacher says, so that
-the same loss means much the same skill for every seed), and then only on whether its answers are right.
+The model is first trained on a teacher's turns, up to the same loss for every seed, so that some of its answers are right,
+and then only on whether they are.
 """
 
 from __future__ import annotations

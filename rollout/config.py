@@ -228,7 +228,7 @@ class CoordinatorConfig(Options):
     """Consider cached prefixes when routing. False: route as `load_balanced`, unless the policy is `round_robin`."""
 
     block_size_tokens: int = 16
-    """Tokens per block hash, at least 1. Must equal `block_size_tokens` of every rank's engine."""
+    """Tokens per block hash, at least 1. Must equal that of every rank's engine."""
 
     deterministic_mode: bool = False
     """Route by order of arrival and sorted rank names only, independent of timing. Priority does not affect the choice of
@@ -332,14 +332,14 @@ class ServerConfig(Options):
     """TCP port to listen on, in [0, 65535]. 0: a free port."""
 
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients send as `Authorization: Bearer KEY`, required on every path but /health: visible ASCII characters
-    without spaces. None: no authentication."""
+    """Key that clients send as `Authorization: Bearer KEY`, required on every path but /health and /ping: visible ASCII
+    characters without spaces. None: no authentication."""
 
     served_model_name: str | None = None
     """Name of the model in requests and replies. None: the name or path it was loaded from."""
 
     admin: bool = False
-    """Serve the control routes under /admin: pause, suspend, weights updated, abort, ... Requires `api_key`, or
+    """Serve the control routes (/admin, vLLM's and SGLang's): pause, suspend, weights, abort, ... Requires `api_key`, or
     `insecure`."""
 
     insecure: bool = False

@@ -313,7 +313,7 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
     if shaped:
         raise ConfigError(
             f"request {request.request_id} sample {request.sample_index} was sampled with {', '.join(shaped)}: top_k, "
-            "top_p, min_p, logit_bias and structured are scored with return_kept_tokens=True, penalties by "
-            "batch.replay_logprobs(logits) alone; or pass temperature= for log-probs of the whole vocabulary"
+            "top_p, min_p and structured (logit_bias beside one of them) are scored with return_kept_tokens=True, penalties "
+            "by batch.replay_logprobs(logits) alone; or pass temperature= for log-probs of the whole vocabulary"
         )
     return params.return_kept_tokens

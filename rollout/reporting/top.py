@@ -64,9 +64,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("address", help="tcp://host:port of a coordinator, or http://host:port of a server")
     parser.add_argument("--keys", metavar="FILE", help="JSON of a job's public keys and client secret (`JobKeys`)")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two readings (default: 1)"
     )
-    parser.add_argument("--once", action="store_true", help="print two looks' worth once, and end")
+    parser.add_argument("--once", action="store_true", help="print one view, of two readings, and end")
     options = parser.parse_args(arguments)
     if not 0.1 <= options.interval <= 3600:
         parser.error(f"--interval {options.interval}: must be in [0.1, 3600] seconds")
