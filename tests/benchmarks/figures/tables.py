@@ -101,7 +101,8 @@ def _floor(row: Mapping[str, Any]) -> str:
 FAMILIES = {
     "llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma 2", "gemma3": "Gemma 3", "olmo2": "OLMo 2", "olmo3": "OLMo 3",
     "phi3": "Phi-3", "glm": "GLM", "glm4": "GLM-4", "qwen3_moe": "Qwen3-MoE, 2 of 8 experts",
-    "mixtral": "Mixtral, 2 of 8 experts", "gpt2": "GPT-2", "llama, lora": "Llama with live LoRA, r = 16 everywhere",
+    "mixtral": "Mixtral, 2 of 8 experts", "qwen3_5": "Qwen3.5", "qwen3_next": "Qwen3-Next, 2 of 8 experts",
+    "gpt2": "GPT-2", "llama, lora": "Llama with live LoRA, r = 16 everywhere",
 }  # fmt: skip
 
 
