@@ -25,6 +25,7 @@ from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.errors import ConfigError, EngineDeadError
 from rollout.flags import API_KEY, ModelOptions, ServeOptions, parse
 from rollout.state import PrefixCachingCoordinatorPolicy, StalenessPolicy
+from rollout.version import __version__
 from tests.models import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -274,7 +275,7 @@ def test_rollout_alone_prints_help_and_its_version_when_asked(capsys):
     out = capsys.readouterr().out
     assert out == command_line.HELP * 2
     assert command_line.main(["--version"]) == 0
-    assert re.fullmatch(r"rollout-engine \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+    assert capsys.readouterr().out == f"rollout-engine {__version__}\n"
 
 
 def test_an_unknown_command_is_refused_with_the_right_one(capsys):
