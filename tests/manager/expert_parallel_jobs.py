@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from transformers import PreTrainedModel
 from rollout.engine.forward.replay import replay
 from rollout.llm.llm import LLM
 from rollout.manager.batch import RolloutBatch
-from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown, whole
+from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown
 from tests.rollouts import logprob_error, make_rollout
-from trainer_hooks.optimizer import attach
 
 
 def routes_of(batch: RolloutBatch) -> Any:
@@ -96,27 +94,6 @@ def fails(rank: int, folder: str) -> dict[str, Any]:
         told["in flight"] = rollout.groups_in_flight
         told["after it"] = shown(rollout.generate([], min_groups=rollout.groups_in_flight))
     return told
-
-
-def trains(rank: int, folder: str, **sizes: int) -> dict[str, Any]:
-    """Two steps with samples before each one, and the same steps without."""
-    told, after = [], []
-    for with_rollouts in (True, False):
-        model = load(folder, **sizes)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with make_rollout(model) if with_rollouts else nullcontext() as rollout:
-            if rollout is not None:
-                attach(optimizer, rollout)
-            for step in range(2):
-                if rollout is not None:
-                    batch = rollout.generate(PROMPTS[:1], DRAWN.replace(seed=step, n=2, max_tokens=4))
-                    told.append((logprob_error(model, batch), rollout.policy_version))
-                ids = torch.tensor([[5 + step, 6, 7, 8, 9, 10]])
-                model(ids, labels=ids).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        after.append(whole(model))
-    return {"told": told, "same": after[0] == after[1]}
 
 
 def dies(rank: int, folder: str, victim: int, **sizes: int) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.distributed.job.nursery import Nursery
 from tests.manager import expert_parallel_jobs as jobs
+from tests.manager import tensor_parallel_jobs
 from tests.manager.test_tensor_parallel import assert_same, saved
 from tests.models import make_model
 from tests.ranks import run_together
@@ -20,15 +18,6 @@ SHARED = {"tp_size": 2, "ep_size": 2}
 """The ranks share every batch."""
 EXCHANGED = {"fsdp_size": 2, "ep_size": 2}
 """Each rank has batches of its own."""
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +89,10 @@ def test_a_rank_that_fails_outside_of_its_experts_leaves_the_others_unharmed(nur
 )
 def test_training_steps_are_what_they_are_without_rollouts(nursery, folder, sizes):
     ranks = sizes.get("tp_size", 1) * sizes.get("fsdp_size", 1)
-    for answer in run_together(nursery, ranks, jobs.trains, folder=folder, **sizes):
+    for answer in run_together(nursery, ranks, tensor_parallel_jobs.trains, folder=folder, **sizes):
         assert answer["same"], "not a bit of the weights may differ"
-        assert [version for _, version in answer["told"]] == [0, 1]
-        assert max(error for error, _ in answer["told"]) < 1e-5
+        assert [version for *_, version in answer["told"]] == [0, 1]
+        assert max(error for _, error, _ in answer["told"]) < 1e-5
 
 
 @pytest.mark.parametrize(
