@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.engine.kernels import cpu_library
 
 
-class _Draw(ctypes.Structure):
+class Draw(ctypes.Structure):
     """`Draw` in cpu_sampling.h."""
 
     _fields_ = (
@@ -40,13 +40,24 @@ class Drawn(NamedTuple):
     kept_counts: Tensor | None
     """[R] int64, how many of `kept_ids` are of each row."""
 
+    def first(self, count: int) -> Drawn:
+        """The first `count` rows, of which none returns what could be drawn."""
+        return Drawn(self.token[:count], self.peak[:count], self.log_sum[:count], self.score[:count], None, None)
+
+
+def room_for(count: int) -> Drawn:
+    """Uninitialised tokens of so many rows, of which none returns what could be drawn."""
+    dtypes = torch.int64, torch.float32, torch.float64, torch.float32
+    token, peak, log_sum, score = (torch.empty(count, dtype=dtype, device="cpu") for dtype in dtypes)
+    return Drawn(token, peak, log_sum, score, None, None)
+
 
 class CpuDraw:
     """The C++ sampling kernel."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._draw = library.rollout_draw
-        self._draw.argtypes = (ctypes.POINTER(_Draw), ctypes.c_int64, ctypes.c_int)
+        self._draw.argtypes = (ctypes.POINTER(Draw), ctypes.c_int64, ctypes.c_int)
         self._draw.restype = ctypes.c_int64
 
     def __call__(
@@ -70,17 +81,14 @@ class CpuDraw:
             room: with `keeping`, int32 [R, V], overwritten.
         """
         count, vocabulary = scores.shape
-        token = torch.empty(count, dtype=torch.int64, device="cpu")
-        peak = torch.empty(count, dtype=torch.float32, device="cpu")
-        log_sum = torch.empty(count, dtype=torch.float64, device="cpu")
-        score = torch.empty(count, dtype=torch.float32, device="cpu")
+        token, peak, log_sum, score, *_ = drawn = room_for(count)
         counts = None if keeping is None else torch.zeros(count, dtype=torch.int64, device="cpu")
         temperature, greedy = temperature.contiguous(), greedy.contiguous()
         keys, positions = keys.contiguous(), positions.contiguous()
         kept = 0
         if count:
             kept = self._draw(
-                _Draw(
+                Draw(
                     scores.data_ptr(), temperature.data_ptr(), keys.data_ptr(), positions.data_ptr(), greedy.data_ptr(),
                     token.data_ptr(), peak.data_ptr(), log_sum.data_ptr(), score.data_ptr(),
                     *(None if each is None else each.data_ptr() for each in (keeping, room, counts)), count, vocabulary,
@@ -90,7 +98,7 @@ class CpuDraw:
                 int(scores.dtype == torch.bfloat16),
             )  # fmt: skip
         ids = None if room is None else room.flatten()[:kept].clone()
-        return Drawn(token, peak, log_sum, score, ids, counts)
+        return drawn._replace(kept_ids=ids, kept_counts=counts)
 
 
 @cache

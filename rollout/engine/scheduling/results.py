@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,14 +28,16 @@ class StepResults:
         self._track_events = track_events
         self._pool_counts: dict[str, int] = {}
 
-    def apply(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
-        """Apply the results of a step; returns the sequences that ended, records complete."""
+    def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
+        """Apply the results of a step that began at `since`; returns the sequences that ended, records complete."""
         queues, table, counters = self._queues, self._queues.table, self._queues.counters
         allocator = queues.allocator
         if allocator.host is not None:
             allocator.host.settle()
         copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
         counters["kv_blocks_copied"] += copied // allocator.pages_per_block
+        if sampled.steps > 1:
+            return self._apply_run(step.of_run(sampled.steps), sampled, since)
         if step.depths is not None:
             return self._apply_drafted(step, step.depths, sampled)
         table.computed[step.rows] += step.counts
@@ -50,23 +54,56 @@ class StepResults:
 
     def _apply_drafted(self, step: ScheduledStep, depths: IntArray, sampled: StepTokens) -> list[Sequence]:
         """Append to every row its accepted draft tokens and the one token after them, as one step for each would."""
-        queues, table = self._queues, self._queues.table
-        rows, now, ended = step.sampled_rows, queues.clock(), list[Sequence]()
+        table, rows, ended = self._queues.table, step.sampled_rows, list[Sequence]()
         accepted = (depths < np.repeat(step.counts, step.counts) - 1) & (
             table.tokens[rows, table.length[rows] + depths] == sampled.token_ids
         )
         kept = dict.fromkeys(step.rows.tolist(), 0)
-        indices = np.flatnonzero(depths == 0)
-        while len(indices):
-            table.computed[rows[indices]] += 1
-            queues.blocks.register_decoded(rows[indices])
-            goes_on = self._append(rows[indices], sampled, indices, now, ended) & accepted[indices]
-            indices = indices[goes_on] + 1
+        now = [self._queues.clock()] * (int(depths.max()) + 1)
+        for indices in self._append_several(rows, depths, accepted, sampled, now, ended):
             for row in rows[indices].tolist():
                 kept[row] += 1
         if self._drafter is not None:
             self._drafter.learn(kept)
         return ended
+
+    def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
+        """Append what several decode steps have drawn; each of them took as long as the others."""
+        ended: list[Sequence] = []
+        assert step.depths is not None
+        times = np.linspace(since, self._queues.clock(), sampled.steps + 1)[1:].tolist()
+        accepted = step.depths < sampled.steps - 1
+        for _ in self._append_several(step.sampled_rows, step.depths, accepted, sampled, times, ended):
+            pass
+        return ended
+
+    def _append_several(
+        self,
+        rows: IntArray,
+        depths: IntArray,
+        accepted: NDArray[np.bool_],
+        sampled: StepTokens,
+        times: list[float],
+        ended: list[Sequence],
+    ) -> Iterator[NDArray[np.int64]]:
+        """Append tokens of the same rows as one step for each would, at these times; what ends goes to `ended`.
+
+        Args:
+            accepted: tokens behind which the row goes on, if it has not ended.
+
+        Yields:
+            Indices of the tokens behind the first ones, before they are appended.
+        """
+        queues, table = self._queues, self._queues.table
+        indices = np.flatnonzero(depths == 0)
+        for now in times:
+            table.computed[rows[indices]] += 1
+            queues.blocks.register_decoded(rows[indices])
+            goes_on = self._append(rows[indices], sampled, indices, now, ended) & accepted[indices]
+            indices = indices[goes_on] + 1
+            if not len(indices):
+                return
+            yield indices
 
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]
