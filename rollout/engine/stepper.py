@@ -33,6 +33,7 @@ class Stepper:
 
     Attributes:
         last: the step that was scheduled last; None: there was nothing to run.
+        made: how many decode steps the last call that ran anything has made; 1 where it had prefill chunks.
     """
 
     _scheduler: Scheduler
@@ -46,6 +47,7 @@ class Stepper:
     _make_room: Callable[[BaseException], bool]
     _lock: FairLock
     last: ScheduledStep | None = None
+    made: int = 1
 
     def step(self, *, ahead: bool = False) -> None:
         """Schedule, execute, update; records that end are in the ledger.
@@ -60,7 +62,7 @@ class Stepper:
             variant = self.follow_forward()
             step = self._scheduler.schedule()
             runs = self._controller.runner.runs if ahead and not self._lock.wanted else None
-            if step is not None and runs is not None and runs.serve(step):
+            if step is not None and runs is not None and runs.serve(step, self._controller.constraints):
                 step = self._scheduler.run_ahead(step)
             self.last = step
             if step is None and not self._ledger.ended and self._scheduler.has_work(variant):
@@ -115,6 +117,7 @@ class Stepper:
                 raise
             return
         self._failures.step_succeeded()
+        self.made = sampled.steps
         self._ledger.counters["steps"] += sampled.steps
         for sample in ended:
             self._ledger.collect(sample)

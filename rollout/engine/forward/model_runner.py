@@ -112,14 +112,10 @@ class ModelRunner:
         self._split = split
         self.fused: BoundForward | None = None
         """Runs the steps of a model that it serves, in place of the module's forward."""
-        self.runs: DecodeRuns | None = None
-        """Makes several decode steps in one call."""
         self.graphs: GraphedDecode | None = None
         fused = fused and not split and routers is None
         if fused and self._library is not None:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
-            if asked is not None and leader is None and lockstep is None and not exact:
-                self.runs = DecodeRuns(self, self.fused, asked)
         # Graphs need a separate workspace, which `release_workspace` must not free.
         if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
@@ -145,6 +141,10 @@ class ModelRunner:
         self._leader = leader
         self._lockstep = lockstep
         self.states = states
+        self.runs: DecodeRuns | None = None
+        """Makes several decode steps in one call."""
+        if asked is not None and isinstance(self.fused, FusedForward) and lockstep is None and not exact:
+            self.runs = DecodeRuns(self.fused, table, cache, self.sampling, adapters, self.installation, asked)
 
     def execute(self, step: ScheduledStep) -> StepTokens:
         """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
@@ -242,7 +242,7 @@ class ModelRunner:
 
     def drop_fused(self, why: str) -> None:
         """Run the module's own forward from here on."""
-        self.fused, self._dropped = None, why
+        self.fused, self.runs, self._dropped = None, None, why
         if self.graphs is not None:
             self.graphs.fused = None
 

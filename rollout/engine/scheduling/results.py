@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,7 +38,7 @@ class StepResults:
         copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
         counters["kv_blocks_copied"] += copied // allocator.pages_per_block
         if sampled.steps > 1:
-            return self._apply_run(step.of_run(sampled.steps), sampled, since)
+            return self._apply_run(step, sampled, since)
         if step.depths is not None:
             return self._apply_drafted(step, step.depths, sampled)
         table.computed[step.rows] += step.counts
@@ -68,14 +69,41 @@ class StepResults:
         return ended
 
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Append what several decode steps have drawn; each of them took as long as the others."""
-        ended: list[Sequence] = []
-        assert step.depths is not None
-        times = np.linspace(since, self._queues.clock(), sampled.steps + 1)[1:].tolist()
-        accepted = step.depths < sampled.steps - 1
-        for _ in self._append_several(step.sampled_rows, step.depths, accepted, sampled, times, ended):
-            pass
+        """Append what several decode steps have drawn, each of which took as long as the others.
+
+        A row ends in the last of them at the earliest, unless its text ends it.
+        """
+        table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
+        times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
+        if self._track_events or not table.plain[rows].all():
+            run = step.of_run(steps)
+            assert run.depths is not None
+            goes_on = run.depths < steps - 1
+            deque(self._append_several(run.sampled_rows, run.depths, goes_on, sampled, times.tolist(), ended), maxlen=0)
+            return ended
+        done = 0
+        while done < steps - 1:
+            left_in_block = table.block_size - table.computed[rows] % table.block_size
+            count = min(steps - 1 - done, int(left_in_block.min()))
+            self._append_span(rows, sampled, slice(done, done + count), times)
+            done += count
+        table.computed[rows] += 1
+        self._queues.blocks.register_decoded(rows)
+        self._append(rows, sampled, np.arange(steps - 1, len(rows) * steps, steps), times.item(-1), ended)
         return ended
+
+    def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
+        """Append the tokens of these steps of a run to `rows`, none of which ends by them or crosses a block boundary."""
+        queues, table = self._queues, self._queues.table
+        count = span.stop - span.start
+        at = rows[:, None], table.length[rows, None] + np.arange(count)
+        table.tokens[at] = sampled.token_ids.reshape(len(rows), -1)[:, span]
+        table.logprobs[at] = sampled.logprobs.reshape(len(rows), -1)[:, span]
+        table.times[at] = times[span]
+        table.length[rows] += count
+        table.computed[rows] += count
+        queues.counters["generated_tokens"] += len(rows) * count
+        queues.blocks.register_decoded(rows)
 
     def _append_several(
         self,
