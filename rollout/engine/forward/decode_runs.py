@@ -12,7 +12,6 @@ from rollout.engine.forward.fused_forward import FusedForward
 from rollout.engine.forward.step_rows import pack
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.sampling.constraints import Constraints
-from rollout.engine.sampling.log_probs import Total, log_probs
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
@@ -73,9 +72,7 @@ class DecodeRuns:
         counters = (table.length[rows] - table.origin[rows]).astype(np.int64)
         params = self._sampling.select(rows)
         with self._installation:
-            drawn, steps = self._forward.decode(
+            tokens, logprobs = self._forward.decode(
                 ids, packed, table.state[rows], params, counters, table.stop_ids[rows], step.ahead, self._asked
             )
-        logprobs = log_probs(drawn.score, Total(drawn.peak, drawn.log_sum))
-        tokens, values = (each.view(steps, len(rows)).T.flatten().numpy() for each in (drawn.token, logprobs))
-        return StepTokens(tokens, values, steps=steps)
+        return StepTokens(tokens.ravel(), logprobs.ravel(), steps=tokens.shape[1])

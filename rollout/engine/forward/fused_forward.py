@@ -22,7 +22,7 @@ from rollout.engine.forward.fused_binding import Bound
 from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.originals import Replaced
-from rollout.engine.kernels.cpu_draw import Draw, Drawn, room_for
+from rollout.engine.kernels.cpu_draw import Draw
 from rollout.engine.kernels.cpu_forward import Decode, Step
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache
@@ -162,9 +162,9 @@ class FusedForward(BoundForward):
         """Logits [len(keep), V]; see `BoundForward`."""
         bound = self._bound
         assert bound is not None
-        step, arrays = self._step(bound, ids, rows, keep, states)
+        step, held = self._step(bound, ids, rows, keep, states)
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
-        del arrays
+        del held  # `step` points to them.
         return self._logits[: len(keep) * bound.model.vocabulary].view(len(keep), bound.model.vocabulary)
 
     def decode(
@@ -177,7 +177,7 @@ class FusedForward(BoundForward):
         stop_ids: NDArray[np.int32],
         steps: int,
         asked: ctypes.c_int32,
-    ) -> tuple[Drawn, int]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Make decode steps in one call, each of them with what the one before has drawn.
 
         The step in which a row draws a token that ends it, or has no finite logit, is the last.
@@ -192,27 +192,27 @@ class FusedForward(BoundForward):
             asked: no further step is made once it is not 0; another thread may set it meanwhile.
 
         Returns:
-            What was drawn, step after step, and how many steps were made.
+            Tokens [R, M] and log-probs [R, M] of the M steps made; NaN of a row without a finite logit.
         """
         bound, count = self._bound, len(ids)
         assert bound is not None
-        keep = np.arange(count)
-        step, (slots, tables, _) = self._step(bound, ids, rows, keep, states, steps)
-        drawn = room_for(count * steps)
-        temperature, keys, greedy = params.temperature.contiguous(), params.key.contiguous(), params.greedy.contiguous()
-        stop_ids = np.ascontiguousarray(stop_ids)
+        keep, vocabulary = np.arange(count), bound.model.vocabulary
+        step, (slots, *held) = self._step(bound, ids, rows, keep, states, steps)
+        temperature, keys, greedy = (each.contiguous() for each in (params.temperature, params.key, params.greedy))
+        token, peak, log_sum, score = (np.empty(count, dtype) for dtype in ("q", "f", "d", "f"))
         draw = Draw(
             step.logits, temperature.data_ptr(), keys.data_ptr(), counters.ctypes.data, greedy.data_ptr(),
-            drawn.token.data_ptr(), drawn.peak.data_ptr(), drawn.log_sum.data_ptr(), drawn.score.data_ptr(),
-            None, None, None, count, bound.model.vocabulary, bound.model.vocabulary,
+            token.ctypes.data, peak.ctypes.data, log_sum.ctypes.data, score.ctypes.data, None, None, None, count, vocabulary, vocabulary,
         )  # fmt: skip
+        tokens, logprobs = np.empty((count, steps), np.int64), np.empty((count, steps), np.float32)
         run = Decode(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, counters.ctypes.data, stop_ids.ctypes.data,
-            ctypes.addressof(asked), slots.size // count, stop_ids.shape[1], steps,
+            ctypes.addressof(asked), tokens.ctypes.data, logprobs.ctypes.data, slots.size // count, stop_ids.shape[1],
+            steps,
         )  # fmt: skip
-        made: int = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, run)), bound.narrow)
-        del tables
-        return drawn.first(made * count), made
+        made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, run)), bound.narrow)
+        del held  # `step` points to them.
+        return tokens[:, :made], logprobs[:, :made]
 
     def _step(
         self,

@@ -11,16 +11,22 @@ struct Decode {
     int64_t* counters;             // [R], those of the draw, in the rows' random streams
     const int32_t* stop_ids;       // [R, stops], tokens that end a row
     const int32_t* asked;          // not 0 when no further step is to be made: another thread may set it meanwhile
+    int64_t* tokens;               // [R, steps], what each step has drawn
+    float* logprobs;               // [R, steps], NaN where a row had no finite largest score
     int64_t groups, stops, steps;  // steps: the most to make, at least 1
 };
 
-// Whether a row has drawn a token that ends it, or had no finite largest score.
-inline bool any_ends(const Draw& d, const Decode& run) {
+// Stores what a step has drawn; returns whether a row ends by it, or has failed.
+inline bool take(const Draw& d, const Decode& run, int64_t made) {
+    bool ends = false;
     for (int64_t row = 0; row < d.rows; row++) {
         const int32_t* stop = run.stop_ids + row * run.stops;
-        if (std::isnan(d.log_sum[row]) || std::find(stop, stop + run.stops, d.token[row]) != stop + run.stops) return true;
+        const double peak = d.peak[row];
+        run.tokens[row * run.steps + made] = d.token[row];
+        run.logprobs[row * run.steps + made] = static_cast<float>((d.score[row] - peak) - d.log_sum[row]);
+        ends |= std::isnan(d.log_sum[row]) || std::find(stop, stop + run.stops, d.token[row]) != stop + run.stops;
     }
-    return false;
+    return ends;
 }
 
 // Makes the drawn tokens the input of the next step.
@@ -36,19 +42,14 @@ inline void advance(const Step& s, const Draw& d, const Decode& run) {
     }
 }
 
-// Returns the number of steps made. What step i has drawn is R * i elements behind what the first one has. A step in which a
-// row ends is the last.
+// Returns the number of steps made. A step by which a row ends is the last.
 template <typename T>
-static int64_t decode(const Model& m, const Step& s, Draw d, const Decode& run) {
+static int64_t decode(const Model& m, const Step& s, const Draw& d, const Decode& run) {
     const team::Crew crew(s.threads);
-    for (int64_t made = 1;; made++) {
+    for (int64_t made = 0;; made++) {
         Forward<T>{m, s, crew}.run();
         draw<T>(d, crew);
-        if (made == run.steps || __atomic_load_n(run.asked, __ATOMIC_RELAXED) || any_ends(d, run)) return made;
+        if (take(d, run, made) || made + 1 == run.steps || __atomic_load_n(run.asked, __ATOMIC_RELAXED)) return made + 1;
         advance(s, d, run);
-        d.token += d.rows;
-        d.peak += d.rows;
-        d.log_sum += d.rows;
-        d.score += d.rows;
     }
 }

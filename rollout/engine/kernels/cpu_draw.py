@@ -40,17 +40,6 @@ class Drawn(NamedTuple):
     kept_counts: Tensor | None
     """[R] int64, how many of `kept_ids` are of each row."""
 
-    def first(self, count: int) -> Drawn:
-        """The first `count` rows, of which none returns what could be drawn."""
-        return Drawn(self.token[:count], self.peak[:count], self.log_sum[:count], self.score[:count], None, None)
-
-
-def room_for(count: int) -> Drawn:
-    """Uninitialised tokens of so many rows, of which none returns what could be drawn."""
-    dtypes = torch.int64, torch.float32, torch.float64, torch.float32
-    token, peak, log_sum, score = (torch.empty(count, dtype=dtype, device="cpu") for dtype in dtypes)
-    return Drawn(token, peak, log_sum, score, None, None)
-
 
 class CpuDraw:
     """The C++ sampling kernel."""
@@ -81,7 +70,10 @@ class CpuDraw:
             room: with `keeping`, int32 [R, V], overwritten.
         """
         count, vocabulary = scores.shape
-        token, peak, log_sum, score, *_ = drawn = room_for(count)
+        token = torch.empty(count, dtype=torch.int64, device="cpu")
+        peak = torch.empty(count, dtype=torch.float32, device="cpu")
+        log_sum = torch.empty(count, dtype=torch.float64, device="cpu")
+        score = torch.empty(count, dtype=torch.float32, device="cpu")
         counts = None if keeping is None else torch.zeros(count, dtype=torch.int64, device="cpu")
         temperature, greedy = temperature.contiguous(), greedy.contiguous()
         keys, positions = keys.contiguous(), positions.contiguous()
@@ -98,7 +90,7 @@ class CpuDraw:
                 int(scores.dtype == torch.bfloat16),
             )  # fmt: skip
         ids = None if room is None else room.flatten()[:kept].clone()
-        return drawn._replace(kept_ids=ids, kept_counts=counts)
+        return Drawn(token, peak, log_sum, score, ids, counts)
 
 
 @cache

@@ -36,7 +36,6 @@ from rollout.engine.memory.buffers import BLOCK, Scratch
 from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.edits import History, edited, removed
 from rollout.engine.sampling.kept_sets import Sets, drawable, no_sets
-from rollout.engine.sampling.log_probs import Total, log_probs
 from rollout.engine.sampling.random_stream import uniforms
 from rollout.engine.sampling.sampling_table import SamplingRows
 from rollout.engine.sampling.softmax_logprobs import over_temperature, softmax_logprobs
@@ -106,13 +105,13 @@ def sample(
         token_ids, peak, log_sum, score, *_ = kernel(logits, rows.temperature, rows.greedy, rows.key, positions)
         if exact:
             return Sampled(token_ids, softmax_logprobs(logits, token_ids[:, None], rows.temperature)[:, 0], None, None)
-        return Sampled(token_ids, log_probs(score, Total(peak, log_sum)), None, None)
+        return Sampled(token_ids, _log_probs(score, _Total(peak, log_sum)), None, None)
     gpu = None
     if triton_draw.serves(logits) and not (exact or rows.top_n or rows.any_keeping):
         gpu = triton_draw.load(logits.device)
     if gpu is not None and not (rows.any_penalty or rows.any_bias or rows.any_raw or banned or allowed):
         token_ids, total, score = _drawn_on_gpu(gpu, logits, rows, positions)
-        return Sampled(token_ids, log_probs(score, total), None, None)
+        return Sampled(token_ids, _log_probs(score, total), None, None)
     parts, start, done = rows.parts(_rows_at_once(logits)), 0, []
     for part in parts:
         cut = slice(start, start + len(part))
@@ -147,7 +146,7 @@ def token_logprobs(
         greedy, unused = torch.ones_like(divisor, dtype=torch.bool), torch.zeros_like(targets)
         _, peak, log_sum, *_ = kernel(logits, divisor, greedy, unused, unused)
         chosen = logits.gather(1, targets[:, None])[:, 0].float() / divisor
-        return log_probs(chosen, Total(peak, log_sum)), None, None
+        return _log_probs(chosen, _Total(peak, log_sum)), None, None
     done, scratch, size = [], Scratch(), _rows_at_once(logits)
     divisors: Iterable[Tensor | None] = repeat(None) if temperature is None else torch.split(temperature, size)
     for part, target, warmth in zip(torch.split(logits, size), torch.split(targets, size), divisors, strict=False):
@@ -156,10 +155,10 @@ def token_logprobs(
             scores = over_temperature(scores, warmth, out=scratch.take("tempered", scores))
         total = _raw_total(scores, scratch)
         top = _top(scores, total, k, scratch)
-        found = log_probs(scores.gather(1, target[:, None]), total)[:, 0], *top
+        found = _log_probs(scores.gather(1, target[:, None]), total)[:, 0], *top
         done.append(_by_softmax(scores, target[:, None], top[0]) if exact else found)
-    chosen, top_ids, top_chosen = _joined(done)
-    return chosen, top_ids, top_chosen
+    log_probs, top_ids, top_log_probs = _joined(done)
+    return log_probs, top_ids, top_log_probs
 
 
 def _rows_at_once(logits: Tensor) -> int:
@@ -206,30 +205,30 @@ def _sample(
     elif isinstance(kernel, TritonDraw):
         token_ids, (peak, log_sum), score = _drawn_on_gpu(kernel, scores, rows, positions)
         token_ids, peak, log_sum, score = (column[:, None] for column in (token_ids, peak, log_sum, score))
-        total, listed, kept = Total(peak, log_sum), None, (None, None)
+        total, listed, kept = _Total(peak, log_sum), None, (None, None)
     else:
         scores, listed = _filtered(scores, rows, wanted)
         keeping = (rows.keeps, rows.scratch.take("kept_ids", scores, torch.int32)) if wanted.kept else ()
         *drawn, ids, counts = kernel(scores, rows.temperature, rows.greedy, rows.key, positions, *keeping)
         token_ids, peak, log_sum, score = (column[:, None] for column in drawn)
-        total, kept = Total(peak, log_sum), (None, None) if ids is None or counts is None else (ids, counts)
+        total, kept = _Total(peak, log_sum), (None, None) if ids is None or counts is None else (ids, counts)
     if rows.any_raw:
         if rows.any_raw_temperature:
             raw = over_temperature(raw, rows.raw_temperature, out=scratch.take("raw_tempered", raw))
         mine, own = rows.raw[:, None], _raw_total(raw, scratch)
         score = torch.where(mine, raw.gather(1, token_ids), score)
-        total = Total(torch.where(mine, own.peak, total.peak), torch.where(mine, own.log_sum, total.log_sum))
+        total = _Total(torch.where(mine, own.peak, total.peak), torch.where(mine, own.log_sum, total.log_sum))
         if listed is not None:
             listed = raw if rows.all_raw else torch.where(mine, raw, listed)
     top = _top(listed, total, wanted.top_n, scratch)
     if wanted.exact and listed is not None:
         return token_ids[:, 0], *_by_softmax(listed, token_ids, top[0]), *kept
-    return token_ids[:, 0], log_probs(score, total)[:, 0], *top, *kept
+    return token_ids[:, 0], _log_probs(score, total)[:, 0], *top, *kept
 
 
 def _drawn_on_gpu(
     kernel: TritonDraw, scores: Tensor, rows: SamplingRows, positions: Tensor
-) -> tuple[Tensor, Total, Tensor]:
+) -> tuple[Tensor, _Total, Tensor]:
     """Draw tokens: ids [R], sum of exponentials, score of each token, all [R]."""
     filters = Filters(
         rows.top_k if rows.any_top_k else None,
@@ -237,7 +236,7 @@ def _drawn_on_gpu(
         rows.min_p if rows.any_min_p else None,
     )
     drawn = kernel(scores, rows.temperature, rows.greedy, rows.key, positions, filters)
-    return drawn.token, Total(drawn.peak, drawn.log_sum), drawn.score
+    return drawn.token, _Total(drawn.peak, drawn.log_sum), drawn.score
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tensor, Tensor | None]:
@@ -262,7 +261,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
 
 def _drawn(
     scores: Tensor, rows: SamplingRows, positions: Tensor, wanted: _Wanted
-) -> tuple[Tensor, Total, Tensor, Tensor | None, Sets]:
+) -> tuple[Tensor, _Total, Tensor, Tensor | None, Sets]:
     """Draw tokens: ids [R, 1], sum of exponentials, score of each token; if wanted, final scores and kept tokens."""
     relative, peak, greedy_ids, listed, kept = _relative(scores, rows, wanted)
     weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
@@ -402,16 +401,29 @@ def _exponentials(shifted: Tensor) -> Tensor:
     return shifted.clamp_(min=LOWEST).exp_()
 
 
-def _raw_total(scores: Tensor, scratch: Scratch) -> Total:
+class _Total(NamedTuple):
+    """Log-sum-exp of scores, as peak + log_sum: in a single number a large peak would absorb the rest."""
+
+    peak: Tensor
+    """[R, 1] float32, the largest score."""
+    log_sum: Tensor
+    """[R, 1] float64, logarithm of the summed exponentials of score - peak; NaN where the peak is not finite."""
+
+
+def _raw_total(scores: Tensor, scratch: Scratch) -> _Total:
     peak = scores.amax(-1, keepdim=True)
     relative = _exponentials(torch.sub(scores, peak, out=scratch.take("relative", scores))).mul_(UNIT)
     return _total(peak, scratch.take("weights", scores, torch.int64).copy_(relative).sum(-1, keepdim=True))
 
 
-def _total(peak: Tensor, weight: Tensor) -> Total:
+def _total(peak: Tensor, weight: Tensor) -> _Total:
     """Log-sum-exp from [R, 1] integer weights, `UNIT` for the peak."""
     log_sum = (weight.to(torch.float64) / UNIT).log_()
-    return Total(peak, torch.where(peak.isfinite(), log_sum, torch.nan))
+    return _Total(peak, torch.where(peak.isfinite(), log_sum, torch.nan))
+
+
+def _log_probs(scores: Tensor, total: _Total) -> Tensor:
+    return ((scores.to(torch.float64) - total.peak) - total.log_sum).to(torch.float32)
 
 
 def _by_softmax(
@@ -424,7 +436,7 @@ def _by_softmax(
     return found[:, 0], top_ids, found[:, 1:]
 
 
-def _top(scores: Tensor | None, total: Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Ids and log-probs of the k largest scores. Sorted by score and id in one integer, so that ties have an order."""
     if scores is None or k == 0:
         return None, None
@@ -434,4 +446,4 @@ def _top(scores: Tensor | None, total: Total, k: int, scratch: Scratch) -> tuple
     keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))
     ids = _smallest(keys, min(k, scores.shape[1])).bitwise_and(0xFFFFFFFF)
-    return ids, log_probs(scores.gather(1, ids), total)
+    return ids, _log_probs(scores.gather(1, ids), total)
