@@ -70,7 +70,7 @@ def assert_same(
     ours, theirs = ahead.stats(), plain.stats()
     assert max(longest) > 1, "no run was made"
     assert ours["generated_tokens"] == theirs["generated_tokens"]
-    if not ours["preemptions"] and params.stop == ():
+    if not (ours["preemptions"] or params.stop or options.get("speculation")):
         assert ours["steps"] == theirs["steps"]
     return ours
 
@@ -87,6 +87,11 @@ def test_a_stop_string_cuts_what_was_computed_beyond_it() -> None:
     first = results(engine_for(tokenizer=tokenizer), False, greedily(30))[0, 0]
     text = tokenizer.decode(first[0])
     assert_same(greedily(30, stop=[text[20:22]], n=2), tokenizer=tokenizer)
+
+
+def test_between_looks_for_drafts_runs_are_made_and_drafts_still_come() -> None:
+    stats = assert_same(at_random(50, n=2), speculation=True)
+    assert stats["draft_tokens"] > 0
 
 
 def test_samples_are_the_same_when_blocks_run_out() -> None:
