@@ -349,10 +349,15 @@ class ManagerControl:
         vision = self.engine.controller.runner.vision
         if vision.family is None or vision.image_token is None:
             return None
-        video = vision.video_token if vision.family.serves_video else None
         family = vision.family
         return ImageLayout(
-            vision.image_token, family.token_types, family.tiled, video, family.bidirectional, family.positions
+            vision.image_token,
+            family.token_types,
+            tiled=family.tiled,
+            video=vision.video_token if family.serves_video else None,
+            bidirectional=family.bidirectional,
+            recurrent=bool(self.engine.controller.layout.states),
+            rotary=family.positions,
         )
 
     def _handed_out(self, batch: Batch, on_error: OnError) -> Batch:
