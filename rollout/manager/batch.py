@@ -25,7 +25,7 @@ from rollout.manager.kept_tokens import KeptSets, kept_sets, logprobs_of_rows, n
 from rollout.manager.packed import PackedRollouts
 from rollout.manager.routed_experts import padded_routes
 from rollout.manager.tree import PackedTree, pack_tree
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,7 +181,8 @@ class RolloutBatch:
             "response_lengths": response_lengths,
         }
         kept = kept_sets(rows, len(column))
-        images = BatchImages.of(image_layout, rows, arrays["input_ids"], drawn, device)
+        shown = [row.images if isinstance(row, VLMInferenceRequest) else None for row in rows]
+        images = BatchImages.of(image_layout, shown, arrays["input_ids"], drawn, device)
         return cls(
             requests=rows,
             policy_version=policy_version,

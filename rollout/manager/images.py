@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from rollout.manager.tree import PackedTree, pack_tree
 from rollout.requests.images import PIXELS, TILED_DIMENSIONS, ImageInputs
-from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 
 Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]
 """Rotary positions of a prompt with images and of the token after it, as `multimodal.family.Family.positions`."""
@@ -67,7 +66,7 @@ class BatchImages:
     def of(
         cls,
         layout: ImageLayout | None,
-        rows: Sequence[DynamicInferenceRequest],
+        images: Sequence[ImageInputs | None],
         input_ids: NDArray[np.int64],
         sampled: NDArray[np.bool_],
         device: torch.device | str | None,
@@ -75,10 +74,10 @@ class BatchImages:
         """Images of a batch; None: no row has any.
 
         Args:
-            input_ids: [N, T].
+            images: of each row.
+            input_ids: [N, T], padded on the right.
             sampled: bool [N, T], tokens that were sampled.
         """
-        images = [row.images if isinstance(row, VLMInferenceRequest) else None for row in rows]
         if layout is None or not any(images):
             return None
         kinds = (input_ids == layout.placeholder).astype(np.uint8)
