@@ -84,9 +84,9 @@ def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | N
         name: value for name, value in given.items()
         if value is not None and value is not False and name not in ("token_type_ids", "mm_token_type_ids")
     }  # fmt: skip
-    if others := sorted(found.keys() - {*_TENSORS, "num_images"}):
-        raise ValueError(f"{', '.join(others)}: not followed over prefix trees and kept tokens; attach with tree=False")
     numbers = found.pop("num_images", None)
+    if others := sorted(found.keys() - (set() if numbers is None else set(_TENSORS))):
+        raise ValueError(f"{', '.join(others)}: not followed over prefix trees and kept tokens; attach with tree=False")
     if numbers is None or "pixel_values" not in found:
         return [None] * count
     rows: list[dict[str, Tensor]] = [{} for _ in range(count)]

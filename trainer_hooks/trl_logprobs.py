@@ -101,8 +101,10 @@ class LogprobPass:
             ValueError: an input is not of those that the pass follows: images over prefix trees; names it.
         """
         images = images_of_rows(len(input_ids), others)
-        if any(images) and not self._trees:
-            raise ValueError("log-probs over kept tokens are of text alone: attach without replay")
+        if any(images) and (not self._trees or self._layout is None):
+            raise ValueError(
+                "images: log-probs over kept tokens, or of this model over prefix trees, are of text alone"
+            )
         # Without gradient TRL bounds memory by `batch_size`. Prompts are shared within as many rows.
         size = batch_size or len(input_ids)
         logprobs, entropies = [], []
