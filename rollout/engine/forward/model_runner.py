@@ -333,7 +333,7 @@ class ModelRunner:
     ) -> Tensor:
         parts, places = [], []
         for group in length_groups(rows, keep, continues=self.layout.continues):
-            cache = StateRows(pool, states[group.members])
+            cache = StateRows(pool, states[group.members], begins=group.begins)
             pictured = None if images is None else images.part(group.positions.ravel())
             logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
