@@ -66,7 +66,7 @@ def dynamic_rope() -> hf.PreTrainedModel:
         (lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=VOCAB, d_model=48, n_layers=2, n_heads=4)),
          "Mpt.*0 of 2 layers"),
         (lambda: small("recurrent_gemma"), "1 of 4 layers go through transformers' attention interface"),
-        (lambda: small("minimax"), "no attribute 'get_linear_cache'"),
+        (lambda: small("minimax"), "no attribute 'get_linear_cache'|'linear_attention'"),
         (diffusion, "DiffusionGemmaForBlockDiffusion makes whole blocks of tokens by denoising"),
         (lambda: small("xlstm"), "honours logits_to_keep"),
         (lambda: make_model("llama4", floor_scale=512),
