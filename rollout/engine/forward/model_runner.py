@@ -39,7 +39,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import tried_out
-from rollout.engine.memory.buffers import upload, upload_together
+from rollout.engine.memory.buffers import download_together, upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
@@ -428,9 +428,10 @@ class ModelRunner:
         if sampled.kept_ids is not None and sampled.kept_counts is not None:
             sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
             kept = packed_sets(sets)
+        token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
         return StepTokens(
-            sampled.token_ids.cpu().numpy(),
-            sampled.logprobs.cpu().numpy(),
+            token_ids,
+            logprobs,
             top,
             failed=allowed.failed if allowed else {},
             complete=complete,

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import cuda_graphs
 from rollout.engine.forward.cuda_capture import WARM_UP_RUNS, Uncapturable
 from rollout.engine.forward.cuda_graphs import (
     LEAST_LENGTH,
@@ -30,8 +31,8 @@ from rollout.engine.forward.cuda_graphs import (
     padded_rows,
     signature_of,
 )
-from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
-from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
@@ -279,12 +280,13 @@ def test_graphs_survive_a_pool_that_comes_back_smaller() -> None:
 @pytest.mark.parametrize("release", [True, False])
 def test_graphs_are_counted_and_released_at_a_suspend_where_the_option_says_so(release: bool) -> None:
     engine, recorder = graphed("qwen3", release_cuda_graphs=release)
-    kernels = engine.controller.runner.graphs._kernels
+    graphs = engine.controller.runner.graphs
+    kernels = graphs._kernels
     start(engine)
     steps(engine, 3)
     recorder.graph_bytes = 10**6
     logits = 8 * engine.controller.layout.vocab_size * 4
-    assert engine.stats()["graph_bytes"] == 10**6 + kernels.nbytes + logits
+    assert engine.stats()["graph_bytes"] == 10**6 + kernels.nbytes + logits + graphs._state.nbytes
     before = recorder.forgotten, kernels.released
     pass_suspended(engine, "persist")
     assert (recorder.forgotten, kernels.released) == before
@@ -583,7 +585,7 @@ def test_pools_the_kernels_cannot_find_or_read_are_refused_by_name(dim: int, dty
     kernels = TritonDecode(None, cache)  # type: ignore[arg-type]
     one = torch.zeros(1, 1, dim, dtype=dtype)
     with pytest.raises(Uncapturable, match=why):
-        kernels(0, DecodeInputs(1, 16, CPU), one, one, one, scaling=1.0, window=None, softcap=None)
+        kernels(0, DecodeState(1, 16, 1, CPU).inputs(1, 16), one, one, one, scaling=1.0, window=None, softcap=None)
 
 
 # --- sizes and buffers ------------------------------------------------------------------------------------------------
@@ -597,21 +599,15 @@ def test_sizes_are_few_and_waste_little() -> None:
     assert lengths == [LEAST_LENGTH, LEAST_LENGTH, 2 * LEAST_LENGTH, 8192]
 
 
-def test_inputs_are_filled_where_they_lie_and_padding_never_reaches_the_cache() -> None:
-    inputs = DecodeInputs(4, 16, CPU)
-    addresses = [tensor.data_ptr() for tensor in (inputs._flat, inputs.slots, inputs.seen, inputs.tables)]
-    for ends in ([9, 5, 20], [3], [4, 4, 4, 4]):
-        count = len(ends)
-        tables = np.arange(count * 5).reshape(count, 5)
-        rows = PagedRows(np.arange(count + 1), np.array(ends) - 1, tables, 4)
-        inputs.fill(np.arange(50, 50 + count), rows)
-        padding = [-1] * (4 - count)
-        assert inputs.ids.tolist() == [*range(50, 50 + count), *[0] * (4 - count)]
-        assert inputs.positions.tolist() == [*(end - 1 for end in ends), *[0] * (4 - count)]
-        assert inputs.seen.tolist() == [*(end - 1 for end in ends), *padding]
-        assert inputs.slots.tolist() == [*rows.slots.tolist(), *padding]
-        assert inputs.tables[:count, :5].tolist() == tables.tolist()
-    assert addresses == [tensor.data_ptr() for tensor in (inputs._flat, inputs.slots, inputs.seen, inputs.tables)]
+def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "STATE_LENGTH", 64)
+    monkeypatch.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+    engine, recorder = graphed("qwen3")
+    engine.add_request(token_ids(60, 1), greedily(12))
+    finish_exact(engine, "qwen3", 1)
+    columns = [size.columns for size in engine.controller.runner.graphs._graphs]
+    assert columns == [32], "the graph of 64 tokens read other tables"
+    assert recorder.captures == 2
 
 
 def test_the_addresses_of_a_pool_follow_it() -> None:
