@@ -78,6 +78,8 @@ class PagedForward(BoundForward):
 
     numbers: tuple[float, ...] = ()
     """See `DecodeForward`: what is fixed in a graph is in the signature of the module."""
+    by_kernels = False
+    """Its attention has the arithmetic of the trainer's forward."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
         super().__init__(model, layout, cache, exact=True)

@@ -108,6 +108,9 @@ class CudaForward(BoundForward):
         decode: attention of captured steps; None: none is captured.
     """
 
+    by_kernels = True
+    """See `DecodeForward`."""
+
     def __init__(
         self,
         model: nn.Module,

@@ -28,6 +28,7 @@ from rollout.engine.forward.cuda_switches import switched_on
 from rollout.engine.forward.decode_kernels import DecodeKernels
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
+from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import table_columns
 from rollout.engine.memory.kv_cache import KVCache
@@ -59,6 +60,8 @@ class _Size:
     """Dtype of the autocast in force; None: there is none."""
     fused: tuple[float, ...] | None
     """What the fused forward has fixed (`DecodeForward.numbers`); None: the module's own forward was captured."""
+    shares: bool
+    """Whether prefixes that rows share are read once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,8 @@ class DecodeForward(Protocol):
 
     numbers: tuple[float, ...]
     """What a captured step has fixed beside the addresses of parameters."""
+    by_kernels: bool
+    """Whether its attention is that of the `DecodeKernels`."""
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Logits [B, V]; reads nothing that changes between steps but `inputs` and the cache."""
@@ -137,6 +142,7 @@ class GraphedDecode:
         self._device = device
         self._kernels = kernels
         self._resident = switched_on("tables")
+        self._sharing = PrefixSharing(token_bytes(layout) * (kernels.shares and switched_on("prefixes")))
         self._state: DecodeState | None = None
         self._graphs: dict[_Size, _Graph] = {}
         self._logits: dict[torch.dtype, Tensor] = {}
@@ -191,11 +197,13 @@ class GraphedDecode:
         if numbers is None and self._alone:
             return None
         columns = table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
-        size = _Size(padded_rows(len(ids)), columns, self._precision(), numbers)
+        by_kernels = numbers is None or self.fused is None or self.fused.by_kernels
+        shared = self._sharing.of(rows) if by_kernels else None
+        size = _Size(padded_rows(len(ids)), columns, self._precision(), numbers, shared is not None)
         if size in self._failed or size in self._short:
             return None
         state = self._state_of(columns)
-        state.send(ids, rows, rotary)
+        state.send(ids, rows, rotary, shared)
         graph = self._graphs.get(size) or self._capture(size, state)
         if graph is None:
             return None
@@ -287,7 +295,7 @@ class GraphedDecode:
         """Run the forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
-        inputs = state.inputs(size.rows, size.columns)
+        inputs = state.inputs(size.rows, size.columns, shares=size.shares)
         fused = self.fused if size.fused is not None else None
         logits = self._module_logits(inputs) if fused is None else fused.decode(inputs)
         if logits.dtype not in self._logits:

@@ -16,6 +16,7 @@ from rollout.names import did_you_mean
 VARIABLE = "ROLLOUT_CUDA_WITHOUT"
 SWITCHES = {
     "tables": "block tables stay on the device between steps; off: all of them are sent in every step",
+    "prefixes": "a prefix that rows share is read once for all of them; off: once for each row",
 }
 """Name of each part and what it does."""
 

@@ -20,6 +20,10 @@ from rollout.engine.memory.kv_cache import KVCache
 class DecodeKernels(Protocol):
     """Attention that can be captured in a graph."""
 
+    @property
+    def shares(self) -> bool:
+        """Whether `DecodeInputs.shared` is obeyed."""
+
     def __call__(
         self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
@@ -53,6 +57,11 @@ class TritonDecode:
         self._paged = paged
         self._cache = cache
 
+    @property
+    def shares(self) -> bool:
+        """Whether the kernel that reads a prefix once works here."""
+        return self._paged.shares
+
     def __call__(
         self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
@@ -78,11 +87,12 @@ class TritonDecode:
 
     def attend(self, layer: int, inputs: DecodeInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
         """Attention of [B, H, D], in the dtype of the cache, over K and V that are written."""
-        place = self.place(layer)
+        place, window, chunk = self.place(layer), rules.get("window"), rules.get("chunk")
         out, _ = self._paged.decode_with_lse(
             query, place.keys, place.values, inputs.groups[self._cache.group_of(layer)][1], inputs.seen,
-            rules.get("window"), rules["scaling"], softcap=rules.get("softcap"), chunk=rules.get("chunk"),
-            sinks=rules.get("sinks"), cells=place.cells,
+            window, rules["scaling"], softcap=rules.get("softcap"), chunk=chunk, sinks=rules.get("sinks"),
+            # With a window or a chunk, hardly any of the keys are in the prefix.
+            shared=inputs.shared if window is None and chunk is None else None, cells=place.cells,
         )  # fmt: skip
         return out
 

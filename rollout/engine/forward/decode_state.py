@@ -1,8 +1,8 @@
 """What captured decode steps read of the sequences: one object on the device, at fixed addresses, advanced by small copies.
 
-A step sends four numbers per row and the entries of block tables that are not what the device has, in one copy. What follows
-from these (a row's block table, its slot mapping) is computed on the device, inside the graph. A step that only moves every
-row to its next position in a block that its table already names needs `ids`, `positions` and `seen` written, nothing else.
+A step sends seven numbers per row and the entries of block tables that are not what the device has, in one copy. What
+follows from these (a row's block table, its slot mapping) is computed on the device, inside the graph. A step that only
+moves every row to its next position, in a block that its table names, needs `ids`, `positions` and `seen` written alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.triton_attention import PrefixGroups
+from rollout.engine.kernels.triton_paged import SharedPrefixes
 from rollout.engine.memory.buffers import staged
 
 MOST_CHANGES = 8192
 """Entries of block tables that a step sends one by one; with more, whole tables are the shorter message."""
+_FIELDS = 7
 _ALIGNED = 16
 """Rows are a multiple of this, so that every part of the header begins at a multiple of 64 bytes."""
 
@@ -35,6 +38,8 @@ class DecodeInputs:
     """[B] int32, the last position that a row attends to, its own; -1 in padding."""
     groups: list[tuple[Tensor, Tensor]]
     """Of each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
+    shared: SharedPrefixes | None = None
+    """Rows that start with the same blocks, which are read once; None: they are read for each row."""
 
     @property
     def slots(self) -> Tensor:
@@ -55,6 +60,7 @@ class DecodeState:
         ids, positions: [R] int32, token and rotary position of each row; 0 in padding.
         seen: [R] int32, position of each row in its sequence; -1 in padding.
         lines: [R] int32, where the block table of each row lies in `tables`.
+        members, begins, lengths: [R] int32, the fields of `SharedPrefixes`.
         tables: [groups, R, columns] int32 block ids.
     """
 
@@ -68,23 +74,31 @@ class DecodeState:
         self._known = np.zeros((groups, self.rows, columns), np.int64)
         # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            self._flat = torch.zeros(4 * self.rows + 2 * MOST_CHANGES, dtype=torch.int32, device=device)
+            self._flat = torch.zeros(_FIELDS * self.rows + 2 * MOST_CHANGES, dtype=torch.int32, device=device)
             self.tables = torch.zeros(groups, self.rows, columns, dtype=torch.int32, device=device)
-        self.ids, self.positions, self.seen, self.lines = self._flat[: 4 * self.rows].view(4, self.rows)
+        fields = self._flat[: _FIELDS * self.rows].view(_FIELDS, self.rows)
+        self.ids, self.positions, self.seen, self.lines, self.members, self.begins, self.lengths = fields
 
     @property
     def nbytes(self) -> int:
         """Device memory that it takes."""
         return self._flat.nbytes + self.tables.nbytes
 
-    def send(self, ids: NDArray[np.int64], rows: PagedRows, rotary: NDArray[np.int64] | None = None) -> None:
+    def send(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        rotary: NDArray[np.int64] | None = None,
+        shared: PrefixGroups | None = None,
+    ) -> None:
         """Have these rows, of one position each, be those of the next step, by one asynchronous copy.
 
         Args:
             ids: [B] token ids, B at most `rows`.
             rotary: [B] rotary positions, which differ after an image; None: `rows.positions`.
+            shared: prefixes to read once, in a step whose graph does so.
         """
-        count = len(ids)
+        count, size = len(ids), _FIELDS * self.rows
         lines = self._lines(rows)
         width = min(rows.tables.shape[1], self.columns)
         tables = np.stack([each[:, :width] for each in (rows.tables, *rows.others)])
@@ -92,13 +106,18 @@ class DecodeState:
         where = changed[0], lines[changed[1]], changed[2]
         changes = len(changed[0])
         few = changes <= self._most
-        message = np.zeros(4 * self.rows + 2 * changes * few, np.int32)
-        header = message[: 4 * self.rows].reshape(4, self.rows)
+        message = np.zeros(size + 2 * changes * few, np.int32)
+        header = message[:size].reshape(_FIELDS, self.rows)
         header[2, count:] = -1
         header[0, :count], header[1, :count] = ids, rows.positions if rotary is None else rotary
         header[2, :count], header[3, :count] = rows.positions, lines
+        if shared is not None:
+            # Behind the last group, empty ones.
+            header[5] = len(shared.members)
+            for field, values in zip(header[4:], shared.arrays, strict=True):
+                field[: len(values)] = values
         if few:
-            entries = message[4 * self.rows :].reshape(2, changes)
+            entries = message[size:].reshape(2, changes)
             entries[0], entries[1] = np.ravel_multi_index(where, self._known.shape), tables[changed]
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
         if not few:
@@ -106,13 +125,17 @@ class DecodeState:
             whole[where] = tables[changed]
             self.tables.copy_(staged(whole, self._device), non_blocking=True)
         elif changes:
-            places, values = self._flat[4 * self.rows : len(message)].view(2, changes)
-            self.tables.view(-1).index_put_((places.long(),), values)
+            places, blocks = self._flat[size : len(message)].view(2, changes)
+            self.tables.view(-1).index_put_((places.long(),), blocks)
         # Last: after an exception on the way, the device is taken to have less than it has, never more.
         self._known[where] = tables[changed]
 
-    def inputs(self, count: int, columns: int) -> DecodeInputs:
-        """The step's first `count` rows with block tables of `columns`; a graph's first kernels."""
+    def inputs(self, count: int, columns: int, *, shares: bool = False) -> DecodeInputs:
+        """The step's first `count` rows with block tables of `columns`; a graph's first kernels.
+
+        Args:
+            shares: whether prefixes are read once.
+        """
         seen, size = self.seen[:count], self._block_size
         last = seen.clamp(min=0).long()
         groups = []
@@ -121,7 +144,11 @@ class DecodeState:
             blocks = tables.gather(1, (last // size)[:, None])[:, 0]
             slots = torch.where(seen < 0, -1, blocks * size + (last % size).int())
             groups.append((slots, tables))
-        return DecodeInputs(self.ids[:count].long(), self.positions[:count].long(), seen, groups)
+        shared = None
+        if shares:
+            # A group has two rows.
+            shared = SharedPrefixes(self.members[:count], self.begins[: count // 2 + 1], self.lengths[:count])
+        return DecodeInputs(self.ids[:count].long(), self.positions[:count].long(), seen, groups, shared)
 
     def _lines(self, rows: PagedRows) -> NDArray[np.int64]:
         if rows.lines is None or int(rows.lines.max(initial=0)) >= self.rows:

@@ -114,6 +114,7 @@ class ModelRunner:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
         # Graphs need a separate workspace, which `release_workspace` must not free.
         if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
+            kernels.shares = self.paged.shares
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused:
                 self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)

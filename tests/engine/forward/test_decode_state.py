@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.forward import decode_state
+from rollout.engine.forward import decode_state, prefix_sharing
 from rollout.engine.forward.cuda_switches import VARIABLE, switched_on
 from rollout.engine.forward.decode_state import DecodeState
+from rollout.engine.forward.prefix_sharing import PrefixSharing
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.triton_attention import PrefixGroups
 from rollout.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -97,7 +99,7 @@ def test_a_step_sends_its_new_blocks_alone_although_rows_have_changed_places(mon
     for line in (2, 5, 7):
         sequences.start(line)
         sequences.position[line] = 11
-    header = 4 * state.rows
+    header = 7 * state.rows
     state.send(np.arange(3), sequences.rows(np.array([2, 5, 7])))
     assert sent.pop() == header + 2 * 3 * 3
     state.send(np.arange(3), sequences.rows(np.array([2, 5, 7])))
@@ -127,6 +129,58 @@ def test_after_a_copy_that_failed_the_next_step_sends_what_was_lost(monkeypatch)
             state.send(np.array([3]), rows)
     state.send(np.array([3]), rows)
     assert_has(state, rows, np.array([3]), 1)
+
+
+def test_groups_of_rows_lie_at_fixed_addresses_and_empty_ones_follow_them() -> None:
+    sequences, state = Sequences(4), DecodeState(8, COLUMNS, BLOCK, CPU)
+    for line in range(5):
+        sequences.start(line)
+    rows, ids = sequences.rows(np.arange(5)), np.arange(5)
+    groups = PrefixGroups(np.array([1, 2, 3, 4]), np.array([0, 2, 4]), np.array([0, 8, 8, 4, 4]))
+    for shared in (groups, None, groups):
+        state.send(ids, rows, None, shared)
+        assert state.inputs(8, COLUMNS).shared is None
+        if shared is not None:
+            found = state.inputs(8, COLUMNS, shares=True).shared
+            assert found is not None
+            assert found.members.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
+            assert found.begins.tolist() == [0, 2, 4, 4, 4]
+            assert found.lengths.tolist() == [0, 8, 8, 4, 4, 0, 0, 0]
+            assert found.members.data_ptr() == state.members.data_ptr()
+
+
+def test_prefixes_are_looked_for_anew_when_rows_or_their_first_blocks_change(monkeypatch) -> None:
+    searches: list[int] = []
+    find = prefix_sharing.shared_prefixes
+    monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 256 * 10)
+    monkeypatch.setattr(
+        prefix_sharing, "shared_prefixes", lambda rows, count: searches.append(count) or find(rows, count)
+    )
+    sharing, blocks = PrefixSharing(10), 256 // BLOCK
+    tables = np.arange(3 * 100).reshape(3, 100)
+    tables[1:, :blocks] = tables[0, :blocks]
+
+    def of(positions: list[int], lines: Any = (0, 1, 2), own: Any = tables) -> list[int] | None:
+        count = len(positions)
+        lines = None if lines is None else np.array(lines)
+        rows = PagedRows(np.arange(count + 1), np.array(positions), own[:count], BLOCK, lines=lines)
+        groups = sharing.of(rows)
+        return None if groups is None else groups.members.tolist()
+
+    assert of([300, 301, 302]) == of([301, 302, 303]) == [0, 1, 2]
+    assert len(searches) == 1
+    assert of([301, 302, 200]) == [0, 1], "row 2 still writes into its blocks"
+    assert of([302, 303, 300], (0, 1, 5)) == [0, 1, 2]
+    other = tables.copy()
+    other[0, 3] = 999
+    assert of([303, 304, 301], (0, 1, 5), other) == [1, 2]
+    assert len(searches) == 4
+    assert of([304, 305, 302], None, other) == of([305, 306, 303], None, other) == [1, 2]
+    assert len(searches) == 6, "not knowing its rows, it looks in every step"
+    monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 256 * 10 + 1)
+    assert of([304, 305, 302], None, other) is None, "too little is saved"
+    assert of([304]) is None
+    assert PrefixSharing(0).of(PagedRows(np.arange(4), np.array([300, 301, 302]), tables, BLOCK)) is None
 
 
 def test_parts_are_switched_off_by_name() -> None:
