@@ -192,6 +192,7 @@ class EngineParts:
             lockstep=self.lockstep,
             autocast=self._autocast,
             states=self.states,
+            asked=self._lock.asked,
         )
         if self.config.exact:
             if self.weights.collective or self.weights.tensor_parallel_mesh is not None:
@@ -292,7 +293,8 @@ class EngineParts:
         self._staleness = Staleness(self.config, scheduler, self._ledger, self._admission, failures)
         forward = ForwardKey(model, self.controller.layout.device, self._autocast)
         self._stepper = Stepper(
-            scheduler, self.controller, self._ledger, failures, forward, variant, self.stats, self.tap, self._make_room
+            scheduler, self.controller, self._ledger, failures, forward, variant, self.stats, self.tap, self._make_room,
+            self._lock,
         )  # fmt: skip
 
     def _make_room(self, exc: BaseException) -> bool:
