@@ -22,6 +22,7 @@ from rollout.engine.forward.fused_binding import Bound
 from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.originals import Replaced
+from rollout.engine.forward.routers import Record
 from rollout.engine.kernels.cpu_forward import Step
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache
@@ -56,6 +57,8 @@ class BoundForward(ABC):
         self._bound: Bound | None = None
         self._module_epoch = -1
         self._why = ""
+        self.record: Record | None = None
+        """Gets what the routers choose in every forward; None: it is not recorded."""
 
     def ready(self, module_epoch: int) -> bool:
         """Whether the model, in its current state, can go through `run`.
@@ -177,12 +180,18 @@ class FusedForward(BoundForward):
             groups = rows.groups()
             slots, tables = np.stack([each.slots for each in groups]), np.stack([each.tables for each in groups])
         places = np.zeros(0, np.int64) if states is None else states.astype(np.int64)
+        most = bound.model.chosen
+        routes = None if self.record is None else np.empty((len(bound.mixtures), len(ids) * most), np.int64)
         step = Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
             tables.ctypes.data, keep.ctypes.data, places.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
-            len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
+            None if routes is None else routes.ctypes.data, len(ids), len(rows), rows.tables.shape[1], rows.block_size,
+            kept, threads,
         )  # fmt: skip
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
+        if self.record is not None and routes is not None:
+            for index, (mixture, experts) in enumerate(zip(bound.mixtures, routes, strict=True)):
+                self.record(index, torch.from_numpy(experts[: len(ids) * mixture.chosen]).view(-1, mixture.chosen))
         return self._logits[: kept * bound.model.vocabulary].view(kept, bound.model.vocabulary)
 
     def release(self) -> None:
