@@ -139,8 +139,10 @@ class EngineParts:
             self._refuse_beside_states(model)
         slots = state_slots(self.config, layout.states, layout.device) if layout.states else 0
         state_bytes = slots * sum(each.num_bytes for each in layout.states)
-        # The members of a tensor-parallel group follow the first one's block ids, which stand for memory.
-        groups = layout.groups(self.max_sequence_length) if self.group is None else None
+        groups = layout.groups(self.max_sequence_length)
+        # The members of a tensor-parallel group follow the first one's ids of blocks or pages, which stand for memory.
+        if self.group is not None and not self.group.least(groups is not None):
+            groups = None
         blocks = pool_size(self.config, layout, self.max_sequence_length, routes, state_bytes, groups)
         if self.group is not None:
             blocks = self.group.least(blocks)

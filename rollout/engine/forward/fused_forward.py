@@ -22,6 +22,7 @@ from rollout.engine.forward.fused_binding import Bound
 from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.originals import Replaced
+from rollout.engine.forward.routers import Record
 from rollout.engine.kernels.cpu_draw import Draw
 from rollout.engine.kernels.cpu_forward import Decode, Step
 from rollout.engine.kernels.rows import PagedRows
@@ -58,6 +59,8 @@ class BoundForward(ABC):
         self._bound: Bound | None = None
         self._module_epoch = -1
         self._why = ""
+        self.record: Record | None = None
+        """Gets what the routers choose in every forward; None: it is not recorded."""
 
     def ready(self, module_epoch: int) -> bool:
         """Whether the model, in its current state, can go through `run`.
@@ -163,8 +166,15 @@ class FusedForward(BoundForward):
         bound = self._bound
         assert bound is not None
         step, held = self._step(bound, ids, rows, keep, states)
+        routes = None
+        if self.record is not None:
+            routes = np.empty((len(bound.mixtures), len(ids) * bound.model.chosen), np.int64)
+            step.routes = routes.ctypes.data
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
         del held  # `step` points to them.
+        if self.record is not None and routes is not None:
+            for index, (mixture, experts) in enumerate(zip(bound.mixtures, routes, strict=True)):
+                self.record(index, torch.from_numpy(experts[: len(ids) * mixture.chosen]).view(-1, mixture.chosen))
         return self._logits[: len(keep) * bound.model.vocabulary].view(len(keep), bound.model.vocabulary)
 
     def decode(
@@ -245,7 +255,7 @@ class FusedForward(BoundForward):
         return Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
             tables.ctypes.data, keep.ctypes.data, places.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
-            len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
+            None, len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
         ), (slots, tables, places)  # fmt: skip
 
     def release(self) -> None:

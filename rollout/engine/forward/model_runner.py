@@ -41,7 +41,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import tried_out
-from rollout.engine.memory.buffers import upload, upload_together
+from rollout.engine.memory.buffers import download_together, upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
@@ -118,6 +118,7 @@ class ModelRunner:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
         # Graphs need a separate workspace, which `release_workspace` must not free.
         if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
+            kernels.shares = self.paged.shares
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused:
                 self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
@@ -343,7 +344,7 @@ class ModelRunner:
     ) -> Tensor:
         parts, places = [], []
         for group in length_groups(rows, keep, continues=self.layout.continues):
-            cache = StateRows(pool, states[group.members])
+            cache = StateRows(pool, states[group.members], begins=group.begins)
             pictured = None if images is None else images.part(group.positions.ravel())
             logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
@@ -438,9 +439,10 @@ class ModelRunner:
         if sampled.kept_ids is not None and sampled.kept_counts is not None:
             sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
             kept = packed_sets(sets)
+        token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
         return StepTokens(
-            sampled.token_ids.cpu().numpy(),
-            sampled.logprobs.cpu().numpy(),
+            token_ids,
+            logprobs,
             top,
             failed=allowed.failed if allowed else {},
             complete=complete,

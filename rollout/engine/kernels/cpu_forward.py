@@ -122,7 +122,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "ids", "positions", "slots", "offsets", "tables", "keep", "states", "logits", "workspace",
+            "ids", "positions", "slots", "offsets", "tables", "keep", "states", "logits", "workspace", "routes",
         )),
         *((name, ctypes.c_int64) for name in ("count", "sequences", "width", "block_size", "kept", "threads")),
     )  # fmt: skip
