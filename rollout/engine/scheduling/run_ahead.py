@@ -36,7 +36,8 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = M
         most = 1
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
-    return replace(step, ahead=most) if most > 1 else step
+    # What is evicted for it may be kept on the host.
+    return replace(step, ahead=most, copies=(*step.copies, *queues.blocks.take_copies())) if most > 1 else step
 
 
 def _reserve(queues: Queues, rows: IntArray, count: int) -> bool:
