@@ -3,7 +3,6 @@
 #pragma once
 
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "cpu_matmul.h"
@@ -75,7 +74,8 @@ static inline void tile_across(const T* a, int64_t a_stride, const typename Acro
     const auto step = [&](int64_t k, int64_t rows) {
         const typename A::Operand(&y)[2] = block[k / A::TOGETHER];
         for (int m = 0; m < M; m++) {
-            const typename A::Operand x = A::spread(a + m * a_stride + k, rows);
+            typename A::Operand x = A::spread(a + m * a_stride + k, rows);
+            in_register(x);
             low[m] = A::add(low[m], x, y[0]);
             high[m] = A::add(high[m], x, y[1]);
         }
