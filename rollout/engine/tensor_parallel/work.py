@@ -16,7 +16,7 @@ from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
-_FIELDS = 10
+_FIELDS = 11
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,8 @@ class ForwardWork:
         copies: (source, destination) blocks to copy before the forward, in this order.
         zeroed_blocks, zeroed_slots: to fill with zeros before that.
         images: those of the step; None: it has none.
+
+    Blocks are pages where the layers are in groups (`memory.layer_groups`).
     """
 
     ids: NDArray[np.int64]
@@ -45,8 +47,10 @@ class ForwardWork:
         rows = self.rows
         arrays = (self.ids, rows.offsets, rows.positions, rows.tables, self.keep, self.zeroed_slots)
         packed = [np.ascontiguousarray(each, "<i8").tobytes() for each in arrays]
+        others = [np.ascontiguousarray(each, "<i8").tobytes() for each in rows.others]
         images = None if self.images is None else self.images.serialize()
-        return [*packed, rows.block_size, [list(pair) for pair in self.copies], list(self.zeroed_blocks), images]
+        copies = [list(pair) for pair in self.copies]
+        return [*packed, rows.block_size, copies, list(self.zeroed_blocks), others, images]
 
     @classmethod
     def deserialize(cls, plain: Any) -> ForwardWork:
@@ -56,12 +60,14 @@ class ForwardWork:
             SerializationError: not what `serialize` makes.
         """
         if not isinstance(plain, list) or len(plain) != _FIELDS or not all(type(each) is bytes for each in plain[:6]):
-            refuse("ForwardWork", plain, "a list of ten fields")
-        images = None if plain[9] is None else StepImages.deserialize(plain[9])
+            refuse("ForwardWork", plain, "a list of eleven fields")
+        images = None if plain[10] is None else StepImages.deserialize(plain[10])
         try:
             ids, offsets, positions, tables, keep, slots = (np.frombuffer(bytearray(each), "<i8") for each in plain[:6])
+            count = len(offsets) - 1
             seen = None if images is None else images.seen
-            rows = PagedRows(offsets, positions, tables.reshape(len(offsets) - 1, -1), int(plain[6]), seen)
+            others = tuple(np.frombuffer(bytearray(each), "<i8").reshape(count, -1) for each in plain[9])
+            rows = PagedRows(offsets, positions, tables.reshape(count, -1), int(plain[6]), seen, others)
             return cls(ids, rows, keep, [(a, b) for a, b in plain[7]], list(plain[8]), slots, images)
         except (ValueError, TypeError) as exc:
             raise SerializationError(f"ForwardWork: arrays of other lengths than its rows have ({exc})") from exc
