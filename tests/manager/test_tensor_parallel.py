@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
 
 from tests.manager import tensor_parallel_jobs as jobs
-from tests.models import make_model
+from tests.models import VOCAB, make_model
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+VOCABULARY = VOCAB if Version(transformers.__version__) >= Version("5.21") else VOCAB + 1
+"""Before 5.21 transformers splits no vocabulary into unequal parts."""
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-def saved(name: str, path: Path) -> str:
-    make_model(name, tie_word_embeddings=False).save_pretrained(path)
+def saved(name: str, path: Path, **changes: Any) -> str:
+    whole(name, **changes).save_pretrained(path)
     return str(path)
+
+
+def whole(name: str, **changes: Any) -> PreTrainedModel:
+    """The model that `saved` saves."""
+    return make_model(name, tie_word_embeddings=False, vocab_size=VOCABULARY, **changes)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -33,11 +44,19 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert row == pytest.approx(like, abs=1e-5)
 
 
-def test_a_group_lives_as_one_process_does(nursery, folder):
-    model = make_model("qwen3", tie_word_embeddings=False)
+WINDOWED = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 8
+}  # fmt: skip
+
+
+def test_a_group_lives_as_one_process_does_and_gives_back_what_is_behind_a_window(nursery, tmp_path):
+    model = whole("qwen2", **WINDOWED)
     alone = jobs.lives(model)
+    folder = saved("qwen2", tmp_path, **WINDOWED)
     answers = run_together(nursery, 2, jobs.lives_in_a_group, folder=folder)
+    assert answers[0]["given_back"] > 0
     for answer in answers:
+        assert answer["pages"] == 3, "two layers keep a sequence whole, one a window of it"
         assert answer["heads"] == 1, "each member has the KV of its own heads"
         assert answer["error"] < 1e-5
         assert "split over the tensor-parallel ranks 0, 1" in answer["explained"]
@@ -47,7 +66,7 @@ def test_a_group_lives_as_one_process_does(nursery, folder):
 
 
 def test_adapters_switch_on_all_members(nursery, folder):
-    with make_rollout(make_model("qwen3", tie_word_embeddings=False)) as rollout:
+    with make_rollout(whole("qwen3")) as rollout:
         alone = jobs.shown(rollout.generate(jobs.PROMPTS, jobs.GREEDY))
     for answer in run_together(nursery, 2, jobs.switches_adapters, folder=folder):
         assert answer["error"] < 1e-5
@@ -59,7 +78,7 @@ def test_models_of_every_plan_sample_what_one_process_samples(nursery, tmp_path)
     names = ["llama", "gemma3", "qwen3_moe", "gpt_oss"]
     alone = []
     for name in names:
-        with make_rollout(make_model(name, tie_word_embeddings=False)) as rollout:
+        with make_rollout(whole(name)) as rollout:
             alone.append(jobs.shown(rollout.generate(jobs.PROMPTS, jobs.GREEDY)))
     folders = [saved(name, tmp_path / name) for name in names]
     for answer in run_together(nursery, 2, jobs.samples_of, folders=folders):
@@ -125,7 +144,7 @@ def test_a_forward_that_raises_on_one_member_alone_ends_the_group_by_name(nurser
 
 @pytest.mark.parametrize("sizes", [None, {"tp_size": 2, "fsdp_size": 2}], ids=["replicas", "fsdp2"])
 def test_two_groups_are_two_ranks_of_one_coordinator(nursery, tmp_path, sizes):
-    model = make_model("llama")
+    model = make_model("llama", vocab_size=VOCABULARY)
     model.save_pretrained(tmp_path)
     answers = run_together(nursery, 4, jobs.two_groups_generate, folder=str(tmp_path), sizes=sizes)
     with make_rollout(model) as rollout:
@@ -148,7 +167,7 @@ def test_two_groups_are_two_ranks_of_one_coordinator(nursery, tmp_path, sizes):
 def test_samples_of_a_group_that_ends_go_on_in_another(nursery, victim):
     answers = run_together(nursery, 4, jobs.two_groups_lose_a_member, victim=victim)
     prompts = [[5, 6, 7 + index] for index in range(8)]
-    with make_rollout(make_model("llama")) as rollout:
+    with make_rollout(make_model("llama", vocab_size=VOCABULARY)) as rollout:
         alone = jobs.shown(rollout.generate(prompts, jobs.GREEDY))
     for rank in (0, 1):
         assert_same(answers[rank], alone)
@@ -169,7 +188,7 @@ def test_a_groups_journal_is_its_first_ranks_and_nothing_is_computed_again(nurse
 
 def test_an_llm_of_a_group_is_asked_on_its_first_rank(nursery, folder):
     first, second = run_together(nursery, 2, jobs.is_asked, folder=folder)
-    with make_rollout(make_model("qwen3", tie_word_embeddings=False)) as rollout:
+    with make_rollout(whole("qwen3")) as rollout:
         alone = jobs.shown(rollout.generate(jobs.PROMPTS, jobs.GREEDY))["tokens"]
     found = [prompt + tokens for prompt, tokens in zip(jobs.PROMPTS, first["tokens"], strict=True)]
     assert found == [row[: len(each)] for row, each in zip(alone, found, strict=True)]

@@ -49,8 +49,11 @@ MAX_WASTED = 8
 MAX_FAILED = 3
 """Sizes whose capture fails, although that of others did not, after which capturing is given up."""
 _SMALL = 64
-_OF_TRAINING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func", "training"})
-"""Attributes of modules that act only in training."""
+_OF_NO_FORWARD = frozenset(
+    {"gradient_checkpointing", "_gradient_checkpointing_func", "training", "_state_dict_hooks", "_state_dict_pre_hooks",
+     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+)  # fmt: skip
+"""Attributes of modules that act only in training, and in saving and loading."""
 _log = logging.getLogger(__name__)
 
 
@@ -403,7 +406,7 @@ def signature_of(model: nn.Module) -> list[object]:
                 found += [
                     (key, each.data_ptr(), each.dtype, each.shape) for key, each in value.items() if each is not None
                 ]
-            elif name in _OF_TRAINING:
+            elif name in _OF_NO_FORWARD:
                 continue
             elif name == "_modules":
                 found += [(key, id(each)) for key, each in value.items()]

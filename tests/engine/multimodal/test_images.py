@@ -22,6 +22,7 @@ from tests.vision_models import (
     logprobs_with_images,
     make_vision_model,
     picture_prompt,
+    require_video,
     shared_vision_model,
 )
 
@@ -74,6 +75,7 @@ WITH_VIDEO = (3, "clip", 4, "a", 2, "clipped", 3)
 @pytest.mark.parametrize("name", VIDEO_MODELS)
 @pytest.mark.parametrize("budget", [64, 9])
 def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name: str, budget: int) -> None:
+    require_video(name)
     engine = make_engine(shared_vision_model(name), max_tokens_per_step=budget)
     engine.add_request(picture_prompt(name, WITH_VIDEO), likeliest(n=2))
     engine.add_request(picture_prompt(name, ["clip"]), likeliest(prompt_logprobs=0))
