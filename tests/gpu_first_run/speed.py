@@ -101,8 +101,17 @@ def ways(run: Run) -> None:
 
 
 def decode_steps(
-    run: Run, model: PreTrainedModel, size: str, batch: int, context: int, label: str, **options: Any
+    run: Run,
+    model: PreTrainedModel,
+    size: str,
+    batch: int,
+    context: int,
+    label: str,
+    *,
+    samples: int = 1,
+    **options: Any,
 ) -> None:
+    """Time the steps of `batch` sequences, `samples` of each prompt."""
     shape = SHAPES[size]
     per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * HEAD_DIM * 2
     weights = sum(parameter.numel() for parameter in model.parameters()) * 2
@@ -113,8 +122,8 @@ def decode_steps(
     chosen = {"kv_cache_memory_gb": need if run.cuda else 0.05, "max_requests": batch, "max_tokens_per_step": 8192,
               "max_sequence_length": 40960, "verify_model": False, "enable_prefix_caching": False}  # fmt: skip
     with run.engine(model, **chosen, **options) as engine:
-        for prompt in prompts(model, batch, context, context):
-            engine.add_request(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True))
+        for prompt in prompts(model, batch // samples, context, context):
+            engine.add_request(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True, n=samples))
         scheduler = engine.context.scheduler
         with engine.installation:
             start, prefills = time.perf_counter(), 0
@@ -134,7 +143,7 @@ def decode_steps(
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
         floor_ms=floor * 1e3, of_floor=floor / step, device_ms=busy, idle_ms=step * 1e3 - busy, kernels=count,
-        host_ms=host, prefill_tokens_s=batch * context / prefill, prefill_steps=prefills, first_step_s=first,
+        host_ms=host, prefill_tokens_s=batch // samples * context / prefill, prefill_steps=prefills, first_step_s=first,
         **captured(engine), longest=longest,
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")

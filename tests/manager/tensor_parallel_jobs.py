@@ -66,11 +66,13 @@ def lives(model: PreTrainedModel, of_first: Callable[[Any], Any] = lambda state:
         of_first: the first rank's value of a value of every rank.
     """
     told = []
-    options = {"kv_cache_blocks": 24, "max_requests": 4, "verify_model": True}
+    options = {"kv_cache_blocks": 24, "max_requests": 6, "verify_model": True}
+    # The first group ends while the second one runs.
+    unequal = [DRAWN.replace(max_tokens=length) for length in (5, 12, 12)]
     with make_rollout(model, **options) as rollout:
         told.append(shown(rollout.generate(PROMPTS, [GREEDY, DRAWN, GREEDY])))
         for mode in ("offload", "recompute", "persist"):
-            told.append(shown(rollout.generate(PROMPTS, DRAWN.replace(max_tokens=12), min_groups=1)))
+            told.append(shown(rollout.generate(PROMPTS, unequal, min_groups=1)))
             with rollout.suspended(mode), torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.03)
@@ -95,6 +97,11 @@ def of_first_rank(value: Any) -> Any:
     return told[0]
 
 
+def given_back(rollout: RolloutManager) -> float:
+    """Blocks whose KV was given back in layers with a window."""
+    return rollout.metrics()["rollout/kv_blocks_out_of_window"]
+
+
 def lives_in_a_group(rank: int, folder: str) -> dict[str, Any]:
     """`lives` of a split model."""
     model = load(folder)
@@ -103,7 +110,9 @@ def lives_in_a_group(rank: int, folder: str) -> dict[str, Any]:
         batch = rollout.generate(PROMPTS, DRAWN)
         heads = rollout.engine.cache.layer(0)[0].shape[2]
         explained = str(rollout.explain())
-    return {"told": told, "heads": heads, "error": logprob_error(model, batch), "explained": explained}
+        told_of_window = {"pages": rollout.engine.cache.num_groups, "given_back": given_back(rollout)}
+    error = logprob_error(model, batch)
+    return {"told": told, "heads": heads, "error": error, "explained": explained, **told_of_window}
 
 
 def switches_adapters(rank: int, folder: str) -> dict[str, Any]:

@@ -48,8 +48,9 @@ def test_the_trainers_forward_of_a_batch_gives_the_log_probs_it_was_sampled_with
         torch.testing.assert_close(logprobs[mask], batch.logprobs[chosen, 1:][mask], rtol=0, atol=1e-5)
     model.train()
     assert "pixel_values" not in batch.model_inputs(slice(2, 4)), "rows of text need no image"
-    with pytest.raises(ValueError, match="holds text alone, and this batch has images"):
-        batch.packed()
+    if name in ("lfm2_vl", "qwen3_5"):
+        with pytest.raises(ValueError, match="recurrent layers, whose state would pass from one row to the next"):
+            batch.packed()
     assert batch.to("cpu").model_inputs().keys() == batch.model_inputs().keys()
 
 

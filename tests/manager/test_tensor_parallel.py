@@ -24,14 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-def saved(name: str, path: Path) -> str:
-    whole(name).save_pretrained(path)
+def saved(name: str, path: Path, **changes: Any) -> str:
+    whole(name, **changes).save_pretrained(path)
     return str(path)
 
 
-def whole(name: str) -> PreTrainedModel:
+def whole(name: str, **changes: Any) -> PreTrainedModel:
     """The model that `saved` saves."""
-    return make_model(name, tie_word_embeddings=False, vocab_size=jobs.VOCABULARY)
+    return make_model(name, tie_word_embeddings=False, vocab_size=jobs.VOCABULARY, **changes)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -41,11 +41,19 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert row == pytest.approx(like, abs=1e-5)
 
 
-def test_a_group_lives_as_one_process_does(nursery, folder):
-    model = whole("qwen3")
+WINDOWED = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 8
+}  # fmt: skip
+
+
+def test_a_group_lives_as_one_process_does_and_gives_back_what_is_behind_a_window(nursery, tmp_path):
+    model = whole("qwen2", **WINDOWED)
     alone = jobs.lives(model)
+    folder = saved("qwen2", tmp_path, **WINDOWED)
     answers = run_together(nursery, 2, jobs.lives_in_a_group, folder=folder)
+    assert answers[0]["given_back"] > 0
     for answer in answers:
+        assert answer["pages"] == 3, "two layers keep a sequence whole, one a window of it"
         assert answer["heads"] == 1, "each member has the KV of its own heads"
         assert answer["error"] < 1e-5
         assert "split over the tensor-parallel ranks 0, 1" in answer["explained"]

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "cpu_matmul.h"
@@ -21,12 +20,6 @@ struct Linear {
     int64_t stride;             // elements from one row of Conv1D's weight to the next; 0: nn.Linear's weight
     Adapter adapter;
 };
-
-// use(0) to use(M - 1) with constants as types: constant indices leave an array of sums in registers.
-template <typename Use, int... I>
-static inline void each_of(std::integer_sequence<int, I...>, Use&& use) {
-    (use(std::integral_constant<int, I>{}), ...);
-}
 
 // M rows of a against up to ACROSS columns of b, whose rows are `b_stride` apart; use(m, column, sums, how many are real).
 constexpr int ACROSS = 2 * LANES;

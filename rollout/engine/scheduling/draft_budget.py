@@ -37,6 +37,11 @@ class StepCost:
         self._weight = self._positions = self._seconds = 0.0
         self._variance = self._covariance = 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether a step was observed."""
+        return self._weight > 0
+
     def observe(self, positions: int, seconds: float) -> None:
         """Take in one step. One that took much longer than expected, as others used the machine, counts in part."""
         if self._weight > 1:
@@ -93,8 +98,8 @@ class Acceptance:
 class DraftBudget:
     """Lengths of drafts, and when to try again where none paid."""
 
-    def __init__(self) -> None:
-        self.cost = StepCost()
+    def __init__(self, cost: StepCost | None = None) -> None:
+        self.cost = cost or StepCost()
         self.acceptance = Acceptance()
         self._worth = 0.0
         self._idle = 0

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rollout.engine.scheduling.draft_budget import MAX_DRAFT, TRIAL, DraftBudget
+from rollout.engine.scheduling.draft_budget import MAX_DRAFT, TRIAL, DraftBudget, StepCost
 from rollout.engine.scheduling.draft_sources import MAX_MATCH, CompletionHistory, continuation, joined, matches
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray, Sequence
@@ -49,10 +49,10 @@ class Drafter:
         budget: how long drafts may be.
     """
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, cost: StepCost) -> None:
         self._queues = queues
         self.history = CompletionHistory()
-        self.budget = DraftBudget()
+        self.budget = DraftBudget(cost)
         self._pauses: WeakKeyDictionary[Sequence, _Pause] = WeakKeyDictionary()
         self._prompts: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._made: list[_Draft] = []

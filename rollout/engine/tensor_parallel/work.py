@@ -15,7 +15,7 @@ from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 FORWARD, BEAT, CHECK, END = "forward", "beat", "check", "end"
-_FIELDS = 9
+_FIELDS = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,8 @@ class ForwardWork:
         keep: [K] int64 packed positions whose logits are wanted.
         copies: (source, destination) blocks to copy before the forward, in this order.
         zeroed_blocks, zeroed_slots: to fill with zeros before that.
+
+    Blocks are pages where the layers are in groups (`memory.layer_groups`).
     """
 
     ids: NDArray[np.int64]
@@ -42,7 +44,8 @@ class ForwardWork:
         rows = self.rows
         arrays = (self.ids, rows.offsets, rows.positions, rows.tables, self.keep, self.zeroed_slots)
         packed = [np.ascontiguousarray(each, "<i8").tobytes() for each in arrays]
-        return [*packed, rows.block_size, [list(pair) for pair in self.copies], list(self.zeroed_blocks)]
+        others = [np.ascontiguousarray(each, "<i8").tobytes() for each in rows.others]
+        return [*packed, rows.block_size, [list(pair) for pair in self.copies], list(self.zeroed_blocks), others]
 
     @classmethod
     def deserialize(cls, plain: Any) -> ForwardWork:
@@ -52,10 +55,12 @@ class ForwardWork:
             SerializationError: not what `serialize` makes.
         """
         if not isinstance(plain, list) or len(plain) != _FIELDS or not all(type(each) is bytes for each in plain[:6]):
-            refuse("ForwardWork", plain, "a list of nine fields")
+            refuse("ForwardWork", plain, "a list of ten fields")
         try:
             ids, offsets, positions, tables, keep, slots = (np.frombuffer(bytearray(each), "<i8") for each in plain[:6])
-            rows = PagedRows(offsets, positions, tables.reshape(len(offsets) - 1, -1), int(plain[6]))
+            count = len(offsets) - 1
+            others = tuple(np.frombuffer(bytearray(each), "<i8").reshape(count, -1) for each in plain[9])
+            rows = PagedRows(offsets, positions, tables.reshape(count, -1), int(plain[6]), others=others)
             return cls(ids, rows, keep, [(a, b) for a, b in plain[7]], list(plain[8]), slots)
         except (ValueError, TypeError) as exc:
             raise SerializationError(f"ForwardWork: arrays of other lengths than its rows have ({exc})") from exc
