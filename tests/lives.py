@@ -55,6 +55,7 @@ RECURRENT: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "qwen3_next": lambda draw: {"linear_conv_kernel_dim": draw.choice([2, 4])},
     "falcon_h1": lambda draw: {"mamba_n_groups": draw.choice([1, 2])},
     "lfm2": lambda draw: {"conv_L_cache": draw.choice([2, 3])},
+    "minimax": lambda draw: {"block_size": draw.choice([2, 8])},
 }
 """With recurrent states: lives of their own, so that the seeds of the others stay what they were."""
 
@@ -83,6 +84,7 @@ class Life:
         name = pick(sorted(architectures))
         changes = architectures[name](self.draw)
         self.recurrent = name in RECURRENT
+        self.ahead = seed % 3 != 1
         self.policy = Policy(make_model(name, seed=seed, **changes), seed)
         self.options: dict[str, Any] = self.configuration() | {
             "max_staleness": pick([None, None, 0, 1, 2]),
@@ -165,7 +167,7 @@ class Life:
     def step(self) -> None:
         """Of the engine, if it has work."""
         if self.engine.has_unfinished:
-            self.take(self.engine.step())
+            self.take(self.engine.step(ahead=self.ahead))
 
     def abort(self) -> None:
         """One sample, or its whole group."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import SkipTest
 
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +21,7 @@ from transformers import (
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -81,6 +84,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "falcon_h1": lambda: FalconH1Config(**SMALL, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
                                         mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8),
     "lfm2": lambda: Lfm2Config(**SMALL, conv_L_cache=3, layer_types=["conv", "full_attention", "conv"]),
+    "minimax": lambda: MiniMaxConfig(**SMALL, block_size=8, num_local_experts=4, num_experts_per_tok=2,
+                                     layer_types=["linear_attention", "full_attention", "linear_attention"]),
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=512, bos_token_id=1,
                                eos_token_id=2, pad_token_id=0),
     "gpt_oss": lambda: GptOssConfig(**SMALL, head_dim=16, sliding_window=8, num_local_experts=4, num_experts_per_tok=2,
@@ -106,13 +111,35 @@ MORE_CONFIGS: dict[str, Callable[[], Any]] = {
 """Other arrangements of the same parts, for the fused forward."""
 
 
+RECURRENT_CACHE = hasattr(transformers.Cache, "get_conv_state")
+
+
+def require_recurrent_cache() -> None:
+    """Skip the test where transformers has no cache protocol for recurrent layers."""
+    if not RECURRENT_CACHE:
+        raise SkipTest(
+            f"transformers {transformers.__version__} has no cache protocol for recurrent layers: 5.21 has it"
+        )
+
+
+RECURRENT = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "lfm2"})
+
+
 def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A random model whose logits are spread out, so that greedy choices are not ties."""
+    """A random model whose logits are spread out, so that greedy choices are not ties.
+
+    Raises:
+        SkipTest: this version of transformers has no cache protocol for its recurrent layers.
+    """
+    if name in RECURRENT:
+        require_recurrent_cache()
     torch.manual_seed(seed)
     config = (CONFIGS | MORE_CONFIGS)[name]()
     for key, value in changes.items():
         setattr(config, key, value)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # Up to 5.20 transformers gives Gemma 2 sdpa, which leaves its soft-capping out.
+    options = {"attn_implementation": "eager"} if name == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.ndim > 1:

@@ -2,7 +2,7 @@
 
 A segment of a record says under which version each position's K and V were written, and which version has sampled each
 token. The oracle believes none of it: it feeds the same tokens to a frozen copy of the weights of each version, one
-`DynamicCache` for all of them, and what comes out must be what the record says. Log-probs are made of the logits in
+cache for all of them, and what comes out must be what the record says. Log-probs are made of the logits in
 float64 by plain loops.
 """
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from rollout.engine.sampling.random_stream import uniforms
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -29,6 +30,20 @@ CLOSE = 2e-4
 """Between log-probs in float32, of weights that differ by much more from version to version."""
 EDGE = 1e-4
 """Around the edge of a filter, within which rounding decides."""
+
+
+class _PastStates(DynamicCache):  # type: ignore[misc]
+    """K, V and states so far, also those that MiniMax keeps under names of its own."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self._linear: dict[int, Tensor] = {}
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self._linear.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self._linear[layer_idx] = linear_cache
 
 
 class Policy:
@@ -55,13 +70,14 @@ class Policy:
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], versions: Sequence[int]) -> Row:
         """[T, V] logits of tokens [T] whose K and V are written under `versions` [T]."""
-        cache, rows, start = DynamicCache(config=self.model.config), [], 0
+        cache, rows, start = _PastStates(self.model.config), [], 0
         while start < len(tokens):
             stop = start + 1
             while stop < len(tokens) and versions[stop] == versions[start]:
                 stop += 1
             ids = torch.tensor([tokens[start:stop]])
-            out = self.versions[versions[start]](ids, past_key_values=cache, use_cache=True)
+            # A cache that is given is used; MiniMax takes no other than its own where `use_cache` is set.
+            out = self.versions[versions[start]](ids, past_key_values=cache, use_cache=False)
             rows.append(out.logits[0].double().numpy())
             start = stop
         return np.concatenate(rows)

@@ -210,11 +210,11 @@ class TrlAttachment:
             self._undo.push(attach_trees(trainer, self.rollout.model))
         if trees or kept:
             params = sampling_params(trainer, replay=True) if kept else None
-            self._put(_get_per_token_logps_and_entropies=LogprobPass(trainer, rows, kept=params, trees=trees))
+            compute = LogprobPass(trainer, rows, kept=params, trees=trees, layout=self.rollout.image_layout)
+            self._put(_get_per_token_logps_and_entropies=compute)
         elif routes:
-            self._put(
-                _get_per_token_logps_and_entropies=rows.pass_over_rows(trainer._get_per_token_logps_and_entropies)
-            )
+            around = rows.pass_over_rows(trainer._get_per_token_logps_and_entropies)
+            self._put(_get_per_token_logps_and_entropies=around)
         if kept or routes:
             self._generated = rows
             score = trainer._generate_and_score_completions

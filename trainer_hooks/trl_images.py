@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from rollout.requests.images import ImageInputs
+
 Prompt = list[int] | dict[str, Any]
+
+_TENSORS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
+"""Tensors of images that TRL passes to a forward: of patches, of images, or (beside the last) of rows."""
 
 
 def is_vision(trainer: Any) -> bool:
@@ -60,6 +68,37 @@ def prompt_groups(
         (prompt, own, _), *others = equal
         groups.append((_processed(trainer, prompt, own) if own else prompt, 1 + len(others)))
     return groups
+
+
+def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | None]:
+    """Images of each row of a forward, of what TRL passes for all of them; None: the row has none.
+
+    Args:
+        count: rows.
+        given: arguments of TRL's log-prob pass beside tokens and mask.
+
+    Raises:
+        ValueError: one is not followed; names it.
+    """
+    found = {
+        name: value for name, value in given.items()
+        if value is not None and value is not False and name not in ("token_type_ids", "mm_token_type_ids")
+    }  # fmt: skip
+    numbers = found.pop("num_images", None)
+    if others := sorted(found.keys() - (set() if numbers is None else set(_TENSORS))):
+        raise ValueError(f"{', '.join(others)}: not followed over prefix trees and kept tokens; attach with tree=False")
+    if numbers is None or "pixel_values" not in found:
+        return [None] * count
+    rows: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, tensor in found.items():
+        sizes = numbers
+        if name == "pixel_values" and "image_grid_thw" in found:
+            sizes = [int(grids.prod(-1).sum()) for grids in torch.split(found["image_grid_thw"], numbers)]
+        elif len(tensor) != sum(numbers) or "pixel_attention_mask" in found:
+            sizes = [1] * count
+        for row, part in zip(rows, torch.split(tensor, sizes), strict=True):
+            row[name] = part
+    return [ImageInputs(row) if number else None for row, number in zip(rows, numbers, strict=True)]
 
 
 def _processed(trainer: Any, prompt: list[int], images: list[Any]) -> dict[str, Any]:

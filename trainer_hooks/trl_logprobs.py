@@ -1,24 +1,30 @@
 """Log-prob pass of a GRPOTrainer, where `trainer_hooks.trl.attach` replaces it: over prefix trees, or over kept tokens.
 
 TRL computes log-probs and entropies in one method, for the loss and, without gradient, for the old and the reference policy:
-of the whole vocabulary, over padded rows. Over prefix trees, prompts that stand in several rows are computed once. Over kept
-tokens, log-probs are of the distribution sampled from, so that top_k, top_p, min_p and penalties leave the ratio at 1.
+of the whole vocabulary, over padded rows. Over prefix trees, prompts that stand in several rows are computed once, their
+images too. Over kept tokens, log-probs are of the distribution sampled from, so that top_k, top_p, min_p and penalties leave
+the ratio at 1.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rollout.algorithms import replay_logprobs
 from rollout.engine.forward.tree_forward import TreeAttachment
 from rollout.errors import ConfigError
+from rollout.manager.images import BatchImages, ImageLayout
 from rollout.manager.token_logprobs import selected_logprobs, token_entropies
-from rollout.manager.tree import pack_tree
+from rollout.manager.tree import PackedTree, pack_tree
+from rollout.requests.images import ImageInputs
 from rollout.sampling_params import SamplingParams
+from trainer_hooks.trl_images import images_of_rows
 from trainer_hooks.trl_rows import GeneratedRows
 
 
@@ -61,13 +67,23 @@ class LogprobPass:
         rows: what a generation knows of the rows.
         kept: sampling parameters of completions whose kept tokens are replayed; None: log-probs of the whole vocabulary.
         trees: compute logits over prefix trees, for which tree attention is attached.
+        layout: how the model finds images among its tokens; None: it takes none.
     """
 
-    def __init__(self, trainer: Any, rows: GeneratedRows, *, kept: SamplingParams | None, trees: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        rows: GeneratedRows,
+        *,
+        kept: SamplingParams | None,
+        trees: bool,
+        layout: ImageLayout | None = None,
+    ) -> None:
         self._trainer = trainer
         self._rows = rows
         self._kept = kept
         self._trees = trees
+        self._layout = layout
 
     def __call__(
         self,
@@ -82,13 +98,12 @@ class LogprobPass:
         """Log-probs of the last `logits_to_keep` columns, the model's entropies if asked for, no load-balancing loss.
 
         Raises:
-            ValueError: an input has images.
+            ValueError: an input is not of those that the pass follows: images over prefix trees; names it.
         """
-        given = sorted(name for name, value in others.items() if value is not None and value is not False)
-        if given:
+        images = images_of_rows(len(input_ids), others)
+        if any(images) and (not self._trees or self._layout is None):
             raise ValueError(
-                f"{', '.join(given)}: log-probs over prefix trees and kept tokens are of text alone; attach with tree=False "
-                "and without replay"
+                "images: log-probs over kept tokens, or of this model over prefix trees, are of text alone"
             )
         # Without gradient TRL bounds memory by `batch_size`. Prompts are shared within as many rows.
         size = batch_size or len(input_ids)
@@ -97,7 +112,10 @@ class LogprobPass:
             ids, real = input_ids[rows], attention_mask[rows].bool()
             wanted = torch.zeros_like(real)
             wanted[:, -logits_to_keep:] = True
-            logits, predictors = (self._of_tree if self._trees else self._of_rows)(model, ids, real, wanted, rows)
+            if self._trees:
+                logits, predictors = self._of_tree(model, ids, real, wanted, rows, images[rows])
+            else:
+                logits, predictors = self._of_rows(model, ids, real, wanted, rows)
             if compute_entropy:
                 entropies.append(token_entropies(logits, self._temperature)[predictors[:, -logits_to_keep:]])
             found = (self._whole if self._kept is None else self._replayed)(logits, predictors, ids, real, wanted, rows)
@@ -122,13 +140,36 @@ class LogprobPass:
         return logits.flatten(0, 1), (row * window + column).clamp(min=0)
 
     def _of_tree(
-        self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice
+        self,
+        model: Any,
+        input_ids: Tensor,
+        real: Tensor,
+        wanted: Tensor,
+        rows: slice,
+        images: list[ImageInputs | None],
     ) -> tuple[Tensor, Tensor]:
-        """The same of the prefix tree of the rows."""
-        packed = pack_tree(input_ids, real, wanted & real, routed_experts=self._rows.routes(rows))
+        """The same of the prefix tree of the rows, with the images of each."""
+        if any(images):
+            packed = self._pictured(input_ids, real, wanted & real, self._rows.routes(rows), images)
+        else:
+            packed = pack_tree(input_ids, real, wanted & real, routed_experts=self._rows.routes(rows))
         with self._trainer.accelerator.autocast(), self._rows.routed_tree(model, packed):
             logits = model(**packed.inputs).logits
         return packed.predicting(logits), packed.predictors_of_rows()
+
+    def _pictured(
+        self, input_ids: Tensor, real: Tensor, wanted: Tensor, routes: Tensor | None, images: list[ImageInputs | None]
+    ) -> PackedTree:
+        """`pack_tree` of rows with images, whose places are counted from the first token of a row."""
+        left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
+        ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
+        tokens = ids.masked_fill(~real, -1).cpu().numpy()
+        # What was not sampled may have images too: what a tool has returned.
+        found = BatchImages.of(self._layout, images, tokens, np.zeros(tokens.shape, np.bool_), ids.device)
+        assert found is not None
+        packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routes)
+        back = left.argsort(dim=1)
+        return replace(packed, nodes=packed.nodes.gather(1, back), wanted=packed.wanted.gather(1, back))
 
     def _whole(
         self, logits: Tensor, predictors: Tensor, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice

@@ -100,31 +100,36 @@ class DynamicInferenceContext:
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """Blocks in use on the first rank of a tensor-parallel group, with and without those that are only cached."""
+        """Blocks, or pages, in use on the first rank of a tensor-parallel group, with and without what is only cached."""
         self.may_shrink = True
         """Whether `resume` may make the pool smaller; in a tensor-parallel group all pools have the same blocks."""
         self.kept = KEPT_ALL
         """The least that a suspend has kept since this was set: `KEPT_ALL`, `KEPT_HELD` or `KEPT_NOTHING`."""
 
     def follow_blocks(self, live: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """Take the first rank's word for which blocks are in use; between its calls it frees some, and adds none.
+        """Take the first rank's word for which memory is in use; between its calls it frees some, and adds none.
 
         Args:
-            live: blocks with content.
+            live: blocks, or pages, with content.
             held: those of them that some request holds.
         """
         self._followed = live, held
 
     def blocks_in_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Arguments of `follow_blocks` on the other members."""
-        held = np.flatnonzero(self.allocator.ref_count > 0).astype(np.int32)
-        return self.allocator.live_blocks(), held
+        return self.allocator.live_memory(), self.allocator.held_memory()
 
-    def _live_blocks(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
+    def _live_memory(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
         if self._followed is None:
             return self.allocator.live_memory()
         live, held = self._followed
         return live if keep_prefix_cache else held
+
+    def _num_live_blocks(self) -> int:
+        if self._followed is None:
+            return len(self.allocator.live_blocks())
+        # Of pages a follower knows only how many complete blocks they amount to.
+        return len(self._live_memory()) // self.allocator.pages_per_block
 
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
         """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed.
@@ -139,7 +144,7 @@ class DynamicInferenceContext:
             self.kept = min(self.kept, KEPT_HELD)
         if mode is KVCacheManagementMode.OFFLOAD:
             try:
-                copied = self.cache.save(self._live_blocks(keep_prefix_cache))
+                copied = self.cache.save(self._live_memory(keep_prefix_cache))
                 if self.states is not None:
                     copied += self.states.save()
             except HostMemoryError as exc:
@@ -179,10 +184,10 @@ class DynamicInferenceContext:
         copied = blocks = 0
         if self._mode is KVCacheManagementMode.OFFLOAD:
             try:
-                copied = self.cache.restore(self._live_blocks() if mapping is None else None, mapping)
+                copied = self.cache.restore(self._live_memory() if mapping is None else None, mapping)
                 if self.states is not None:
                     copied += self.states.restore()
-                blocks = len(self._live_blocks() if self.allocator.pages is None else self.allocator.live_blocks())
+                blocks = self._num_live_blocks()
             except torch.OutOfMemoryError as exc:
                 # A partly restored cache cannot be used.
                 given_up += self.scheduler.preemption.checkpoint_all(exc)

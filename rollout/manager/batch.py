@@ -25,7 +25,7 @@ from rollout.manager.kept_tokens import KeptSets, kept_sets, logprobs_of_rows, n
 from rollout.manager.packed import PackedRollouts
 from rollout.manager.routed_experts import padded_routes
 from rollout.manager.tree import PackedTree, pack_tree
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,7 +181,8 @@ class RolloutBatch:
             "response_lengths": response_lengths,
         }
         kept = kept_sets(rows, len(column))
-        images = BatchImages.of(image_layout, rows, arrays["input_ids"], drawn, device)
+        shown = [row.images if isinstance(row, VLMInferenceRequest) else None for row in rows]
+        images = BatchImages.of(image_layout, shown, arrays["input_ids"], drawn, device)
         return cls(
             requests=rows,
             policy_version=policy_version,
@@ -295,10 +296,9 @@ class RolloutBatch:
             multiple_of: round L up to a multiple of this.
 
         Raises:
-            ValueError: `multiple_of` is below 1, or there are images.
+            ValueError: `multiple_of` is below 1; or, with images, a placeholder of one was sampled in a row, or the model
+                has recurrent layers.
         """
-        if self.images is not None:
-            raise ValueError("packed() holds text alone, and this batch has images: train on model_inputs() or tree()")
         if multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}: must be at least 1, which rounds nothing up")
         # Found once: on a device, every boolean index would wait for its own count.
@@ -310,12 +310,12 @@ class RolloutBatch:
 
         position_ids = flat(self.position_ids, 0)
         position_ids[len(real) :] = torch.arange(surplus, device=real.device)
-        lengths = self.prompt_lengths + self.response_lengths
+        ends = (self.prompt_lengths + self.response_lengths).cumsum(0)
         return PackedRollouts(
             input_ids=flat(self.input_ids, self.pad_token_id),
             position_ids=position_ids,
             sequence_ids=torch.cat([real // max(self.input_ids.shape[1], 1), real.new_full((surplus,), -1)]),
-            cu_seqlens=pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+            cu_seqlens=pad(ends, (1, 0)).to(torch.int32),
             max_seqlen=self.input_ids.shape[1],
             response_mask=flat(self.response_mask, 0),
             logprobs=flat(self.logprobs, 0),
@@ -325,6 +325,7 @@ class RolloutBatch:
             kv_staleness=flat(self.kv_staleness, 0),
             routed_experts=None if self.routed_experts is None else self._flat_routes(real, surplus),
             kept_tokens=self.kept_tokens and KeptSets(self.kept_tokens.ids, flat(self.kept_tokens.counts, 0)),
+            image_inputs={} if self.images is None else self.images.packed(flat, position_ids, ends),
         )
 
     def _flat_routes(self, real: Tensor, surplus: int) -> Tensor:

@@ -342,17 +342,24 @@ class ManagerControl:
             "pad_token_id": _pad_token_id(self.tokenizer, getattr(self.model, "config", None)),
             "max_staleness": self.config.max_staleness,
             "device": self.engine.training_device,
-            "image_layout": self._image_layout(),
+            "image_layout": self.image_layout,
         }
 
-    def _image_layout(self) -> ImageLayout | None:
+    @property
+    def image_layout(self) -> ImageLayout | None:
+        """How the model finds images among its tokens; None: it is of no family that is served images."""
         vision = self.engine.controller.runner.vision
         if vision.family is None or vision.image_token is None:
             return None
-        video = vision.video_token if vision.family.serves_video else None
         family = vision.family
         return ImageLayout(
-            vision.image_token, family.token_types, family.tiled, video, family.bidirectional, family.positions
+            vision.image_token,
+            family.token_types,
+            tiled=family.tiled,
+            video=vision.video_token if family.serves_video else None,
+            bidirectional=family.bidirectional,
+            recurrent=bool(self.engine.controller.layout.states),
+            rotary=family.positions,
         )
 
     def _handed_out(self, batch: Batch, on_error: OnError) -> Batch:

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from rollout.manager.tree import PackedTree, pack_tree
 from rollout.requests.images import PIXELS, TILED_DIMENSIONS, ImageInputs
-from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 
 Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]
 """Rotary positions of a prompt with images and of the token after it, as `multimodal.family.Family.positions`."""
@@ -33,6 +32,7 @@ class ImageLayout:
         video: token id of the placeholder of videos; None: there is none.
         token_types: argument of the forward that marks the placeholders; None: it needs none.
         bidirectional: whether positions of an image see each other in both directions.
+        recurrent: whether layers carry a state from one token to the next.
         rotary: rotary positions, where they are not those of text; None: they are. A batch does not keep it.
     """
 
@@ -41,6 +41,7 @@ class ImageLayout:
     tiled: bool = False
     video: int | None = None
     bidirectional: bool = False
+    recurrent: bool = False
     rotary: Rotary | None = None
 
 
@@ -65,7 +66,7 @@ class BatchImages:
     def of(
         cls,
         layout: ImageLayout | None,
-        rows: Sequence[DynamicInferenceRequest],
+        images: Sequence[ImageInputs | None],
         input_ids: NDArray[np.int64],
         sampled: NDArray[np.bool_],
         device: torch.device | str | None,
@@ -73,10 +74,10 @@ class BatchImages:
         """Images of a batch; None: no row has any.
 
         Args:
-            input_ids: [N, T].
+            images: of each row.
+            input_ids: [N, T], padded on the right.
             sampled: bool [N, T], tokens that were sampled.
         """
-        images = [row.images if isinstance(row, VLMInferenceRequest) else None for row in rows]
         if layout is None or not any(images):
             return None
         kinds = (input_ids == layout.placeholder).astype(np.uint8)
@@ -154,11 +155,40 @@ class BatchImages:
         packed = replace(packed, input_ids=of_tree(input_ids)[None], image_inputs=inputs)
         if not self.layout.bidirectional:
             return packed
-        # The column behind a run of placeholders: the next that is none.
-        columns = torch.arange(kinds.shape[1], device=kinds.device).expand(kinds.shape)
-        behind = torch.where(kinds > 0, kinds.shape[1], columns).flip(1).cummin(1).values.flip(1)
-        lasts = of_tree(packed.nodes.gather(1, torch.where(kinds > 0, behind - 1, columns))).to(packed.attention_mask)
+        lasts = of_tree(packed.nodes.gather(1, _last_columns(kinds))).to(packed.attention_mask)
         return replace(packed, attention_mask=torch.cat([packed.attention_mask, lasts[None, None, None]], dim=2))
+
+    def packed(self, flat: Callable[[Tensor, int], Tensor], position_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
+        """What images change in the forward of all rows end to end: arguments beside the tokens, or in place of positions.
+
+        Args:
+            flat: [N, T] to [L], with a value for what lies behind the last row.
+            position_ids: int64 [L].
+            ends: [N], index behind the last token of each row.
+
+        Raises:
+            ValueError: a placeholder was sampled in a row; or the model has recurrent layers.
+        """
+        if self.layout.recurrent:
+            raise ValueError(
+                "packed(): this model has recurrent layers, whose state would pass from one row to the next: train on "
+                "model_inputs()"
+            )
+        self._check_sampled(range(len(self.tensors)))
+        inputs = self._pixels([row for row, each in enumerate(self.tensors) if each is not None], joined=True)
+        if self.layout.token_types is not None:
+            inputs[self.layout.token_types] = flat(self.placeholders, 0)[None].long()
+        if self.rotary is not None:
+            inputs["position_ids"] = torch.stack([position_ids, *(flat(each, 0) for each in self.rotary)])[:, None]
+        if self.layout.bidirectional:
+            # The mask of a tree whose rows share nothing. In that which transformers makes of packed positions, an image of
+            # any row stands where one of the first row does (5.23).
+            columns, length = _last_columns(self.placeholders), len(position_ids)
+            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            behind = flat(ends[:, None].expand_as(columns), length)
+            lasts = flat(starts[:, None] + columns, 0).maximum(torch.arange(length, device=ends.device))
+            inputs["attention_mask"] = torch.stack([behind, position_ids, lasts]).to(torch.int32)[None, None]
+        return inputs
 
     def _mark(self, input_ids: Tensor, numbers: Sequence[int]) -> list[int]:
         """For each row the first row that has the same images after the same tokens, up to the last placeholder."""
@@ -232,6 +262,13 @@ def _rotary(
         found[:, row, stop:] += positions[0, stop] - stop
         before = row, stop
     return found
+
+
+def _last_columns(kinds: Tensor) -> Tensor:
+    """int64 [N, T] of uint8 [N, T]: column of the last of the run of placeholders that a token is in, or its own."""
+    columns = torch.arange(kinds.shape[1], device=kinds.device).expand(kinds.shape)
+    behind = torch.where(kinds > 0, kinds.shape[1], columns).flip(1).cummin(1).values.flip(1)
+    return torch.where(kinds > 0, behind - 1, columns)
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

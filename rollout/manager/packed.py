@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -54,3 +56,17 @@ class PackedRollouts:
     """int16 [L, layers, k]; see `RolloutBatch.routed_experts`."""
     kept_tokens: KeptSets | None = None
     """See `RolloutBatch.kept_tokens`; its counts are [L]."""
+    image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arguments of the forward that images bring: their tensors, those of a prompt once per row, token types,
+    `position_ids` [4, 1, L] (place in the row, time, height, width) where a model has such, and `attention_mask`, which the
+    attention of `trainer_hooks.tree` reads, where images see themselves in both directions (Gemma 3, Gemma 4)."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward, whose logits are [1, L, V]."""
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "use_cache": False,
+            **self.image_inputs,
+        }

@@ -31,8 +31,8 @@ from tests.models import make_model
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*is clamped to:UserWarning")
 
 modes = pytest.mark.parametrize("mode", [mode.value for mode in KVCacheManagementMode])
-families = pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
-"""Gated delta rule; state space and attention in every layer; short convolutions."""
+families = pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "minimax"])
+"""Gated delta rule; state space and attention in every layer; short convolutions; lightning attention."""
 RAGGED = [token_ids(length, seed) for seed, length in enumerate((1, 3, 4, 9, 17, 26))]
 
 
@@ -132,11 +132,11 @@ def test_every_number_of_a_random_life_is_the_oracles(seed: int) -> None:
 # --- prefix cache -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
-def test_a_prompt_goes_on_from_the_snapshot_at_the_end_of_an_earlier_one(name: str) -> None:
+@pytest.mark.parametrize(("name", "stride"), [("qwen3_next", 1), ("minimax", 3)])
+def test_a_prompt_goes_on_from_the_snapshot_at_the_end_of_an_earlier_one(name: str, stride: int) -> None:
     engine = make_engine(name, kv_cache_blocks=256)
     base = token_ids(18, 5)
-    for shared in range(len(base) + 1):
+    for shared in range(0, len(base) + 1, stride):
         engine.flush_prefix_cache()
         engine.generate([base], greedily(0))
         before = computed(engine)
@@ -148,7 +148,7 @@ def test_a_prompt_goes_on_from_the_snapshot_at_the_end_of_an_earlier_one(name: s
         assert computed(engine) - before == len(prompt) - request.num_cached_tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "minimax"])
 def test_the_next_turn_goes_on_from_the_last_token_of_the_turn_before(name: str) -> None:
     engine = make_engine(name, kv_cache_blocks=256)
     conversation = token_ids(6, 3)

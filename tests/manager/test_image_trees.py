@@ -1,7 +1,8 @@
-"""Tests of batches with images as prefix trees: log-probs and gradients of the padded batch, each image once."""
+"""Tests of batches with images as prefix trees and packed: log-probs and gradients of the padded batch."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParam
 from rollout.errors import UnsupportedModelError
 from tests.engines import token_ids
 from tests.trees import distance, gradient
-from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, make_vision_model, picture_prompt
+from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, make_vision_model, picture_prompt, require_video
 from trainer_hooks.tree import attach
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 RECURRENT = ["lfm2_vl", "qwen3_5"]
+BIDIRECTIONAL = ["gemma3", "gemma4"]
 SAMPLED = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=3, logit_bias=NO_MARKS)
 
 
@@ -33,6 +35,15 @@ def padded_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
     return nn.functional.pad(chosen, (1, 0)).where(batch.response_mask, 0.0)
 
 
+def packed_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
+    packed = batch.packed(multiple_of=16)
+    logits = model(**packed.inputs).logits[0, :-1].float()
+    chosen = nn.functional.pad(logits.log_softmax(-1).gather(1, packed.input_ids[1:, None])[:, 0], (1, 0))
+    chosen = chosen[: int(packed.cu_seqlens[-1])]
+    rows = batch.logprobs.new_zeros(batch.input_ids.shape).masked_scatter(batch.attention_mask.bool(), chosen)
+    return rows.where(batch.response_mask, 0.0)
+
+
 def tree_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
     packed = batch.tree()
     return packed.logprobs_of(model(**packed.inputs).logits)
@@ -40,21 +51,28 @@ def tree_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(RECURRENT)))
 def test_gradients_are_those_of_the_padded_batch_and_each_image_is_computed_once(name: str) -> None:
-    """Also of prompts that share their first image and not the text behind it, and of one that ends with an image."""
+    """Also of prompts that share their first image and not the text behind it, and of those that end, or begin, with one."""
     model = make_vision_model(name).eval()
     several = picture_prompt(name, [2, "a", 3, "b"])
     other = several | {"input_ids": several["input_ids"].clone()}
     other["input_ids"][0, (other["input_ids"][0] == 93).nonzero()[0] + 1] = 7
     bare = picture_prompt(name, [2, "b"])
     bare = bare | {"input_ids": bare["input_ids"][:, :-1], "attention_mask": None}
+    require_video(name)
     last = picture_prompt(name, ["c", 4, "clip", 2] if "qwen" in name or "gemma4" in name else ["c", 4])
-    batch = batch_of(name, model, several, token_ids(5), last, other, bare)
+    begins = picture_prompt(name, ["a", 3])
+    begins = begins | {"input_ids": begins["input_ids"][:, 1:], "attention_mask": None}
+    batch = batch_of(name, model, several, token_ids(5), last, other, bare, begins)
     right, expected = gradient(model, batch, padded_logprobs), padded_logprobs(model, batch).detach()
     deltas = getattr(model.model, "rope_deltas", None)
     with attach(model):
         mine, found = gradient(model, batch, tree_logprobs), tree_logprobs(model, batch).detach()
         part = batch.tree(slice(6, 9))
         found_part = part.logprobs_of(model(**part.inputs).logits).detach()
+    with attach(model) if name in BIDIRECTIONAL else nullcontext():
+        of_packed, found_packed = gradient(model, batch, packed_logprobs), packed_logprobs(model, batch).detach()
+    assert distance(of_packed, right) < 1e-5
+    torch.testing.assert_close(found_packed, expected, rtol=0, atol=1e-5)
     assert distance(mine, right) < 1e-5
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(found_part, expected[6:9], rtol=0, atol=1e-5)

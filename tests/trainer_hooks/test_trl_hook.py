@@ -251,9 +251,7 @@ def test_trees_are_refused_where_the_loss_would_not_be_trls(make_run):
     before = dict(vars(run.trainer))
     with attach(run.trainer, run.rollout, tree=True):
         assert run.model.config._attn_implementation == "rollout_tree_sdpa"
-        with pytest.raises(
-            ValueError, match="pixel_values: log-probs over prefix trees and kept tokens are of text alone"
-        ):
+        with pytest.raises(ValueError, match="pixel_values: not followed over prefix trees and kept tokens"):
             run.trainer._get_per_token_logps_and_entropies(
                 run.model, torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4), 2, pixel_values=torch.ones(1)
             )

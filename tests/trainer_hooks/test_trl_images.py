@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
 from rollout.manager.manager import RolloutManager
-from tests.vision_models import IMAGE, make_processor, make_qwen_processor, make_vision_model
+from tests.vision_models import IMAGE, VIDEO, make_processor, make_qwen_processor, make_vision_model
 from trainer_hooks.trl import attach, rollout_func
 from trainer_hooks.trl_config import sampling_params
-from trainer_hooks.trl_images import prompt_groups
+from trainer_hooks.trl_images import images_of_rows, prompt_groups
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -96,17 +97,33 @@ def test_completions_loss_and_gradient_norm_are_those_of_trls_own_generation(mak
     assert rollout.policy_version == 2
 
 
-def test_samples_differ_and_none_has_a_placeholder(make_trainer) -> None:
-    trainer, rollout = make_trainer("qwen2_5_vl", generation_kwargs={"logit_bias": {5: 1.0}})
-    with pytest.warns(UserWarning, match="logit_bias"):
-        attach(trainer, rollout)
-    assert sampling_params(trainer).logit_bias == {IMAGE: -100.0, 91: -100.0, 5: 1.0}
-    seen: list[list[int]] = []
-    trainer.reward_funcs[0] = lambda **given: seen.extend(given["completion_ids"]) or reward(**given)
-    trainer.train()
-    assert len({tuple(row) for row in seen}) > GROUP
-    assert not {IMAGE, 91} & {token for row in seen for token in row}
-    assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=1e-4)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_samples_differ_none_has_a_placeholder_and_trees_train_as_padded_rows_do(make_trainer, name: str) -> None:
+    options = {"generation_kwargs": {"logit_bias": {5: 1.0}}, "entropy_coef": 0.1}
+    seen: list[list[list[int]]] = []
+    logs: list[Any] = []
+    computed: list[int] = []
+    for tree in (False, True):
+        trainer, rollout = make_trainer(name, **options)
+        with pytest.warns(UserWarning, match="logit_bias"):
+            attach(trainer, rollout, tree=tree)
+        bias = sampling_params(trainer).logit_bias
+        shown: list[list[int]] = []
+        trainer.reward_funcs[0] = lambda shown=shown, **given: shown.extend(given["completion_ids"]) or reward(**given)
+        pictures: list[int] = []
+        first = next(each for each in rollout.model.modules() if isinstance(each, torch.nn.Conv2d | torch.nn.Conv3d))
+        first.register_forward_hook(lambda _, given, out, pictures=pictures: pictures.append(out.shape[0]))
+        trainer.train()
+        seen.append(shown)
+        logs.append([logged(trainer, each) for each in ("loss", "grad_norm", "entropy")])
+        assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=1e-4)
+        computed.append(max(pictures))
+    assert bias == {IMAGE: -100.0, 5: 1.0} | ({VIDEO: -100.0} if name == "qwen2_5_vl" else {})
+    assert seen[0] == seen[1]
+    assert len({tuple(row) for row in seen[0]}) > GROUP
+    assert not {token for token, value in bias.items() if value < 0} & {token for row in seen[0] for token in row}
+    np.testing.assert_allclose(logs[1], logs[0], rtol=1e-3)
+    assert computed[0] == GROUP * computed[1], "the tower computes an image once for all samples of a prompt"
 
 
 def test_what_images_are_not_trained_with_is_refused_by_name(make_trainer) -> None:
@@ -116,6 +133,24 @@ def test_what_images_are_not_trained_with_is_refused_by_name(make_trainer) -> No
     trainer, _ = make_trainer("gemma3", with_func=True)
     with pytest.raises(ValueError, match="takes no images back from a rollout_func: use attach"):
         trainer.train()
+
+
+def test_tensors_of_all_rows_are_split_as_trl_lays_them_out() -> None:
+    """By patches, by images, or one of each row, whose number of images it is filled up to."""
+    grids = torch.tensor([[1, 2, 2], [1, 4, 2], [1, 2, 2]])
+    patches = {"pixel_values": torch.arange(16), "image_grid_thw": grids, "mm_token_type_ids": torch.zeros(4, 9)}
+    rows = images_of_rows(4, patches | {"num_images": [1, 0, 2, 0], "compute_aux_loss": False, "num_tiles": None})
+    assert [None if row is None else row.tensors["pixel_values"].tolist() for row in rows] == [
+        [0, 1, 2, 3], None, list(range(4, 16)), None,
+    ]  # fmt: skip
+    assert rows[2] is not None
+    assert rows[2].tensors["image_grid_thw"].tolist() == grids[1:].tolist()
+    crops = {"pixel_values": torch.arange(3), "image_sizes": torch.arange(3), "num_images": [2, 1]}
+    assert [row.tensors["image_sizes"].tolist() for row in images_of_rows(2, crops) if row] == [[0, 1], [2]]
+    tiles = {"pixel_values": torch.zeros(3, 2, 3), "pixel_attention_mask": torch.ones(3, 2), "num_images": [2, 1, 0]}
+    assert [row and len(row.tensors["pixel_values"]) for row in images_of_rows(3, tiles)] == [1, 1, None]
+    with pytest.raises(ValueError, match="compute_aux_loss, num_tiles: not followed over prefix trees"):
+        images_of_rows(1, {"num_tiles": [1], "compute_aux_loss": True})
 
 
 def test_adjacent_rows_are_one_prompt_where_tokens_and_images_are_equal() -> None:

@@ -74,7 +74,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 8, "attention_head_dim": 32, "attention_hidden_size": 128},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 32, "attention_hidden_size": 128},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What one architecture asks for beside; a dictionary under the name of a part is for that part."""

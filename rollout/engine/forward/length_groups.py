@@ -31,10 +31,15 @@ class LengthGroup:
     """[K], their rows."""
     column: IntArray
     """[K], their indices in `columns`."""
+    begins: bool
+    """Whether each piece is the first of its sequence, and longer than a token."""
 
 
 def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterator[LengthGroup]:
     """Groups of pieces of equal length, in an order in which every piece follows those before it in its sequence.
+
+    First pieces are apart from others, as some layers compute a prompt from its beginning by another function than what
+    follows: which one must not depend on a sequence's neighbours.
 
     Args:
         keep: [K] packed positions whose logits are wanted.
@@ -43,8 +48,9 @@ def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterat
     """
     member, begin, length, turn = _pieces(rows, continues)
     piece_of = np.searchsorted(begin, keep, side="right") - 1
-    for now, size in sorted(set(zip(turn.tolist(), length.tolist(), strict=True))):
-        chosen = np.flatnonzero((turn == now) & (length == size))
+    begins = (rows.positions[begin] == 0) & (length > 1)
+    for now, size, first in sorted(set(zip(turn.tolist(), length.tolist(), begins.tolist(), strict=True))):
+        chosen = np.flatnonzero((turn == now) & (length == size) & (begins == first))
         places = np.flatnonzero(np.isin(piece_of, chosen))
         columns, column = np.unique(keep[places] - begin[piece_of[places]], return_inverse=True)
         positions = begin[chosen][:, None] + np.arange(size)
@@ -63,6 +69,7 @@ def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterat
             places=places,
             row=np.searchsorted(chosen, piece_of[places]),
             column=column,
+            begins=first,
         )
 
 

@@ -3,6 +3,9 @@
 Layers that keep a state per sequence ask the forward's cache for it (`get_conv_state`, `get_recurrent_state`) and hand back
 the next one, or change it in place. `StateRows` answers with rows of the engine's state pool. A sequence without tokens has
 a state of zeros, so every forward continues one. K and V of attention layers pass through: the paged attention keeps them.
+
+MiniMax's lightning attention asks by names of its own (`get_linear_cache`, `set_linear_cache`); given a state it computes
+position by position, and a prompt in blocks only where there is none.
 """
 
 from __future__ import annotations
@@ -87,6 +90,14 @@ class ProbedStates(_NoKV):
         )
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """None: there is no state before the first token."""
+        return None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Record a recurrence of state `linear_cache` [1, heads, head size, head size]."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def _record(self, key: StateKey, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._found[key] = StateShape(key, shape, dtype)
 
@@ -96,11 +107,13 @@ class StateRows(_NoKV):
 
     Args:
         slots: [B] their slots in the pool, all different.
+        begins: none of them has a token before this forward.
     """
 
-    def __init__(self, pool: StatePool, slots: NDArray[np.int32]) -> None:
+    def __init__(self, pool: StatePool, slots: NDArray[np.int32], *, begins: bool = False) -> None:
         super().__init__()
         self._pool = pool
+        self._begins = begins
         self._rows: dict[StateKey, Tensor] = {}
         first = int(slots[0])
         # Neighbouring slots are used where they lie, others are gathered and scattered.
@@ -130,6 +143,14 @@ class StateRows(_NoKV):
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Replace the state [B, heads, ...]; returns it."""
         return self._row(StateKey(layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """[B, heads, head size, head size], may be changed in place; None where all sequences begin."""
+        return None if self._begins else self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Replace the state [B, heads, head size, head size]."""
+        self.update_recurrent_state(linear_cache, layer_idx)
 
     def flush(self) -> None:
         """Write gathered states back into the pool."""

@@ -18,7 +18,7 @@ def rows_of(counts: list[int], starts: list[int]) -> PagedRows:
 
 
 @pytest.mark.parametrize(
-    ("continues", "shapes"), [(True, [(2, 1), (1, 2), (2, 3)]), (False, [(4, 1), (1, 3), (2, 1), (1, 1)])]
+    ("continues", "shapes"), [(True, [(2, 1), (1, 2), (1, 3), (1, 3)]), (False, [(4, 1), (1, 3), (2, 1), (1, 1)])]
 )
 @pytest.mark.parametrize("keep", [[0, 1, 4, 6, 7, 8, 9], [], [9, 3]])
 def test_every_position_runs_once_after_those_before_it_and_every_kept_one_is_found(continues, shapes, keep):
@@ -28,6 +28,7 @@ def test_every_position_runs_once_after_those_before_it_and_every_kept_one_is_fo
     for group, shape in zip(length_groups(rows, kept, continues=continues), shapes, strict=True):
         assert group.positions.shape == shape
         assert len(set(group.members.tolist())) == len(group.members)
+        assert group.begins == (shape[1] > 1 and all(last[member] == 0 for member in group.members.tolist()))
         for member, packed, at in zip(group.members, group.positions, group.rows.positions.reshape(shape), strict=True):
             assert at[0] == last[member], "a piece ran before the one it follows"
             last[member] = at[-1] + 1

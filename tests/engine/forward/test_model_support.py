@@ -66,7 +66,6 @@ def dynamic_rope() -> hf.PreTrainedModel:
         (lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=VOCAB, d_model=48, n_layers=2, n_heads=4)),
          "Mpt.*0 of 2 layers"),
         (lambda: small("recurrent_gemma"), "1 of 4 layers go through transformers' attention interface"),
-        (lambda: small("minimax"), "no attribute 'get_linear_cache'"),
         (diffusion, "DiffusionGemmaForBlockDiffusion makes whole blocks of tokens by denoising"),
         (lambda: small("xlstm"), "honours logits_to_keep"),
         (lambda: make_model("llama4", floor_scale=512),
@@ -84,7 +83,7 @@ def dynamic_rope() -> hf.PreTrainedModel:
         (lambda: nn.Linear(2, 2), "Linear is no Hugging Face PreTrainedModel.*pass the model itself"),
         (lambda: nn.Sequential(make_model("qwen3")), "Sequential is no Hugging Face PreTrainedModel"),
     ],
-    ids=["falcon", "bloom", "gpt-j", "mpt", "recurrent-gemma", "minimax", "diffusion", "xlstm", "llama-4", "sinks", "doge",
+    ids=["falcon", "bloom", "gpt-j", "mpt", "recurrent-gemma", "diffusion", "xlstm", "llama-4", "sinks", "doge",
          "t5", "bert", "longrope", "no head", "classifier", "plain module", "wrapper"],
 )  # fmt: skip
 def test_a_model_that_cannot_be_served_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:

@@ -17,7 +17,7 @@ from tests.trees import distance, gradient, in_float64, make_batch, padded_logpr
 
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
 
-NOT_IN_TREES = ("gpt_oss", "llama4", "qwen3_next", "falcon_h1", "lfm2")
+NOT_IN_TREES = ("gpt_oss", "llama4", "qwen3_next", "falcon_h1", "lfm2", "minimax")
 
 
 def model_of(name: str, attention: str = "eager"):
