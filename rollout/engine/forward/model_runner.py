@@ -30,7 +30,7 @@ from rollout.engine.forward.fused_forward import BoundForward, FusedForward
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
-from rollout.engine.forward.recurrent_states import StateRows
+from rollout.engine.forward.recurrent_states import PackedStates, StateRows
 from rollout.engine.forward.routers import Routers
 from rollout.engine.forward.step_rows import pack
 from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
@@ -332,8 +332,12 @@ class ModelRunner:
         images: StepImages | None,
     ) -> Tensor:
         parts, places = [], []
-        for group in length_groups(rows, keep, continues=self.layout.continues):
-            cache = StateRows(pool, states[group.members], begins=group.begins)
+        packs = self.layout.packs and images is None
+        for group in length_groups(rows, keep, continues=self.layout.continues, packs=packs):
+            slots = states[group.members]
+            cache: StateRows | PackedStates = StateRows(pool, slots, begins=group.begins)
+            if group.packed:
+                cache = PackedStates(pool, slots, group.rows.offsets)
             pictured = None if images is None else images.part(group.positions.ravel())
             logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
@@ -348,7 +352,7 @@ class ModelRunner:
         ids: NDArray[np.int64],
         rows: PagedRows,
         keep: NDArray[np.int64],
-        states: StateRows | None = None,
+        states: StateRows | PackedStates | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
         """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L] at positions `keep` (none: the last) of
@@ -368,7 +372,7 @@ class ModelRunner:
         batch = PagedBatch(
             self.cache, layout.layer_of, slots, attention, layout.mask_windows, layout.chunks, write, causal
         )
-        cache = {} if states is None else {layout.cache_argument: states}
+        cache = {} if states is None else {layout.cache_argument: states, **states.arguments}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
