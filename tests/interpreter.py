@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-CANNOT_LOOP = 77
-"""Exit status of a file that finds an interpreter which cannot run loops with the installed numpy."""
+CANNOT_LOOP = "only 0-dimensional arrays can be converted to Python scalars"
+"""What the interpreter of an older Triton says in a loop, with a numpy of stricter rules about scalars."""
 
 
 def assert_holds_interpreted(file: str, *options: str) -> None:
@@ -21,7 +21,7 @@ def assert_holds_interpreted(file: str, *options: str) -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
-    if done.returncode == CANNOT_LOOP:
+    if CANNOT_LOOP in done.stdout:
         pytest.skip("this Triton's interpreter cannot loop with this numpy")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout

@@ -84,6 +84,7 @@ class Life:
         name = pick(sorted(architectures))
         changes = architectures[name](self.draw)
         self.recurrent = name in RECURRENT
+        self.ahead = seed % 3 != 1
         self.policy = Policy(make_model(name, seed=seed, **changes), seed)
         self.options: dict[str, Any] = self.configuration() | {
             "max_staleness": pick([None, None, 0, 1, 2]),
@@ -166,7 +167,7 @@ class Life:
     def step(self) -> None:
         """Of the engine, if it has work."""
         if self.engine.has_unfinished:
-            self.take(self.engine.step())
+            self.take(self.engine.step(ahead=self.ahead))
 
     def abort(self) -> None:
         """One sample, or its whole group."""

@@ -23,7 +23,7 @@ def findings(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
-    stages = ["env", "poison", "truth", "fused", "exact", "speed", "ways", "top_p", "memory"]
+    stages = ["env", "poison", "truth", "fused", "exact", "speed", "without", "ways", "top_p", "memory"]
     assert first_run.main([*stages, "--out", str(tmp_path), *ON_A_CPU]) == 0
     found = findings(tmp_path)
     assert [each["name"] for each in found if each["what"] == "stage"] == stages
@@ -38,7 +38,8 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     labels = [each["label"] for each in found if each["what"] == "decode step"]
     assert labels == [
         "bf16, fused_forward=True", "bf16, fused_forward=False", "fp32, autocast_dtype, fused_forward=True",
-        "fp32, autocast_dtype, fused_forward=False", "bf16", "fp32, autocast_dtype", "fp32, autocast around the call",
+        "fp32, autocast_dtype, fused_forward=False", "bf16", "2 samples a prompt, with all parts",
+        "fp32, autocast_dtype", "fp32, autocast around the call",
         "fp32, a bf16 copy", "fp32, autocast in the forward",
     ]  # fmt: skip
     steps = [each for each in found if each["what"] == "decode step"]

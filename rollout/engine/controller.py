@@ -13,7 +13,7 @@ from transformers.video_utils import VideoMetadata
 
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
-from rollout.engine.forward.trial_forwards import paged_logits
+from rollout.engine.forward.trial_forwards import difference
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
@@ -269,7 +269,7 @@ class TextGenerationController:
         return logits
 
     def verify_model(self, length: int) -> None:
-        """Compare `length` tokens in chunks through the paged path with the model's own forward.
+        """Compare `length` tokens in chunks through the paged path with the model's own forward, along the same routes.
 
         This catches state that travels between positions by other ways than attention.
 
@@ -279,18 +279,16 @@ class TextGenerationController:
         if length < 2:
             return
         tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
-        expected = self.forward_logits(tokens).float()
         cuts = [length - length // 2]
         if self.layout.states and length > cuts[0] + 1:
             # Recurrent layers compute a single token by another function than a chunk.
             cuts.append(length - 1)
         tolerance = 2e-3 if self.layout.narrowest_dtype == torch.float32 else 1e-1
 
-        def distance() -> float:
-            paged = paged_logits(self.runner, tokens, *cuts).float()
-            return float((paged - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+        def measured() -> float:
+            return difference(self.runner, tokens, cuts, self.forward_logits, tolerance)
 
-        worst = distance()
+        worst = measured()
         if not worst <= tolerance and self.runner.fused is not None and not self.runner.exact:
             _log.warning(
                 "%s: the fused forward differs from the model's own by %.3g of the largest logit, so the model's own "
@@ -299,7 +297,7 @@ class TextGenerationController:
                 worst,
             )
             self.runner.drop_fused("it differs from the model's own forward")
-            worst = distance()
+            worst = measured()
         if not worst <= tolerance:
             implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
             raise UnsupportedModelError(

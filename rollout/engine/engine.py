@@ -252,8 +252,12 @@ class DynamicInferenceEngine(GroupMember):
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[DynamicInferenceRequestRecord]:
+    def step(self, *, ahead: bool = False) -> list[DynamicInferenceRequestRecord]:
         """Schedule, execute, update. Returns the records that have ended since the last step, each exactly once.
+
+        Args:
+            ahead: make further decode steps in the same call, for about 25 ms, where all of it can be done in C++: until a
+                sample ends, another thread waits for the engine, or `ask_for_boundary` is called. The tokens are the same.
 
         Requests that were accepted while other adapters acted than now wait until these act again; those that were
         running give up their KV then, what is left of it in the prefix cache excepted.
@@ -263,10 +267,14 @@ class DynamicInferenceEngine(GroupMember):
             EngineDeadError: too many steps in a row have failed.
         """
         with self._lock:
-            self._step()
+            self._step(ahead=ahead)
             return self.take_ended()
 
-    def _step(self) -> None:
+    def ask_for_boundary(self) -> None:
+        """Let a `step(ahead=True)` that is being made end as soon as it can; from any thread, without waiting."""
+        self._lock.ask()
+
+    def _step(self, *, ahead: bool = True) -> None:
         """Leaves the records that have ended in the ledger."""
         with self._lock:
             if self._lifecycle.cause_of_death is not None and self._ledger.ended:
@@ -277,7 +285,7 @@ class DynamicInferenceEngine(GroupMember):
                 self._guard.refuse_scattered()
                 self.weights.gather()
             with interrupt_deferred(), plain_tensors():
-                self._stepper.step()
+                self._stepper.step(ahead=ahead)
                 if self._lifecycle.cause_of_death is not None:
                     self._moved()
 

@@ -51,6 +51,11 @@ class EngineInspection(EngineParts):
         """The step that was scheduled last; None: there was nothing to run."""
         return self._stepper.last
 
+    @property
+    def last_step_count(self) -> int:
+        """How many decode steps the last call of `step` that ran anything has made; 1 where it had prefill chunks."""
+        return self._stepper.made
+
     def refuse_when_nothing_can_run(self) -> None:
         """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now, or for nothing."""
         if not self._ledger.live or self.has_unfinished:

@@ -170,7 +170,7 @@ class EngineParts:
             layout.device,
             int(self.config.image_cache_memory_gb * 1024**3),
             min(self.config.max_tokens_per_step, self.max_sequence_length),
-            alone=self.group is None,
+            together=None if self.leader is None else self.leader.encode,
         )
         # Collectives inside a forward are not captured.
         captured = self.config.cuda_graphs and routers is None and self.peers is None
@@ -192,6 +192,7 @@ class EngineParts:
             lockstep=self.lockstep,
             autocast=self._autocast,
             states=self.states,
+            asked=self._lock.asked,
         )
         if self.config.exact:
             if self.weights.collective or self.weights.tensor_parallel_mesh is not None:
@@ -292,7 +293,8 @@ class EngineParts:
         self._staleness = Staleness(self.config, scheduler, self._ledger, self._admission, failures)
         forward = ForwardKey(model, self.controller.layout.device, self._autocast)
         self._stepper = Stepper(
-            scheduler, self.controller, self._ledger, failures, forward, variant, self.stats, self.tap, self._make_room
+            scheduler, self.controller, self._ledger, failures, forward, variant, self.stats, self.tap, self._make_room,
+            self._lock,
         )  # fmt: skip
 
     def _make_room(self, exc: BaseException) -> bool:

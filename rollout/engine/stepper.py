@@ -16,6 +16,7 @@ from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import EngineDeadError, EngineStateError
+from rollout.threads.fair_lock import FairLock
 from rollout.tracing.recorder import EngineLog, EngineTap
 
 
@@ -28,9 +29,11 @@ class Stepper:
         stats: for the message of an error that must not happen.
         tap: hears of every step while a trace is recorded.
         make_room: frees device memory after a step ran out of it, at the cost of all KV; False: there is none to free.
+        lock: the engine's.
 
     Attributes:
         last: the step that was scheduled last; None: there was nothing to run.
+        made: how many decode steps the last call that ran anything has made; 1 where it had prefill chunks.
     """
 
     _scheduler: Scheduler
@@ -42,16 +45,26 @@ class Stepper:
     _stats: Callable[[], dict[str, float]]
     _tap: EngineTap
     _make_room: Callable[[BaseException], bool]
+    _lock: FairLock
     last: ScheduledStep | None = None
+    made: int = 1
 
-    def step(self) -> None:
-        """Schedule, execute, update; records that end are in the ledger."""
+    def step(self, *, ahead: bool = False) -> None:
+        """Schedule, execute, update; records that end are in the ledger.
+
+        Args:
+            ahead: make several decode steps in one call where nothing needs Python in between.
+        """
         log = self._tap.log
         if log is not None:
             log.step_begins()
         try:
             variant = self.follow_forward()
-            step = self.last = self._scheduler.schedule()
+            step = self._scheduler.schedule()
+            runs = self._controller.runner.runs if ahead and not self._lock.wanted else None
+            if step is not None and runs is not None and runs.serve(step, self._controller.constraints):
+                step = self._scheduler.run_ahead(step)
+            self.last = step
             if step is None and not self._ledger.ended and self._scheduler.has_work(variant):
                 raise EngineStateError(f"no request can run, which must not happen; please report: {self._stats()}")
         except BaseException as exc:
@@ -81,6 +94,7 @@ class Stepper:
         try:
             self._admit(step)
             sampled = self._controller.runner.execute(step)
+            self._lock.heard()
         except EngineDeadError as exc:
             self._failures.die(exc)
             return
@@ -103,11 +117,12 @@ class Stepper:
                 raise
             return
         self._failures.step_succeeded()
-        self._ledger.counters["steps"] += 1
+        self.made = sampled.steps
+        self._ledger.counters["steps"] += sampled.steps
         for sample in ended:
             self._ledger.collect(sample)
         if log is not None:
-            log.step_ends(step, self._scheduler)
+            log.step_ends(step, self._scheduler, sampled.steps)
 
     def _contain(self, step: ScheduledStep, exc: Exception) -> None:
         if isinstance(exc, torch.OutOfMemoryError):

@@ -111,7 +111,7 @@ class Delivery:
         fresh = set() if step is None else {sample.record.request_id for sample in step.prefills}
         due: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, (group, stream) in self._streams.items():
-            group.steps += 1
+            group.steps += self._engine.last_step_count
             if (
                 everything
                 or number in fresh

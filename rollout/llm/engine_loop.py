@@ -135,7 +135,7 @@ class EngineLoop:
                     self._deadlines = [each for each in self._deadlines if each[1] in self._groups]
                     heapq.heapify(self._deadlines)
                 heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, number))
-            self._changed.notify_all()
+            self._notify()
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
         """End these groups (None: all) at the next step boundary.
@@ -162,7 +162,7 @@ class EngineLoop:
                 aborted.set_result(0)
             else:
                 self._commands.append(act)
-                self._changed.notify_all()
+                self._notify()
         return aborted
 
     # --- weights ----------------------------------------------------------------------------------------------------
@@ -178,7 +178,12 @@ class EngineLoop:
         """Look at the engine again: its state has changed, or it has new work."""
         with self._changed:
             self._moved = True
-            self._changed.notify_all()
+            self._notify()
+
+    def _notify(self) -> None:
+        """End the thread's wait, or the run of steps that it makes; the caller holds `_changed`."""
+        self._changed.notify_all()
+        self.engine.ask_for_boundary()
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class EngineLoop:
             with ExitStack() as installed:
                 installed.enter_context(engine.installation)
                 while True:
-                    ended = engine.step()
+                    ended = engine.step(ahead=True)
                     self._apply()
                     going_on = self._has_work() and not engine.wanted and not self._closed
                     if not going_on:
@@ -305,7 +310,7 @@ class EngineLoop:
         """Fail open groups by name, stop the engine and end the thread. Harmless when repeated."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._notify()
         if self.engine.state is not EngineState.STOPPED:
             self.engine.pause()
             self.engine.stop()

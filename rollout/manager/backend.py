@@ -74,7 +74,7 @@ class Backend(Protocol):
         return False
 
     def wake(self) -> None:
-        """End a `wait` on another thread."""
+        """End a `wait` on another thread, or the run of steps that it makes."""
         return
 
     def report_idle(self) -> None:
@@ -192,6 +192,10 @@ class LocalBackend(Backend):
         """Whether the engine has nothing to do."""
         return not self._engine.has_unfinished
 
+    def wake(self) -> None:
+        """End the run of steps that another thread makes."""
+        self._engine.ask_for_boundary()
+
     def wait(self, timeout_s: float) -> None:
         """Return immediately; raise `EngineStateError` if nothing can progress."""
         if not self._engine.has_unfinished:
@@ -203,7 +207,7 @@ class LocalBackend(Backend):
 
     def step(self) -> list[DynamicInferenceRequest]:
         """Make one step. Samples that have ended, merged."""
-        return _merged(self._engine.step())
+        return _merged(self._engine.step(ahead=True))
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
         """Samples that ended between two steps."""

@@ -6,6 +6,7 @@ thread's `pause` waits for thousands of steps.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 from rollout.diagnosis import thread_name
@@ -13,13 +14,27 @@ from rollout.threads.interrupts import interrupt_deferred
 
 
 class FairLock:
-    """Reentrant lock; a waiting thread gets it before its last holder can reacquire it."""
+    """Reentrant lock; a waiting thread gets it before its last holder can reacquire it.
+
+    Attributes:
+        asked: 1 since another thread began to wait or called `ask`, until the holder's `heard`: for code of the holder that
+            runs without the interpreter.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
+        self.asked = ctypes.c_int32(0)
+
+    def ask(self) -> None:
+        """Ask the holder to come to an end soon, though no thread waits for the lock; from any thread."""
+        self.asked.value = 1
+
+    def heard(self) -> None:
+        """Note that the holder looks at everything it can be asked for from here on; those that wait stay `wanted`."""
+        self.asked.value = 0
 
     @property
     def wanted(self) -> bool:
@@ -39,7 +54,9 @@ class FairLock:
             with interrupt_deferred():
                 # `_next` is held by the first waiter: the last holder queues behind it.
                 with self._next:
-                    self._lock.acquire()
+                    if not self._lock.acquire(blocking=False):
+                        self.ask()
+                        self._lock.acquire()
                 self._owner = me
                 self._depth = 1
         except BaseException:

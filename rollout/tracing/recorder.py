@@ -101,8 +101,8 @@ class EngineLog:
         """The step is scheduled, or executed."""
         self._marks.append(self.clock())
 
-    def step_ends(self, step: ScheduledStep, scheduler: Scheduler) -> None:
-        """The step's tokens are booked."""
+    def step_ends(self, step: ScheduledStep, scheduler: Scheduler, made: int = 1) -> None:
+        """The step's tokens are booked, those of `made` decode steps in one call."""
         if len(self.steps) >= MAX_ROWS:
             self.dropped += 1
             return
@@ -114,7 +114,7 @@ class EngineLog:
         self.steps.append(
             StepRow(
                 start, scheduled, executed, self.clock(), decodes, entries - decodes,
-                int(step.counts[decodes:].sum()) if entries > decodes else 0, len(step.sampled_rows),
+                int(step.counts[decodes:].sum()) if entries > decodes else 0, made * len(step.sampled_rows),
                 scheduler.num_active, allocator.num_used, allocator.num_cached, allocator.num_free,
                 *on_host, counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
             )

@@ -11,6 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import exact
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import prefix_sharing
+from rollout.engine.forward.cuda_switches import SWITCHES, VARIABLE
 from rollout.sampling_params import SamplingParams
 from tests.engines import (
     assert_greedy,
@@ -149,6 +151,19 @@ def test_windows_prefixes_mixed_steps_and_preemption_give_the_tokens_of_the_modu
     assert len(done) == 4
     for request in done.values():
         assert_greedy(name, request, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("part", SWITCHES)
+def test_without_a_part_of_the_captured_path_the_tokens_are_the_same(part: str, monkeypatch) -> None:
+    monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 1)
+    found = []
+    for off in ("", part):
+        monkeypatch.setenv(VARIABLE, off)
+        engine = engine_of(deep_model(torch.float32, layers=4))
+        requests = engine.generate([token_ids(size, size) for size in (530, 700, 20)], at_random(40, n=4))
+        assert captured(engine)
+        found.append([request.generated_tokens for request in requests])
+    assert found[0] == found[1]
 
 
 def test_a_decode_step_never_waits_for_the_device_but_for_its_tokens() -> None:

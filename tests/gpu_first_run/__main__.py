@@ -2,8 +2,9 @@
 
     python -m tests.gpu_first_run STAGE [STAGE ...] [--out FOLDER] [--device cuda:0] [--sizes 0.6b,8b]
 
-Stages, in a good order: env kernels poison truth fused exact, then speed tune top_p ways, then memory. One JSON object
-per finding, printed and appended to FOLDER/findings.jsonl. A stage that fails or exceeds its time does not harm the next.
+Stages, in a good order: env kernels poison truth fused exact, then speed without tune top_p ways, then memory. One JSON
+object per finding, printed and appended to FOLDER/findings.jsonl. A stage that fails or exceeds its time does not harm the
+next.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import torch
 from tests.gpu_first_run import exact_mode, exactness, memory, speed
 from tests.gpu_first_run.findings import SHAPES, Run
 from tests.gpu_first_run.fused import fused
+from tests.gpu_first_run.without import without
 
 STAGES: dict[str, tuple[Callable[[Run], None], int]] = {
     "env": (speed.env, 60), "kernels": (exactness.kernels, 90), "poison": (memory.poison, 60),
     "truth": (exactness.truth, 150), "fused": (fused, 240), "exact": (exact_mode.exact_mode, 240),
     "speed": (speed.speed, 240), "tune": (speed.tune, 240), "top_p": (speed.top_p, 40), "ways": (speed.ways, 90),
-    "memory": (memory.memory, 120),
+    "without": (without, 240), "memory": (memory.memory, 120),
 }  # fmt: skip
 """Stage → what runs, and the seconds that it may take of a GPU's time."""
 

@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kernels import triton_draw, triton_paged
+from rollout.engine.kernels import decode_parts, triton_draw, triton_paged
+from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
@@ -101,8 +102,17 @@ def ways(run: Run) -> None:
 
 
 def decode_steps(
-    run: Run, model: PreTrainedModel, size: str, batch: int, context: int, label: str, **options: Any
+    run: Run,
+    model: PreTrainedModel,
+    size: str,
+    batch: int,
+    context: int,
+    label: str,
+    *,
+    samples: int = 1,
+    **options: Any,
 ) -> None:
+    """Time the steps of `batch` sequences, `samples` of each prompt."""
     shape = SHAPES[size]
     per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * HEAD_DIM * 2
     weights = sum(parameter.numel() for parameter in model.parameters()) * 2
@@ -113,8 +123,8 @@ def decode_steps(
     chosen = {"kv_cache_memory_gb": need if run.cuda else 0.05, "max_requests": batch, "max_tokens_per_step": 8192,
               "max_sequence_length": 40960, "verify_model": False, "enable_prefix_caching": False}  # fmt: skip
     with run.engine(model, **chosen, **options) as engine:
-        for prompt in prompts(model, batch, context, context):
-            engine.add_request(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True))
+        for prompt in prompts(model, batch // samples, context, context):
+            engine.add_request(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True, n=samples))
         scheduler = engine.context.scheduler
         with engine.installation:
             start, prefills = time.perf_counter(), 0
@@ -134,7 +144,7 @@ def decode_steps(
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
         floor_ms=floor * 1e3, of_floor=floor / step, device_ms=busy, idle_ms=step * 1e3 - busy, kernels=count,
-        host_ms=host, prefill_tokens_s=batch * context / prefill, prefill_steps=prefills, first_step_s=first,
+        host_ms=host, prefill_tokens_s=batch // samples * context / prefill, prefill_steps=prefills, first_step_s=first,
         **captured(engine), longest=longest,
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
@@ -203,7 +213,7 @@ def tune(run: Run) -> None:
     paged = triton_paged.load(run.device)
     if paged is None:
         raise RuntimeError("the Triton kernels do not load; see the warning above")
-    plan, split = triton_paged._plan, triton_paged.SPLIT
+    plan, split = triton_paged._plan, decode_parts.SPLIT
     try:
         for batch, context, heads, kv_heads in ((64, 1024, 16, 8), (64, 4096, 32, 8), (256, 1024, 32, 8)):
             found = sorted(_attention_rates(run, paged, batch, context, heads, kv_heads), reverse=True)
@@ -214,7 +224,7 @@ def tune(run: Run) -> None:
             )  # fmt: skip
             run.collect()
     finally:
-        triton_paged._plan, triton_paged.SPLIT = plan, split
+        triton_paged._plan, decode_parts.SPLIT = plan, split
 
 
 def _attention_rates(
@@ -228,11 +238,11 @@ def _attention_rates(
     last = torch.full((batch,), context - 1, device=run.device, dtype=torch.int32)
     for span, warps, stages, split in product((64, 128), (4, 8), (2, 3), (256, 512)):
         tiles = triton_paged._Plan(16, span, warps, stages)
-        triton_paged._plan, triton_paged.SPLIT = lambda *_, tiles=tiles: tiles, split
+        triton_paged._plan, decode_parts.SPLIT = lambda *_, tiles=tiles: tiles, split
+        parts = DecodeParts(last, batch * decode_parts.num_splits(context))
+        attend = partial(paged.decode_with_lse, query, keys, values, table, last, None, HEAD_DIM**-0.5, parts=parts)
         try:
-            took = seconds(
-                run, lambda: paged.decode_with_lse(query, keys, values, table, last, None, HEAD_DIM**-0.5), 20
-            )
+            took = seconds(run, attend, 20)
         except Exception as exc:  # noqa: BLE001 - a tile that the device has no room for
             run.say("a tile that does not work", tile=(span, warps, stages, split), why=str(exc)[:100])
             continue

@@ -430,7 +430,7 @@ def watched_steps(llm: LLM, pending: list[RequestFuture], monkeypatch: pytest.Mo
     seen: list[list[bool]] = []
     step = llm.engine.step
 
-    def watched() -> Any:
+    def watched(**_: object) -> Any:
         seen.append([each.done() for each in pending])
         return step()
 
@@ -545,7 +545,7 @@ def test_a_step_that_raises_a_bug_fails_what_is_open_and_every_later_call_by_its
 ) -> None:
     with nothing_is_left(), blocking() as llm:
 
-        def fail() -> None:
+        def fail(**_: object) -> None:
             raise AssertionError("a bug")
 
         async def read_it(llm: LLM) -> None:
@@ -828,7 +828,7 @@ def test_a_thread_of_steps_that_fails_leaves_its_requests_to_other_ranks(monkeyp
         shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True, coordinator_config=coordinator
     ) as llm:
 
-        def fail() -> None:
+        def fail(**_: object) -> None:
             raise AssertionError("a bug")
 
         monkeypatch.setattr(llm.engine, "step", fail)

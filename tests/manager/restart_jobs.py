@@ -72,7 +72,7 @@ def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal
     attach(run.optimizer, run.rollout)
     step = run.rollout.engine.step
 
-    def step_aloud() -> Any:
+    def step_aloud(**_: object) -> Any:
         pipe.send_bytes(b"step")
         return step()
 

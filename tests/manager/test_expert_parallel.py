@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import transformers
+from transformers.distributed import DistributedConfig
 
 from tests.manager import expert_parallel_jobs as jobs
 from tests.manager import tensor_parallel_jobs
-from tests.manager.test_tensor_parallel import assert_same, saved
-from tests.models import make_model
+from tests.manager.test_tensor_parallel import assert_same, saved, whole
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "ep_size" not in inspect.signature(DistributedConfig).parameters,
+        reason=f"transformers {transformers.__version__} splits no experts over ranks: 5.21 does",
+    ),
+]
 
 SHARED = {"tp_size": 2, "ep_size": 2}
 """The ranks share every batch."""
@@ -29,7 +39,7 @@ def test_a_group_with_split_experts_samples_what_one_process_samples(nursery, tm
     names = ["qwen3_moe", "mixtral"]
     alone = []
     for name in names:
-        with make_rollout(make_model(name, tie_word_embeddings=False), record_routes=True) as rollout:
+        with make_rollout(whole(name), record_routes=True) as rollout:
             batch = rollout.generate(jobs.PROMPTS, jobs.GREEDY)
             alone.append((jobs.shown(batch), jobs.routes_of(batch)))
     folders = [saved(name, tmp_path / name) for name in names]
@@ -43,7 +53,7 @@ def test_a_group_with_split_experts_samples_what_one_process_samples(nursery, tm
 
 @pytest.mark.parametrize("coordinator", [False, True], ids=["each for itself", "coordinator"])
 def test_ranks_that_exchange_tokens_sample_their_own_prompts(nursery, folder, coordinator):
-    model = make_model("qwen3_moe", tie_word_embeddings=False)
+    model = whole("qwen3_moe")
     answers = run_together(nursery, 2, jobs.exchanges, folder=folder, coordinator=coordinator)
     with make_rollout(model, record_routes=True) as rollout:
         own = [rollout.generate(jobs.of_rank(rank), jobs.GREEDY) for rank in (0, 1)]
@@ -66,7 +76,7 @@ def test_ranks_that_exchange_tokens_sample_their_own_prompts(nursery, folder, co
 
 def test_a_rank_that_fails_outside_of_its_experts_leaves_the_others_unharmed(nursery, folder):
     answers = run_together(nursery, 2, jobs.fails, folder=folder)
-    with make_rollout(make_model("qwen3_moe", tie_word_embeddings=False)) as rollout:
+    with make_rollout(whole("qwen3_moe")) as rollout:
         alone = [jobs.shown(rollout.generate(jobs.of_rank(rank), jobs.GREEDY)) for rank in (0, 1)]
     name = "the expert-parallel group of ranks 0, 1"
     for rank, told in enumerate(answers):

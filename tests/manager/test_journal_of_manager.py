@@ -88,7 +88,7 @@ def test_nothing_is_computed_for_groups_that_were_finished(tmp_path, model):
     first = rollout.generate([[5], [6]], LONG, metadata=["a", "b"])
     kill(rollout)
     rollout = start(model, tmp_path, state)
-    rollout.engine.step = lambda: pytest.fail("computed again")
+    rollout.engine.step = lambda **_: pytest.fail("computed again")
     again = rollout.generate([[5], [6]], LONG, metadata=["a", "b"])
     assert (completions(again), again.metadata) == (completions(first), first.metadata)
     del rollout.engine.step
@@ -105,7 +105,7 @@ def test_a_call_that_is_refused_leaves_what_was_finished_for_the_next(tmp_path, 
     rollout = start(model, tmp_path, state)
     with pytest.raises(InvalidRequestError, match=r"prompts\[2\]"):
         rollout.generate([[5], [5], [1] * 5000], LONG)
-    rollout.engine.step = lambda: pytest.fail("computed again")
+    rollout.engine.step = lambda **_: pytest.fail("computed again")
     assert completions(rollout.generate([[5], [5]], LONG)) == completions(first)
     kill(rollout)
 
@@ -122,7 +122,7 @@ def test_a_group_that_a_full_disk_kept_out_is_appended_with_the_next(tmp_path, m
     rollout.generate([[7]], SHORT)
     kill(rollout)
     rollout = start(model, tmp_path, state)
-    rollout.engine.step = lambda: pytest.fail("computed again")
+    rollout.engine.step = lambda **_: pytest.fail("computed again")
     assert completions(rollout.generate([[5], [6]], LONG)) == completions(first)
     kill(rollout)
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_cannot_be_made_leaves_the_journal_to_the_last_that_wa
                 rollout.state_dict()
     kill(rollout)
     rollout = start(model, tmp_path, state)
-    rollout.engine.step = lambda: pytest.fail("computed again")
+    rollout.engine.step = lambda **_: pytest.fail("computed again")
     assert completions(rollout.generate([[5], [6]], LONG)) == completions(first)
     kill(rollout)
 
@@ -153,7 +153,7 @@ def test_what_was_finished_after_a_checkpoint_that_does_not_load_is_nobodys(tmp_
         failing.setattr(rollout.engine, "weights_updated", lambda version: (_ for _ in ()).throw(KeyError("no")))
         with pytest.raises(KeyError):
             rollout.load_state_dict(state)
-    rollout.engine.step = lambda: (_ for _ in ()).throw(KeyError("computed anew"))
+    rollout.engine.step = lambda **_: (_ for _ in ()).throw(KeyError("computed anew"))
     with pytest.raises(KeyError, match="computed anew"):
         rollout.generate([[5]], LONG)
     kill(rollout)
@@ -165,7 +165,7 @@ def test_after_the_next_checkpoint_it_is_not_handed_out_a_second_time(tmp_path, 
     state = rollout.state_dict()
     kill(rollout)
     rollout = start(model, tmp_path, state)
-    rollout.engine.step = lambda: (_ for _ in ()).throw(KeyError("computed anew"))
+    rollout.engine.step = lambda **_: (_ for _ in ()).throw(KeyError("computed anew"))
     with pytest.raises(KeyError, match="computed anew"):
         rollout.generate([[5]], LONG)
     kill(rollout)

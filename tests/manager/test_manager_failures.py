@@ -42,7 +42,7 @@ def test_a_deadline_leaves_everything_in_flight(model):
     rollout = make_rollout(model, clock=clock)
     step = rollout.engine.step
 
-    def slow() -> Any:
+    def slow(**_: object) -> Any:
         clock.now += 1
         return step()
 

@@ -58,13 +58,13 @@ class EngineWorker(RankConnection):
 
     def _engine_step(self) -> list[DynamicInferenceRequestRecord]:
         self._idle = False
-        return self.engine.step()
+        return self.engine.step(ahead=True)
 
     def _step_done(self, ended: list[DynamicInferenceRequestRecord]) -> None:
         if self.engine.state is EngineState.STOPPED:
             self._engine_died(self._link, ended)
         elif self._link is not None:
-            self._report(self._link, ended, steps=1)
+            self._report(self._link, ended, steps=self.engine.last_step_count)
         else:
             self._ended += ended
 
@@ -157,6 +157,7 @@ class EngineWorker(RankConnection):
         """Make `wait_for_work` check its conditions again, after another caller has queued work in the engine."""
         with self._changed:
             self._changed.notify_all()
+        self.engine.ask_for_boundary()
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:
         """Return ended records of requests that were not assigned by the coordinator, each once."""

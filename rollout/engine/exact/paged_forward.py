@@ -14,7 +14,8 @@ from rollout.engine.exact.decoder import hidden_of, norm
 from rollout.engine.exact.operations import linear
 from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
+from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.forward.fused_binding import Bound
 from rollout.engine.forward.fused_forward import BoundForward
 from rollout.engine.forward.model_runner import ModelRunner
@@ -77,6 +78,8 @@ class PagedForward(BoundForward):
 
     numbers: tuple[float, ...] = ()
     """See `DecodeForward`: what is fixed in a graph is in the signature of the module."""
+    by_kernels = False
+    """Its attention has the arithmetic of the trainer's forward."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
         super().__init__(model, layout, cache, exact=True)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
+from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.forward.fused_binding import Bound
 from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.fused_forward import BoundForward
@@ -106,6 +107,9 @@ class CudaForward(BoundForward):
         attention: makes the attention of an eager step.
         decode: attention of captured steps; None: none is captured.
     """
+
+    by_kernels = True
+    """See `DecodeForward`."""
 
     def __init__(
         self,

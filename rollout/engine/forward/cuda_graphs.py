@@ -1,11 +1,12 @@
 """CUDA graphs of decode steps: capture once per batch size, replay.
 
 A decode step of a small batch takes less time on the device than Python needs to launch its thousands of kernels; a
-replay launches them together. A graph is captured for a number of rows and a length, both rounded up, when a step first
-needs it, and for the autocast in force. Its inputs are buffers that every step fills by one copy, and it reads the address
-of the KV pool from `KVCache.addresses`, so it outlives a suspend. Weights changed in place are read as they are, under
-autocast too: the casts are part of the graph. Other changes of the model are looked for whenever the trainer may have
-modified it (`signature_of`), and invalidate all graphs. A model that cannot be captured runs its own forward.
+replay launches them together. A graph is captured for a number of rows, rounded up, when a step first needs it, and for the
+autocast in force; how long its rows are hardly matters, as programs share out the parts of keys that there are. Its inputs
+are the `DecodeState` that all graphs share, and it reads the address of the KV pool from `KVCache.addresses`, so it outlives
+a suspend. Weights changed in place are read as they are, under autocast too: the casts are part of the graph. Other changes
+of the model are looked for whenever the trainer may have modified it (`signature_of`), and invalidate all graphs. A model
+that cannot be captured runs its own forward.
 """
 
 from __future__ import annotations
@@ -24,14 +25,23 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from rollout.engine.forward.attention import SINKS, forward_with
 from rollout.engine.forward.cuda_capture import Device, Uncapturable
-from rollout.engine.forward.decode_kernels import DecodeInputs, DecodeKernels
+from rollout.engine.forward.cuda_switches import switched_on
+from rollout.engine.forward.decode_kernels import DecodeKernels
+from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
+from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
+from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.triton_attention import table_columns
+from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.memory.kv_cache import KVCache
 
 LEAST_LENGTH = 1024
-"""Least length of a graph in tokens; longer ones are powers of two. A wider block table launches idle programs."""
+"""Least length in tokens of a graph whose launches have a program for each part there could be; longer ones are powers of
+two, and so have fewer idle programs."""
+LEAST_WORKSPACE = 2**26
+"""Bytes for the parts of keys of a step, before they are merged; doubled, at the price of a capture, for more."""
+STATE_LENGTH = 16384
+"""Tokens that the tables of `DecodeState` have room for; doubled, at the price of all graphs, for a longer sequence."""
 WORTHWHILE = 64
 """Replays that amortise one capture."""
 MAX_WASTED = 8
@@ -39,8 +49,11 @@ MAX_WASTED = 8
 MAX_FAILED = 3
 """Sizes whose capture fails, although that of others did not, after which capturing is given up."""
 _SMALL = 64
-_OF_TRAINING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func", "training"})
-"""Attributes of modules that act only in training."""
+_OF_NO_FORWARD = frozenset(
+    {"gradient_checkpointing", "_gradient_checkpointing_func", "training", "_state_dict_hooks", "_state_dict_pre_hooks",
+     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+)  # fmt: skip
+"""Attributes of modules that act only in training, and in saving and loading."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,11 +68,14 @@ class _Size:
     """Dtype of the autocast in force; None: there is none."""
     fused: tuple[float, ...] | None
     """What the fused forward has fixed (`DecodeForward.numbers`); None: the module's own forward was captured."""
+    shares: bool
+    """Whether prefixes that rows share are read once."""
+    parts: int
+    """Room for the parts of keys of all rows; 0: the fused forward does not need it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    inputs: DecodeInputs
     replay: Callable[[], None]
     dtype: torch.dtype
     """Of the logits."""
@@ -70,6 +86,8 @@ class DecodeForward(Protocol):
 
     numbers: tuple[float, ...]
     """What a captured step has fixed beside the addresses of parameters."""
+    by_kernels: bool
+    """Whether its attention is that of the `DecodeKernels`."""
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Logits [B, V]; reads nothing that changes between steps but `inputs` and the cache."""
@@ -133,6 +151,11 @@ class GraphedDecode:
         self._max_rows = max_rows
         self._device = device
         self._kernels = kernels
+        self._resident = switched_on("tables")
+        self._listed = switched_on("parts")
+        self._least_parts = _least_parts(layout, max_rows)
+        self._sharing = PrefixSharing(token_bytes(layout) * (kernels.shares and switched_on("prefixes")))
+        self._state: DecodeState | None = None
         self._graphs: dict[_Size, _Graph] = {}
         self._logits: dict[torch.dtype, Tensor] = {}
         self._module_epoch = -1
@@ -152,9 +175,10 @@ class GraphedDecode:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory of all graphs, of their workspace and of the logits they write."""
+        """Device memory of all graphs, of their workspace and inputs, and of the logits they write."""
         logits = sum(each.nbytes for each in self._logits.values())
-        return self._device.graph_bytes + self._kernels.nbytes + logits
+        state = 0 if self._state is None else self._state.nbytes
+        return self._device.graph_bytes + self._kernels.nbytes + logits + state
 
     def run(
         self,
@@ -173,7 +197,7 @@ class GraphedDecode:
             rows: the P positions.
             keep: packed positions whose logits are wanted, each once and ascending.
             module_epoch: changes whenever the trainer may have modified the module.
-            rotary: see `DecodeInputs.fill`.
+            rotary: see `DecodeState.send`.
             fused: whether the fused forward computes what the module does now.
 
         Returns:
@@ -184,15 +208,21 @@ class GraphedDecode:
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
             return None
-        columns = table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
-        size = _Size(padded_rows(len(ids)), columns, self._precision(), numbers)
-        graph = self._graphs.get(size)
+        by_kernels = numbers is None or self.fused is None or self.fused.by_kernels
+        shared = self._sharing.of(rows) if by_kernels else None
+        padded, columns = padded_rows(len(ids)), self._columns(rows)
+        state, parts = self._state_of(columns), 0
+        if by_kernels and self._listed:
+            columns, parts = state.columns, max(self._least_parts, _power_of_two(num_parts(rows.positions)))
+        elif by_kernels:
+            parts = padded * (num_splits(columns * self._block_size) + (shared is not None))
+        size = _Size(padded, columns, self._precision(), numbers, shared is not None, parts)
+        if size in self._failed or size in self._short:
+            return None
+        state.send(ids, rows, rotary, shared)
+        graph = self._graphs.get(size) or self._capture(size, state)
         if graph is None:
-            graph = self._capture(size, ids, rows, rotary)
-            if graph is None:
-                return None
-        else:
-            graph.inputs.fill(ids, rows, rotary)
+            return None
         self._replays += 1
         graph.replay()
         return self._logits[graph.dtype][: len(ids)]
@@ -222,17 +252,28 @@ class GraphedDecode:
         kind = self._layout.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def _capture(
-        self, size: _Size, ids: NDArray[np.int64], rows: PagedRows, rotary: NDArray[np.int64] | None
-    ) -> _Graph | None:
-        if size in self._failed or size in self._short:
-            return None
-        inputs = DecodeInputs(size.rows, size.columns, self._layout.device, self._groups)
-        inputs.fill(ids, rows, rotary)
+    def _columns(self, rows: PagedRows) -> int:
+        """Columns of block tables for these rows, rounded up."""
+        return table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
+
+    def _state_of(self, columns: int) -> DecodeState:
+        """The rows on the device, with block tables of at least `columns`."""
+        if self._state is None or self._state.columns < columns:
+            if self._state is not None:
+                # Graphs read the one there was.
+                self._forget()
+            columns = max(columns, table_columns(STATE_LENGTH, self._block_size))
+            self._state = DecodeState(
+                padded_rows(self._max_rows), columns, self._block_size, self._layout.device, self._groups,
+                resident=self._resident,
+            )  # fmt: skip
+        return self._state
+
+    def _capture(self, size: _Size, state: DecodeState) -> _Graph | None:
         written: list[torch.dtype] = []
         try:
             with _no_kept_casts():
-                replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
+                replay = self._device.capture(lambda: written.append(self._forward(size, state)))
         except torch.OutOfMemoryError as exc:
             self._short.add(size)
             _log.warning("no memory to capture decode steps of %d rows until the next suspend: %s", size.rows, exc)
@@ -241,7 +282,7 @@ class GraphedDecode:
             self._fail(size, exc)
             return None
         self._captured.add(size.precision)
-        graph = self._graphs[size] = _Graph(inputs, replay, written[-1])
+        graph = self._graphs[size] = _Graph(replay, written[-1])
         return graph
 
     def _fail(self, size: _Size, exc: Exception) -> None:
@@ -270,11 +311,11 @@ class GraphedDecode:
             self._given_up = "its parameters or modules change every few steps"
             self._say_why_not(self._given_up)
 
-    def _forward(self, size: _Size, inputs: DecodeInputs) -> torch.dtype:
+    def _forward(self, size: _Size, state: DecodeState) -> torch.dtype:
         """Run the forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
-        count = len(inputs.slots)
+        inputs = state.inputs(size.rows, size.columns, size.parts, shares=size.shares, spread=not self._listed)
         fused = self.fused if size.fused is not None else None
         logits = self._module_logits(inputs) if fused is None else fused.decode(inputs)
         if logits.dtype not in self._logits:
@@ -284,7 +325,7 @@ class GraphedDecode:
                 self._logits[logits.dtype] = torch.empty(
                     largest, logits.shape[1], dtype=logits.dtype, device=logits.device
                 )
-        self._logits[logits.dtype][:count].copy_(logits)
+        self._logits[logits.dtype][: size.rows].copy_(logits)
         return logits.dtype
 
     def _module_logits(self, inputs: DecodeInputs) -> Tensor:
@@ -308,6 +349,7 @@ class GraphedDecode:
 
     def _forget(self) -> None:
         self._graphs.clear()
+        self._state = None
         self._logits.clear()
         self._device.forget()
         self._kernels.release()
@@ -327,6 +369,12 @@ def _no_kept_casts() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+def _least_parts(layout: ModelLayout, rows: int) -> int:
+    """Parts of keys that every graph has room for: what fits into `LEAST_WORKSPACE`, or `rows` of `STATE_LENGTH` have."""
+    sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
+    return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
+
+
 def padded_rows(count: int) -> int:
     """Rows of the graph for `count` rows: 1, 2, 4, then multiples of 8 to 64, then multiples of 32."""
     if count <= 4:
@@ -335,9 +383,13 @@ def padded_rows(count: int) -> int:
     return -(-count // unit) * unit
 
 
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 def padded_length(tokens: int) -> int:
     """Length of the graph for sequences of up to `tokens` tokens."""
-    return max(LEAST_LENGTH, 1 << (tokens - 1).bit_length())
+    return max(LEAST_LENGTH, _power_of_two(tokens))
 
 
 def signature_of(model: nn.Module) -> list[object]:
@@ -354,7 +406,7 @@ def signature_of(model: nn.Module) -> list[object]:
                 found += [
                     (key, each.data_ptr(), each.dtype, each.shape) for key, each in value.items() if each is not None
                 ]
-            elif name in _OF_TRAINING:
+            elif name in _OF_NO_FORWARD:
                 continue
             elif name == "_modules":
                 found += [(key, id(each)) for key, each in value.items()]

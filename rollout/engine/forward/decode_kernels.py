@@ -1,82 +1,28 @@
-"""Inputs and attention of a captured decode step: buffers at fixed addresses, and kernels that read nothing else."""
+"""Attention of a captured decode step: kernels that read nothing that changes but device memory at fixed addresses."""
 
 from __future__ import annotations
 
 from typing import Protocol, Unpack
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.forward.cuda_capture import Uncapturable
+from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.kernels import triton_paged
-from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules
 from rollout.engine.kernels.triton_layers import Place
 from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.kernels.triton_trial import Heads
-from rollout.engine.memory.buffers import packed, staged
 from rollout.engine.memory.kv_cache import KVCache
-
-
-class DecodeInputs:
-    """Per-step inputs of a graph: B rows of one position each; rows without a sequence are padding.
-
-    Attributes:
-        ids, positions: [B] int64, of the position that is computed; 0 in padding.
-        slots: [B] int32, slot mapping of its K and V; -1 in padding.
-        seen: [B] int32, the last position it attends to, its own; -1 in padding.
-        tables: [B, columns] int32, block ids.
-        groups: slots and tables of each group of layers; those above are the first one's.
-    """
-
-    def __init__(self, batch: int, columns: int, device: torch.device, groups: int = 1) -> None:
-        self._host = [np.zeros(batch, np.int32) for _ in range(3 + groups)]
-        self._host += [np.zeros((batch, columns), np.int32) for _ in range(groups)]
-        flat, begins = packed(self._host)
-        self._device = device
-        # A tensor created in inference mode could not be written outside it.
-        with torch.inference_mode(False):
-            self._flat = torch.from_numpy(flat).to(device, copy=True)
-        self._ids, self._positions, self.seen, *others = (
-            self._flat[begin : begin + array.size].view(array.shape)
-            for array, begin in zip(self._host, begins, strict=True)
-        )
-        self.groups = list(zip(others[:groups], others[groups:], strict=True))
-        self.slots, self.tables = self.groups[0]
-
-    @property
-    def ids(self) -> Tensor:
-        """[B] int64 token ids; 0 in padding."""
-        return self._ids.long()
-
-    @property
-    def positions(self) -> Tensor:
-        """[B] int64 positions; 0 in padding."""
-        return self._positions.long()
-
-    def fill(self, ids: NDArray[np.int64], rows: PagedRows, rotary: NDArray[np.int64] | None = None) -> None:
-        """Fill the buffers for these rows, of one position each, by one asynchronous copy.
-
-        Args:
-            rotary: [B] rotary positions, which differ after an image; None: `rows.positions`.
-        """
-        rotary = rows.positions if rotary is None else rotary
-        groups = rows.groups()
-        used, columns = len(ids), min(rows.tables.shape[1], self.tables.shape[1])
-        values = (ids, rotary, rows.positions, *(each.slots for each in groups))
-        for array, padding, value in zip(self._host, (0, 0, *[-1] * (1 + len(groups))), values, strict=False):
-            array[:used], array[used:] = value, padding
-        for array, each in zip(self._host[len(values) :], groups, strict=True):
-            # Old entries of a table may stay: they are behind the row's last block.
-            array[:used, :columns] = each.tables[:, :columns]
-        self._flat.copy_(staged(packed(self._host)[0], self._device), non_blocking=True)
 
 
 class DecodeKernels(Protocol):
     """Attention that can be captured in a graph."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether `DecodeInputs.shared` is obeyed."""
 
     def __call__(
         self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
@@ -111,6 +57,11 @@ class TritonDecode:
         self._paged = paged
         self._cache = cache
 
+    @property
+    def shares(self) -> bool:
+        """Whether the kernel that reads a prefix once works here."""
+        return self._paged.shares
+
     def __call__(
         self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
@@ -136,11 +87,13 @@ class TritonDecode:
 
     def attend(self, layer: int, inputs: DecodeInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
         """Attention of [B, H, D], in the dtype of the cache, over K and V that are written."""
-        place = self.place(layer)
+        place, window, chunk = self.place(layer), rules.get("window"), rules.get("chunk")
         out, _ = self._paged.decode_with_lse(
             query, place.keys, place.values, inputs.groups[self._cache.group_of(layer)][1], inputs.seen,
-            rules.get("window"), rules["scaling"], softcap=rules.get("softcap"), chunk=rules.get("chunk"),
-            sinks=rules.get("sinks"), cells=place.cells,
+            window, rules["scaling"], softcap=rules.get("softcap"), chunk=chunk, sinks=rules.get("sinks"),
+            # With a window or a chunk, hardly any of the keys are in the prefix.
+            shared=inputs.shared if window is None and chunk is None else None, cells=place.cells,
+            parts=inputs.parts,
         )  # fmt: skip
         return out
 

@@ -34,6 +34,7 @@ class Bound:
     Attributes:
         causal_lm: the …ForCausalLM, out of PEFT's wrappers.
         dtype: of its parameters.
+        mixtures: of experts, in the order of their layers.
 
     Raises:
         Unfusable, Replaced, AttributeError: why the C++ forward does not compute what this model does.
@@ -59,7 +60,7 @@ class Bound:
         self.causal_lm: Any = self._without_lora(model)
         self._family = self._family_of(self.causal_lm)
         self._widths: list[int] = []
-        self._experts: list[Experts] = []
+        self.mixtures: list[Experts] = []
         self._bind(self.causal_lm, cache)
         self._checks.seal()
 
@@ -138,8 +139,8 @@ class Bound:
             head_dim=layout.layers[0].head_dim,
             vocabulary=model.lm_head.weight.shape[0],
             inner=max(self._widths),
-            experts=max((each.count for each in self._experts), default=0),
-            chosen=max((each.chosen for each in self._experts), default=0),
+            experts=max((each.count for each in self.mixtures), default=0),
+            chosen=max((each.chosen for each in self.mixtures), default=0),
             rank=max(self._parts.ranks),
             norm_kind=family.norm,
             norm_whole=family.query_norm == "whole",
@@ -249,7 +250,7 @@ class Bound:
             self._fill_attention(out, getattr(layer, mixer), cache)
         if family.experts and is_of(layer.mlp, f"{family.name}SparseMoeBlock"):
             out.experts = self._parts.experts(layer.mlp)
-            self._experts.append(out.experts)
+            self.mixtures.append(out.experts)
             self._widths.append(out.experts.chosen * out.experts.inner)
             if family.shared_expert:
                 self._fill_mlp(out, layer.mlp.shared_expert)

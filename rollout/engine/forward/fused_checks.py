@@ -106,6 +106,7 @@ def _kind(module: Any) -> type:
 def _only_gathers(hook: Any) -> bool:
     """Whether a hook is FSDP2's, which has nothing to do while the weights are whole."""
     owner = getattr(hook, "__self__", None)
+    owner = getattr(owner, "fsdp_state", owner)  # `MappedWeights` puts its own hook in the place of FSDP2's.
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
     return ours and owner._mp_policy.output_dtype is None  # type: ignore[union-attr]
 

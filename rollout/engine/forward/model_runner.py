@@ -7,6 +7,7 @@ decodes together, and prefill chunks of equal length together.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -26,6 +27,7 @@ from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
+from rollout.engine.forward.decode_runs import DecodeRuns
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
 from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
@@ -39,11 +41,13 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import tried_out
-from rollout.engine.memory.buffers import upload, upload_together
+from rollout.engine.memory.buffers import download_together, upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.multimodal.vision import StepImages, Vision
+from rollout.engine.multimodal.family import ImageItem
+from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
@@ -74,6 +78,7 @@ class ModelRunner:
             is one of them.
         lockstep: has the ranks that exchange tokens with this one compute a forward whenever it does; None: there are none.
         states: holds the recurrent states; None: the model has none.
+        asked: ends a run of decode steps; None: no runs are made.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class ModelRunner:
         leader: Leader | None = None,
         lockstep: Lockstep | None = None,
         states: StatePool | None = None,
+        asked: ctypes.c_int32 | None = None,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -114,6 +120,7 @@ class ModelRunner:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
         # Graphs need a separate workspace, which `release_workspace` must not free.
         if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
+            kernels.shares = self.paged.shares
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused:
                 self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
@@ -125,7 +132,7 @@ class ModelRunner:
         self.installation = Installation(model, autocast)
         self._stream: Callable[[], Stream] | None = None
         if layout.device.type == "cuda":
-            self._stream = partial(_current_stream, layout.device)
+            self._stream = lambda: CudaStream(torch.cuda.current_stream(layout.device))
             triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
         self._written: Any = None
         self._dropped = ""
@@ -137,23 +144,30 @@ class ModelRunner:
         self._leader = leader
         self._lockstep = lockstep
         self.states = states
+        self.runs: DecodeRuns | None = None
+        """Makes several decode steps in one call."""
+        if asked is not None and isinstance(self.fused, FusedForward) and lockstep is None and not exact:
+            self.runs = DecodeRuns(self.fused, table, cache, self.sampling, adapters, self.installation, asked)
 
     def execute(self, step: ScheduledStep) -> StepTokens:
-        """Run one forward and sample one token per sampled row.
+        """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
 
         Prompt log-probs of the step's prefill chunks are appended to the sequences that want them.
         """
         self.move_states(step.state_moves)
+        if step.ahead > 1 and self.runs is not None:
+            return self.runs.run(step)
         ids, packed = pack(step, self.table)
         entries, repeats = step.distinct_entries()
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = prompt_spans(step, packed, wanted)
         packed, images = self.pictured(step, packed, self.table)
-        work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
+        keeps = np.concatenate([keep, *(span for _, span in spans)])
+        work = ForwardWork(ids, packed, keeps, step.copies, images=images)
         if self._leader is None:
             with nullcontext() if self._lockstep is None else self._lockstep.ended_by_failures():
-                logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
+                logits = self.compute(work, self.table.state[step.rows], self.adapters.of(step.rows))
         else:
             logits = self._leader.run(work, self.compute)
         start = len(entries)
@@ -176,14 +190,12 @@ class ModelRunner:
         self,
         work: ForwardWork,
         states: NDArray[np.int32] | None = None,
-        images: StepImages | None = None,
         named: Names | None = None,
     ) -> Tensor:
         """Logits [len(work.keep), V], valid until the next call; every member of a tensor-parallel group calls it.
 
         Args:
             states: state slot of each sequence; not read without a state pool.
-            images: those of the step; None: it has none, and in a tensor-parallel group no request has any.
             named: adapter of each sequence; None: none has one.
         """
         if work.zeroed_blocks:
@@ -192,7 +204,12 @@ class ModelRunner:
             self.cache.zero_slots(work.zeroed_slots)
         if work.copies:
             self.cache.copy_blocks(work.copies)
-        return self.forward(work.ids, work.rows, work.keep, states, images, named)
+        return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
+
+    def encode(self, item: ImageItem) -> None:
+        """Run this member's part of the vision tower on an item that the first rank of a tensor-parallel group encodes."""
+        with self.installation:
+            self.vision.encode(item)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
         """Fill KV blocks with zeros."""
@@ -232,7 +249,7 @@ class ModelRunner:
 
     def drop_fused(self, why: str) -> None:
         """Run the module's own forward from here on."""
-        self.fused, self._dropped = None, why
+        self.fused, self.runs, self._dropped = None, None, why
         if self.graphs is not None:
             self.graphs.fused = None
 
@@ -432,15 +449,12 @@ class ModelRunner:
         if sampled.kept_ids is not None and sampled.kept_counts is not None:
             sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
             kept = packed_sets(sets)
+        token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
         return StepTokens(
-            sampled.token_ids.cpu().numpy(),
-            sampled.logprobs.cpu().numpy(),
+            token_ids,
+            logprobs,
             top,
             failed=allowed.failed if allowed else {},
             complete=complete,
             kept=kept,
         )
-
-
-def _current_stream(device: torch.device) -> Stream:
-    return CudaStream(torch.cuda.current_stream(device))

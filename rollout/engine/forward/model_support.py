@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules import module as torch_module
@@ -316,7 +317,7 @@ def _refuse_unknown_layers(model: nn.Module, config: Any, recurrent: RecurrentLa
         if kind not in LAYER_TYPES and index not in recurrent.stateful | recurrent.stateless:
             raise UnsupportedModelError(
                 f"{type(model).__name__} layer {index} is {kind!r}: the engine serves {', '.join(LAYER_TYPES)} layers, and "
-                "recurrent ones behind transformers' cache protocol"
+                f"recurrent ones behind the cache of transformers 5.21 or later (this is {transformers.__version__})"
             )
 
 

@@ -22,7 +22,8 @@ from rollout.errors import UnsupportedModelError
 Record = Callable[[int, Tensor], None]
 """(index of the router, experts [P, k]) of one forward."""
 
-_TOPK = frozenset({torch.topk, Tensor.topk})
+TOPK = frozenset({torch.topk, Tensor.topk})
+"""By which a router chooses."""
 
 
 class Routers:
@@ -129,7 +130,7 @@ class ChosenExperts(TorchFunctionMode):
     ) -> Any:
         """Calls `func`, except for the topk that chooses the experts."""
         kwargs = kwargs or {}
-        if func not in _TOPK or not self._is_choice(args, kwargs):
+        if func not in TOPK or not self._is_choice(args, kwargs):
             return func(*args, **kwargs)
         scores: Tensor = args[0] if args else kwargs["input"]
         live = func(*args, **kwargs)

@@ -5,6 +5,8 @@ All blocks and state slots of the pool are free, and zero afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -12,20 +14,52 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.forward.choices import Replayed, Routes
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.sampling.sampler import token_logprobs
 
 
-def paged_logits(runner: ModelRunner, tokens: list[int], *cuts: int) -> Tensor:
-    """[V] logits after `tokens`, in chunks that end at `cuts`, in the first blocks and state slot (all free)."""
+def difference(
+    runner: ModelRunner, tokens: list[int], cuts: Sequence[int], own: Callable[[list[int]], Tensor], allowed: float
+) -> float:
+    """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and `own(tokens)`, over the
+    largest of these (at least 1).
+
+    If that is more than `allowed` and the model has routers, the two are compared along the same routes, with `own` taking
+    those of the chunks, whose scores count too: by how much the chosen ones are lower, over the largest score.
+    """
+    found = _over_largest(paged_logits(runner, tokens, *cuts), own(tokens))
+    if found <= allowed:
+        return found
+    routes = Routes()
+    paged = paged_logits(runner, tokens, *cuts, routes=routes)
+    if not (given := routes.joined()):
+        return found
+    with Replayed(given) as choices:
+        expected = own(tokens)
+    return float(np.maximum(choices.worst, _over_largest(paged, expected)))
+
+
+def _over_largest(logits: Tensor, expected: Tensor) -> float:
+    expected = expected.float()
+    return float((logits.float() - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+
+
+def paged_logits(runner: ModelRunner, tokens: list[int], *cuts: int, routes: Routes | None = None) -> Tensor:
+    """[V] logits after `tokens`, in chunks that end at `cuts`, in the first blocks and state slot (all free).
+
+    Args:
+        routes: gets the routes of all tokens; None: they are not recorded.
+    """
     size = runner.table.block_size
     blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
     runner.move_states([(-1, 0)])
     logits = torch.empty(0, device="cpu")
     for start, end in pairwise((0, *cuts, len(tokens))):
         rows = _rows(runner, np.array([0, end - start]), np.arange(start, end), blocks[None])
-        logits = runner.forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
+        with nullcontext() if routes is None else routes.of_forward(runner):
+            logits = runner.forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
     _zero(runner, blocks)
     return logits.clone()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.engine.kernels import cpu_library
 
 
-class _Draw(ctypes.Structure):
+class Draw(ctypes.Structure):
     """`Draw` in cpu_sampling.h."""
 
     _fields_ = (
@@ -46,7 +46,7 @@ class CpuDraw:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._draw = library.rollout_draw
-        self._draw.argtypes = (ctypes.POINTER(_Draw), ctypes.c_int64, ctypes.c_int)
+        self._draw.argtypes = (ctypes.POINTER(Draw), ctypes.c_int64, ctypes.c_int)
         self._draw.restype = ctypes.c_int64
 
     def __call__(
@@ -80,7 +80,7 @@ class CpuDraw:
         kept = 0
         if count:
             kept = self._draw(
-                _Draw(
+                Draw(
                     scores.data_ptr(), temperature.data_ptr(), keys.data_ptr(), positions.data_ptr(), greedy.data_ptr(),
                     token.data_ptr(), peak.data_ptr(), log_sum.data_ptr(), score.data_ptr(),
                     *(None if each is None else each.data_ptr() for each in (keeping, room, counts)), count, vocabulary,

@@ -61,6 +61,7 @@ struct Step {
     const int64_t* states;                   // [R], state slots; not read without recurrent layers
     void* logits;                            // [kept, vocabulary]
     void* workspace;
+    int64_t* routes;                         // [mixtures, P * m.chosen], the experts that are chosen; null: not wanted
     int64_t count, sequences, width, block_size, kept, threads;
 };
 
@@ -328,6 +329,7 @@ struct Forward {
         for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;
         const std::vector<Task> windowed = a.window ? plan(a) : std::vector<Task>();
         embed();
+        int64_t* routes = s.routes;
         for (int64_t i = 0; i < m.count; i++) {
             const Layer& layer = m.layers[i];
             mix_tokens(layer, normed(layer.before_attention), a, layer.window ? windowed : tasks);
@@ -336,6 +338,10 @@ struct Forward {
                 const bool shared = layer.shared_gate.weight;
                 if (shared) share_mlp(layer, in);
                 mix(layer.experts, m.activation, in, P, m.hidden, at.mixture, at.gate, at.up, shared ? at.shared : nullptr, at.x, crew);
+                if (routes) {
+                    std::copy_n(at.mixture.chosen, P * layer.experts.chosen, routes);
+                    routes += P * m.chosen;
+                }
             } else {
                 widen(layer, in);
                 add_to_stream(layer.down, at.gate, layer.inner, layer.after_mlp);

@@ -1,4 +1,7 @@
-"""Structures that the fused C++ forward reads: the parts of decoder layers, a model, and a step. See `cpu_forward.h`."""
+"""Structures that the fused C++ forward reads: the parts of decoder layers, a model, a step, and a run of steps.
+
+See `cpu_forward.h` and `cpu_decode.h`.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,28 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "ids", "positions", "slots", "offsets", "tables", "keep", "states", "logits", "workspace",
+            "ids", "positions", "slots", "offsets", "tables", "keep", "states", "logits", "workspace", "routes",
         )),
         *((name, ctypes.c_int64) for name in ("count", "sequences", "width", "block_size", "kept", "threads")),
     )  # fmt: skip
+
+
+class Decode(ctypes.Structure):
+    """`Decode` in cpu_decode.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "ids",
+                "positions",
+                "slots",
+                "counters",
+                "stop_ids",
+                "asked",
+                "tokens",
+                "logprobs",
+            )
+        ),
+        *((name, ctypes.c_int64) for name in ("groups", "stops", "steps")),
+    )

@@ -2,6 +2,7 @@
 // prefix tree with its backward (for a trainer's own pass), the whole forward of a decoder, and its parts.
 
 #include "cpu_attention.h"
+#include "cpu_decode.h"
 #include "cpu_exact.h"
 #include "cpu_forward.h"
 #include "cpu_sampling.h"
@@ -42,7 +43,13 @@ void rollout_tree_backward(const tree::Attention* a, int64_t threads, int is_bfl
 
 // Returns the number of kept ids.
 int64_t rollout_draw(const Draw* d, int64_t threads, int is_bfloat16) {
-    return is_bfloat16 ? draw<bf16>(*d, threads) : draw<float>(*d, threads);
+    const team::Crew crew(threads);
+    return is_bfloat16 ? draw<bf16>(*d, crew) : draw<float>(*d, crew);
+}
+
+// Returns the number of steps made.
+int64_t rollout_decode(const Model* m, const Step* s, const Draw* d, const Decode* run, int is_bfloat16) {
+    return is_bfloat16 ? decode<bf16>(*m, *s, *d, *run) : decode<float>(*m, *s, *d, *run);
 }
 
 void rollout_linear(const Product* p, int64_t threads, int is_bfloat16) {

@@ -54,6 +54,11 @@ static inline vec load_first(const T* p, int64_t count) {
     std::memcpy(padded, p, count * sizeof(T));
     return load(padded);
 }
+#if WIDE
+static inline vec load_first(const float* p, int64_t count) {
+    return (vec)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
+}
+#endif
 
 static inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
 // The bits of bfloat16s in the upper halves: to nearest, ties to even; NaN stays NaN.

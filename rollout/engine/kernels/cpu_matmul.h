@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <utility>
+
 #include "cpu_lanes.h"
 #include "cpu_team.h"
 
@@ -15,6 +17,22 @@ constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 of b and 1 of a: 13 of 16 registe
 #endif
 
 constexpr int64_t NEAR_BYTES = 2048;  // of a row of b, of which eight and the next eight fit into the first-level cache
+
+// use(0) to use(M - 1) with constants as types: constant indices leave an array of sums in registers.
+template <typename Use, int... I>
+static inline void each_of(std::integer_sequence<int, I...>, Use&& use) {
+    (use(std::integral_constant<int, I>{}), ...);
+}
+
+// Holds a value in a register: left alone, GCC reads it from memory for each of its four products, and the loads become the limit.
+template <typename V>
+static inline void in_register([[maybe_unused]] V& v) {
+#if WIDE
+    asm("" : "+v"(v));
+#elif defined(__AVX__)
+    asm("" : "+x"(v));
+#endif
+}
 
 // M rows of a against 4 rows of b; use(m, four sums). Prefetches in the first and the last two rows of b as many elements
 // ahead as `first` and `last` say; 0: nothing.
@@ -34,19 +52,22 @@ __attribute__((always_inline)) static inline void tile(const T* a, int64_t a_str
         if (last)
             for (int n = 2; n < 4; n++) __builtin_prefetch(b[n] + k + last);
         for (int m = 0; m < M; m++) {
-            const typename D::Operand x = D::take(a + m * a_stride + k);
+            typename D::Operand x = D::take(a + m * a_stride + k);
+            in_register(x);
             for (int n = 0; n < 4; n++) sum[m][n] = D::add(sum[m][n], x, y[n]);
         }
     }
+    constexpr std::make_integer_sequence<int, M> ROWS_OF_A;
+    constexpr std::make_integer_sequence<int, 4> FOUR;
     if (k < depth) {
         typename D::Operand y[4];
-        for (int n = 0; n < 4; n++) y[n] = D::take_first(b[n] + k, depth - k);
-        for (int m = 0; m < M; m++) {
+        each_of(FOUR, [&](auto n) { y[n] = D::take_first(b[n] + k, depth - k); });
+        each_of(ROWS_OF_A, [&](auto m) {
             const typename D::Operand x = D::take_first(a + m * a_stride + k, depth - k);
-            for (int n = 0; n < 4; n++) sum[m][n] = D::add(sum[m][n], x, y[n]);
-        }
+            each_of(FOUR, [&](auto n) { sum[m][n] = D::add(sum[m][n], x, y[n]); });
+        });
     }
-    for (int m = 0; m < M; m++) use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
+    each_of(ROWS_OF_A, [&](auto m) { use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3])); });
 }
 
 // All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a is used for all quads

@@ -177,8 +177,7 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
 
 // Returns the number of kept ids.
 template <typename T>
-static int64_t draw(const Draw& d, int64_t threads) {
-    const team::Crew crew(threads);
+static int64_t draw(const Draw& d, const team::Crew& crew) {
     crew.share(d.rows, [&](int64_t row) {
         draw_row<T>(d, row, team::scratch<int64_t>((d.vocabulary + SUMMED - 1) / SUMMED));
     });

@@ -1,4 +1,4 @@
-"""Device memory of the KV pool: given back to the driver while the engine is suspended, at the same addresses afterwards.
+"""Device memory of the KV pool and of gathered weights, given back to the driver and taken again, at fixed addresses.
 
 Memory that goes back to torch's allocator alone is carved up by the trainer: what lives on (Adam's states, made at the first
 step) pins the pool's segment, and the pool cannot come back whole. An `Arena` keeps addresses and maps memory to them.
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Arena:
-    """Flat device memory that one pool at a time uses.
+    """Flat device memory with one user at a time.
 
     Always true: mapped memory is a prefix of the reserved addresses, and it belongs to the tensor that `allocate` returned
     last. Nothing may use that tensor after `release`.
@@ -111,7 +111,7 @@ class _Mapped:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Where a KV pool's device memory comes from and how it goes back."""
+    """Where device memory of one user comes from and how it goes back."""
 
     allocate: Allocate
     release: Callable[[], object] | None = None
@@ -122,16 +122,21 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
     """Memory for a pool on `device`; from torch's allocator where `virtual` is False or the driver lacks the calls."""
     if device.type != "cuda":
         return PoolMemory(zeros)
-    if virtual and torch.version.cuda is not None:
-        try:
-            arena = Arena(CudaVirtualMemory(device))
-            _try_out(arena, device)
-        except (OSError, RuntimeError) as exc:
-            _log.warning("the KV pool on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
-        else:
-            return PoolMemory(arena.allocate, arena.release)
     # What is cached would be carved up by the trainer.
-    return PoolMemory(zeros, torch.cuda.empty_cache)
+    return (fixed_memory(device) if virtual else None) or PoolMemory(zeros, torch.cuda.empty_cache)
+
+
+def fixed_memory(device: torch.device) -> PoolMemory | None:
+    """Memory of a CUDA device at the same addresses each time; None where the device or its driver has no such."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        arena = Arena(CudaVirtualMemory(device))
+        _try_out(arena, device)
+    except (OSError, RuntimeError) as exc:
+        _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
+        return None
+    return PoolMemory(arena.allocate, arena.release)
 
 
 def _try_out(arena: Arena, device: torch.device) -> None:

@@ -68,6 +68,14 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
     return [uploaded[begin : begin + array.size].view(array.shape) for array, begin in zip(arrays, begins, strict=True)]
 
 
+def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Integers [R], below 2^31, and float32 numbers [R] of one device as arrays: the host waits for one copy."""
+    if ids.device.type == "cpu":
+        return ids.numpy(), values.numpy()
+    both = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()
+    return both[0].astype(np.int64), both[1].view(np.float32)
+
+
 def packed(arrays: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.generic], list[int]]:
     """Concatenate `arrays` of one dtype into a flat one; also returns each begin, a multiple of `ALIGNMENT` bytes."""
     unit = ALIGNMENT // arrays[0].itemsize

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -93,7 +94,7 @@ class PooledFamily(Family):
         plain = tokens.masked_fill(marks, self.text.pad_token_id)
         inputs = super().embed(plain)
         if self.text.hidden_size_per_layer_input:
-            inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain)
+            inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain, None)
         return inputs
 
     def _cut(self, images: ImageInputs) -> Iterator[tuple[dict[str, Tensor], int]]:
@@ -102,6 +103,11 @@ class PooledFamily(Family):
                 yield {PIXELS: patches[None], "image_position_ids": at[None]}, count
         if VIDEO_PIXELS not in images.tensors:
             return
+        if FRAMES not in inspect.signature(self.core.get_video_features).parameters:
+            raise InvalidRequestError(
+                f"{VIDEO_PIXELS}: video of {type(self.core).__name__} is served with transformers 5.21 or later, and this "
+                f"is {transformers.__version__}: install a later one, or leave the video out"
+            )
         pictures = list(self._pictures(images, VIDEO_PIXELS, "video_position_ids"))
         lengths = images.tensors[FRAMES].reshape(-1).tolist()
         if sum(lengths) != len(pictures) or min(lengths, default=0) < 1:

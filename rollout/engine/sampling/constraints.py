@@ -87,6 +87,10 @@ class Constraints:
         else:
             self._matchers.pop(slot, None)
 
+    def constrains(self, slots: NDArray[np.integer]) -> bool:
+        """Whether a row of these slots is constrained."""
+        return bool(self._matchers) and any(slot in self._matchers for slot in slots.tolist())
+
     def allowed(
         self,
         slots: NDArray[np.integer],

@@ -101,7 +101,7 @@ def sample(
         ConfigError: a logit_bias names a token outside the vocabulary; or histories are missing.
     """
     kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
-    if kernel is not None and not (rows.edited or rows.any_raw or rows.top_n or banned or allowed):
+    if kernel is not None and rows.plain and not (banned or allowed):
         token_ids, peak, log_sum, score, *_ = kernel(logits, rows.temperature, rows.greedy, rows.key, positions)
         if exact:
             return Sampled(token_ids, softmax_logprobs(logits, token_ids[:, None], rows.temperature)[:, 0], None, None)

@@ -36,6 +36,7 @@ class SamplingRows:
         penalized: [N] numpy int64, the rows with a penalty.
         bias: numpy (row, token id, bias) of every logit_bias.
         top_n: the largest number of top log-probs of a row.
+        plain: whether all rows draw from the logits over the temperature, and want the log-prob of the token alone.
         keeps: [R] bool, the rows that return the tokens their filters kept; `keeping`: [K] int64, their numbers.
         scratch: buffers shared by all rows of a table.
     """
@@ -73,6 +74,7 @@ class SamplingRows:
         self.any_bias = len(self.bias[0]) > 0
         self.any_filter = self.any_top_k or self.any_top_p or self.any_min_p
         self.edited = self.any_filter or self.any_penalty or self.any_bias
+        self.plain = not (self.edited or self.any_raw or self.top_n)
         self.any_keeping = bool(keeps.any())
         self.limited, self.keeping = upload(limited, device), upload(np.flatnonzero(keeps), device)
         bounded = len(limited) > 0 and bool((top_k[limited] > 0).all())

@@ -37,6 +37,11 @@ class StepCost:
         self._weight = self._positions = self._seconds = 0.0
         self._variance = self._covariance = 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether a step was observed."""
+        return self._weight > 0
+
     def observe(self, positions: int, seconds: float) -> None:
         """Take in one step. One that took much longer than expected, as others used the machine, counts in part."""
         if self._weight > 1:
@@ -93,8 +98,8 @@ class Acceptance:
 class DraftBudget:
     """Lengths of drafts, and when to try again where none paid."""
 
-    def __init__(self) -> None:
-        self.cost = StepCost()
+    def __init__(self, cost: StepCost | None = None) -> None:
+        self.cost = cost or StepCost()
         self.acceptance = Acceptance()
         self._worth = 0.0
         self._idle = 0
@@ -113,6 +118,15 @@ class DraftBudget:
     def trial_due(self) -> bool:
         """Whether so long no draft was made that one is to be tried even if it promises too little."""
         return self._idle > self._wait
+
+    @property
+    def idle_steps(self) -> int:
+        """How many steps with the rows of this one no draft could pay in, up to the next trial."""
+        return 0 if self._worth < 1 else max(0, self._wait - self._idle)
+
+    def skip(self, steps: int) -> None:
+        """Note steps without drafts that were not started here."""
+        self._idle += steps
 
     def length(self, matched: int, shares: list[float]) -> int:
         """How many of the draft tokens with these shares of the votes, behind a match of `matched` tokens, pay."""

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rollout.engine.scheduling.draft_budget import MAX_DRAFT, TRIAL, DraftBudget
+from rollout.engine.scheduling.draft_budget import MAX_DRAFT, TRIAL, DraftBudget, StepCost
 from rollout.engine.scheduling.draft_sources import MAX_MATCH, CompletionHistory, continuation, joined, matches
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray, Sequence
@@ -49,10 +49,10 @@ class Drafter:
         budget: how long drafts may be.
     """
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, cost: StepCost) -> None:
         self._queues = queues
         self.history = CompletionHistory()
-        self.budget = DraftBudget()
+        self.budget = DraftBudget(cost)
         self._pauses: WeakKeyDictionary[Sequence, _Pause] = WeakKeyDictionary()
         self._prompts: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._made: list[_Draft] = []
@@ -91,6 +91,20 @@ class Drafter:
             return None
         self.budget.made(trial=self._trial)
         return counts
+
+    def idle_steps(self, rows: IntArray) -> int:
+        """How many steps of these rows, the present one included, can be made before drafts are looked for again."""
+        if self.budget.idle_steps:
+            return 1 + self.budget.idle_steps
+        by_row = self._queues.by_row
+        sequences = [each for row in rows.tolist() if (each := by_row[row]).params.structured is None]
+        pauses = [self._pauses.get(sequence) for sequence in sequences]
+        return max(1, min((1 if pause is None else pause.until - self._step for pause in pauses), default=1))
+
+    def skip(self, steps: int) -> None:
+        """Note steps that were made without a look for drafts."""
+        self._step += steps
+        self.budget.skip(steps)
 
     def learn(self, accepted: dict[int, int]) -> None:
         """Take in how many draft tokens of each row the last step accepted."""

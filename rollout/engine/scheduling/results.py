@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,14 +29,16 @@ class StepResults:
         self._track_events = track_events
         self._pool_counts: dict[str, int] = {}
 
-    def apply(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
-        """Apply the results of a step; returns the sequences that ended, records complete."""
+    def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
+        """Apply the results of a step that began at `since`; returns the sequences that ended, records complete."""
         queues, table, counters = self._queues, self._queues.table, self._queues.counters
         allocator = queues.allocator
         if allocator.host is not None:
             allocator.host.settle()
         copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
         counters["kv_blocks_copied"] += copied // allocator.pages_per_block
+        if sampled.steps > 1:
+            return self._apply_run(step, sampled, since)
         if step.depths is not None:
             return self._apply_drafted(step, step.depths, sampled)
         table.computed[step.rows] += step.counts
@@ -50,23 +55,83 @@ class StepResults:
 
     def _apply_drafted(self, step: ScheduledStep, depths: IntArray, sampled: StepTokens) -> list[Sequence]:
         """Append to every row its accepted draft tokens and the one token after them, as one step for each would."""
-        queues, table = self._queues, self._queues.table
-        rows, now, ended = step.sampled_rows, queues.clock(), list[Sequence]()
+        table, rows, ended = self._queues.table, step.sampled_rows, list[Sequence]()
         accepted = (depths < np.repeat(step.counts, step.counts) - 1) & (
             table.tokens[rows, table.length[rows] + depths] == sampled.token_ids
         )
         kept = dict.fromkeys(step.rows.tolist(), 0)
-        indices = np.flatnonzero(depths == 0)
-        while len(indices):
-            table.computed[rows[indices]] += 1
-            queues.blocks.register_decoded(rows[indices])
-            goes_on = self._append(rows[indices], sampled, indices, now, ended) & accepted[indices]
-            indices = indices[goes_on] + 1
+        now = [self._queues.clock()] * (int(depths.max()) + 1)
+        for indices in self._append_several(rows, depths, accepted, sampled, now, ended):
             for row in rows[indices].tolist():
                 kept[row] += 1
         if self._drafter is not None:
             self._drafter.learn(kept)
         return ended
+
+    def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
+        """Append what several decode steps have drawn, each of which took as long as the others.
+
+        A row ends in the last of them at the earliest, unless its text ends it.
+        """
+        table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
+        times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
+        if self._track_events or not table.plain[rows].all():
+            run = step.of_run(steps)
+            assert run.depths is not None
+            goes_on = run.depths < steps - 1
+            deque(self._append_several(run.sampled_rows, run.depths, goes_on, sampled, times.tolist(), ended), maxlen=0)
+            return ended
+        done = 0
+        while done < steps - 1:
+            left_in_block = table.block_size - table.computed[rows] % table.block_size
+            count = min(steps - 1 - done, int(left_in_block.min()))
+            self._append_span(rows, sampled, slice(done, done + count), times)
+            done += count
+        table.computed[rows] += 1
+        self._queues.blocks.register_decoded(rows)
+        self._append(rows, sampled, np.arange(steps - 1, len(rows) * steps, steps), times.item(-1), ended)
+        return ended
+
+    def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
+        """Append the tokens of these steps of a run to `rows`, none of which ends by them or crosses a block boundary."""
+        queues, table = self._queues, self._queues.table
+        count = span.stop - span.start
+        at = rows[:, None], table.length[rows, None] + np.arange(count)
+        table.tokens[at] = sampled.token_ids.reshape(len(rows), -1)[:, span]
+        table.logprobs[at] = sampled.logprobs.reshape(len(rows), -1)[:, span]
+        table.times[at] = times[span]
+        table.length[rows] += count
+        table.computed[rows] += count
+        queues.counters["generated_tokens"] += len(rows) * count
+        queues.blocks.register_decoded(rows)
+
+    def _append_several(
+        self,
+        rows: IntArray,
+        depths: IntArray,
+        accepted: NDArray[np.bool_],
+        sampled: StepTokens,
+        times: list[float],
+        ended: list[Sequence],
+    ) -> Iterator[NDArray[np.int64]]:
+        """Append tokens of the same rows as one step for each would, at these times; what ends goes to `ended`.
+
+        Args:
+            accepted: tokens behind which the row goes on, if it has not ended.
+
+        Yields:
+            Indices of the tokens behind the first ones, before they are appended.
+        """
+        queues, table = self._queues, self._queues.table
+        indices = np.flatnonzero(depths == 0)
+        for now in times:
+            table.computed[rows[indices]] += 1
+            queues.blocks.register_decoded(rows[indices])
+            goes_on = self._append(rows[indices], sampled, indices, now, ended) & accepted[indices]
+            indices = indices[goes_on] + 1
+            if not len(indices):
+                return
+            yield indices
 
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]

@@ -19,11 +19,13 @@ from collections.abc import Callable, Hashable
 from rollout.config import InferenceConfig
 from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.scheduling.draft_budget import StepCost
 from rollout.engine.scheduling.drafter import Drafter
 from rollout.engine.scheduling.planner import StepPlanner, blocks_for
 from rollout.engine.scheduling.preemption import Preemption
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.results import StepResults
+from rollout.engine.scheduling.run_ahead import MOST, run_ahead
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
@@ -37,6 +39,7 @@ class Scheduler(Queues):
         preemption: takes KV from active sequences.
         planner: chooses the work of a step.
         drafter: proposes draft tokens; None without speculation.
+        cost: seconds of a step without prefill.
         forward: key of the forward settings besides the variant: part of the prefix key, without effect on which
             sequences run.
         version: the current policy version.
@@ -46,7 +49,8 @@ class Scheduler(Queues):
         super().__init__(allocator, clock, config.max_requests)
         self.config = config
         self.preemption = Preemption(self)
-        self.drafter = Drafter(self) if config.speculation else None
+        self.cost = StepCost()
+        self.drafter = Drafter(self, self.cost) if config.speculation else None
         self.planner = StepPlanner(config, self, self.preemption, self.drafter)
         self._results = StepResults(self, self.drafter, track_events=config.track_generated_token_events)
         self._scheduled_at = 0.0
@@ -65,11 +69,17 @@ class Scheduler(Queues):
         self._scheduled_at = self.clock()
         return self.planner.plan(self.version)
 
+    def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
+        """The same decodes with as many further ones as may follow in one call, without a look for drafts that is due."""
+        return run_ahead(self, step, self.cost, MOST if self.drafter is None else self.drafter.idle_steps(step.rows))
+
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         """Apply the results of a step; returns the sequences that ended, records complete."""
-        if self.drafter is not None and not step.prefills:
-            self.drafter.budget.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at))
-        return self._results.apply(step, sampled)
+        if not step.prefills:
+            self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
+        if self.drafter is not None and sampled.steps > 1:
+            self.drafter.skip(sampled.steps - 1)
+        return self._results.apply(step, sampled, self._scheduled_at)
 
     # --- arrivals and departures --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,9 @@ class ScheduledStep:
     """[K] int32, how many draft tokens precede the token; those of an entry are side by side, from 0 on. None: the step has
     no drafts, and the last position of every sampled entry is sampled."""
 
+    ahead: int = 1
+    """Most decode steps of these rows that may be made in one call: there are blocks for them, and no row gets too long."""
+
     state_moves: tuple[tuple[int, int], ...] = ()
     """(source, destination) state slots to copy before the forward, all read before any is written; a negative source:
     zeros."""
@@ -47,6 +50,17 @@ class ScheduledStep:
     def num_tokens(self) -> int:
         """Number of positions computed."""
         return int(self.counts.sum())
+
+    def of_run(self, steps: int) -> ScheduledStep:
+        """The same decodes, each with the positions and the tokens of so many steps."""
+        count = len(self.rows)
+        return replace(
+            self,
+            counts=np.full(count, steps, np.int32),
+            sampled_entries=np.repeat(self.sampled_entries, steps),
+            sampled_rows=np.repeat(self.sampled_rows, steps),
+            depths=np.tile(np.arange(steps, dtype=np.int32), count),
+        )
 
     def distinct_entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`sampled_entries` without duplicates, and [K] for each the index in them."""
@@ -59,7 +73,7 @@ class ScheduledStep:
 
 @dataclass(frozen=True, eq=False)
 class StepTokens:
-    """Sampled tokens of a step, aligned with `ScheduledStep.sampled_rows`."""
+    """Sampled tokens of a step, aligned with `ScheduledStep.sampled_rows`, or with those of its `of_run(steps)`."""
 
     token_ids: NDArray[np.int64]
     """[K]."""
@@ -73,3 +87,5 @@ class StepTokens:
     """Indices in K of samples whose text was complete, so that they stop before `min_tokens`."""
     kept: list[bytes] | None = None
     """[K] sets that the tokens were drawn from, each packed by `pack_kept`; None if no request returns them."""
+    steps: int = 1
+    """Decode steps that were made."""

@@ -7,8 +7,9 @@ included, also after an interrupted forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +48,10 @@ class ShardedWeights(GatheredWeights):
         units: dict[Any, Any] = {}
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                units.setdefault(_state(module), module)
+                units.setdefault(state_of(module), module)
         self._units = list(units.values())
         self._names = {module: name for name, module in model.named_modules()}
-        _check_internals([_state(unit) for unit in self._units])
+        _check_internals([state_of(unit) for unit in self._units])
         if (name := unmanaged_shard(model, self._local())) is not None:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {name} is a DTensor that FSDP2 does not gather: put all of the model into "
@@ -62,16 +63,16 @@ class ShardedWeights(GatheredWeights):
     @property
     def ready(self) -> bool:
         """Whether every unit is unsharded; a backward while gathered reshards units."""
-        return super().ready and all(group.is_unsharded for unit in self._units for group in _groups(_state(unit)))
+        return super().ready and all(group.is_unsharded for unit in self._units for group in groups_of(state_of(unit)))
 
     def _gather(self, undo: ExitStack) -> None:
         for unit in self._units:
             # Otherwise the first forward would initialise after post_forward_mesh_info was replaced.
-            _state(unit)._lazy_init()
+            state_of(unit)._lazy_init()
         for unit in self._units:
-            undo.callback(_reshard, unit)
+            undo.callback(reshard, unit)
             unit.unshard()
-        for group in (group for unit in self._units for group in _groups(_state(unit))):
+        for group in (group for unit in self._units for group in groups_of(state_of(unit))):
             undo.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
             group.post_forward_mesh_info = None
             _stay_whole_after_state_dict(group, undo)
@@ -86,7 +87,7 @@ class ShardedWeights(GatheredWeights):
         """This rank's shard of every parameter of a unit; None under the further names of a tied one."""
         found: dict[str, Tensor | None] = {}
         for unit in self._units:
-            for group in _groups(_state(unit)):
+            for group in groups_of(state_of(unit)):
                 for each in group.fsdp_params:
                     info = each._module_info
                     found[self._name(info.module, info.param_name)] = each.sharded_param.to_local()
@@ -98,7 +99,7 @@ class ShardedWeights(GatheredWeights):
         """Names of the mesh dimensions that each parameter's unit gathers."""
         found: dict[str, frozenset[str]] = {}
         for unit in self._units:
-            for group in _groups(_state(unit)):
+            for group in groups_of(state_of(unit)):
                 for each in group.fsdp_params:
                     mesh, info = each.mesh_info.mesh, each._module_info
                     names = frozenset(mesh.mesh_dim_names or each.sharded_param.device_mesh.mesh_dim_names or ("tp",))
@@ -112,11 +113,12 @@ class ShardedWeights(GatheredWeights):
         return f"{prefix}.{parameter}" if prefix else parameter
 
 
-def _state(unit: Any) -> Any:
+def state_of(unit: Any) -> Any:
+    """The FSDP state of a module that `fully_shard` made a unit."""
     return unit._get_fsdp_state()
 
 
-def _groups(state: Any) -> list[Any]:
+def groups_of(state: Any) -> list[Any]:
     """Parameter groups of an FSDP state: a list since torch 2.13, a single one before."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -133,7 +135,7 @@ def _check_internals(states: list[Any]) -> None:
     owners: list[tuple[Any, tuple[str, ...]]] = []
     for state in states:
         owners.append((state, _OF_STATE))
-        for group in _groups(state):
+        for group in groups_of(state):
             owners.append((group, _OF_GROUP))
             owners += [(each, _OF_PARAMETER) for each in group.fsdp_params]
     for owner, names in owners:
@@ -145,15 +147,16 @@ def _check_internals(states: list[Any]) -> None:
             )
 
 
-def _reshard(unit: Any) -> None:
+def reshard(unit: Any) -> None:
+    """Give up the gathered parameters of a unit, in whatever state a forward or a backward has left it."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     # An interrupted forward leaves its state behind, in which reshard() does nothing. The public cure,
     # reset_iter_state(), would drop the gradients of accumulated micro-batches.
-    state = _state(unit)
+    state = state_of(unit)
     state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
     getattr(state, "_modules_to_run_forward", set()).clear()
-    for group in _groups(state):
+    for group in groups_of(state):
         group._training_state = TrainingState.IDLE
     unit.reshard()
 
@@ -161,27 +164,39 @@ def _reshard(unit: Any) -> None:
 def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
     """Make FSDP2's hooks on `state_dict` and `load_state_dict` show the shards without freeing the gathered weights."""
 
-    def show_shards() -> None:
-        for each in group.fsdp_params:
-            each._setattr_on_modules(each.sharded_param)
-
-    def show_whole(*_: Any) -> None:
+    def show_whole() -> None:
         for each in group.fsdp_params if group.is_unsharded else ():
             each._setattr_on_modules(each._unsharded_param)
 
-    def reshard() -> None:
-        del group._to_sharded
+    def reshard_really() -> None:
+        show = group.__dict__.pop("_to_sharded")
         try:
             type(group).reshard(group)
         finally:
-            group._to_sharded = show_shards
+            group._to_sharded = show
 
-    group._to_sharded, group.reshard = show_shards, reshard
-    undo.callback(group.__dict__.pop, "_to_sharded")
+    around_state_dicts(group, undo, partial(show_shards, group), show_whole)
+    group.reshard = reshard_really
     undo.callback(group.__dict__.pop, "reshard")
+
+
+def show_shards(group: Any) -> None:
+    """Give the modules of a group their sharded parameters."""
+    for each in group.fsdp_params:
+        each._setattr_on_modules(each.sharded_param)
+
+
+def around_state_dicts(group: Any, undo: ExitStack, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before`, in place of FSDP2's resharding, and `after` around each `state_dict` and `load_state_dict`."""
+    group._to_sharded = before
+    undo.callback(group.__dict__.pop, "_to_sharded")
+
+    def done(*_: Any) -> None:
+        after()
+
     for module in dict.fromkeys(each._module_info.module for each in group.fsdp_params):
-        undo.callback(module.register_state_dict_post_hook(show_whole).remove)
-        undo.callback(module.register_load_state_dict_post_hook(show_whole).remove)
+        undo.callback(module.register_state_dict_post_hook(done).remove)
+        undo.callback(module.register_load_state_dict_post_hook(done).remove)
 
 
 class UnitWeights(GatheredWeights):

@@ -46,6 +46,7 @@ class WeightsGuard:
             self._given,
             dtype=dtype_named(config.inference_dtype),
             device=None if config.inference_device is None else torch.device(config.inference_device),
+            mapped=config.virtual_memory,
         )
         self.model = self.source.trained
         first = next(self.model.parameters())

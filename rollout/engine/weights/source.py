@@ -2,7 +2,8 @@
 
     plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
     tensor parallel (DTensors)     shared: every rank of the group computes with its shard, alone or gathered by FSDP2
-    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, sharded again afterwards, no second copy
+    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, sharded again afterwards, no second copy;
+                                   FSDP2 on CUDA to the same addresses each time
     another dtype or device        copied, only on request: one pass after each update
 
 Always true: `release` restores `trained` to the state the trainer left it in. `gather` of a `collective` source is called
@@ -11,32 +12,41 @@ by every rank or by none; `release` is local.
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from rollout.engine.memory.arena import fixed_memory
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.copied import CopiedWeights
 from rollout.engine.weights.fsdp import ShardedWeights, UnitWeights, unmanaged_shard
+from rollout.engine.weights.fsdp_mapped import MappedWeights, Unmappable
 from rollout.engine.weights.tensor_parallel import TensorParallelWeights, tensor_parallel_mesh
 from rollout.engine.weights.zero3 import PartitionedWeights, is_partitioned
 from rollout.errors import EngineStateError, UnsupportedModelError
 
+_log = logging.getLogger(__name__)
 
-def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Weights:
+
+def weights_of(
+    model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None, mapped: bool = False
+) -> Weights:
     """Choose the weight source for a model; DDP, FSDP1 and compiled wrappers are removed.
 
     Args:
         model: the module that the trainer calls.
         dtype, device: of a separate copy to sample with; both None: no copy.
+        mapped: gather FSDP2 weights into mapped memory where the device has it, to the same addresses each time.
 
     Raises:
         UnsupportedModelError: the weights are sharded in a way that cannot be gathered; names it.
     """
-    source = _source(_unwrapped(model))
-    if dtype is None and device is None:
+    copied = dtype is not None or device is not None
+    source = _source(_unwrapped(model), mapped=mapped and not copied)
+    if not copied:
         return source
     if source.tensor_parallel_mesh is not None:
         raise UnsupportedModelError(
@@ -86,7 +96,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _source(model: nn.Module) -> Weights:
+def _source(model: nn.Module, *, mapped: bool) -> Weights:
     if is_partitioned(model):
         return PartitionedWeights(model)
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -104,6 +114,16 @@ def _source(model: nn.Module) -> Weights:
         if first:
             return UnitWeights(model)
         if second:
-            return ShardedWeights(model)
+            return _fully_sharded(model, mapped=mapped)
     mesh = tensor_parallel_mesh(model, {})
     return Weights(model) if mesh is None else TensorParallelWeights(model, mesh)
+
+
+def _fully_sharded(model: nn.Module, *, mapped: bool) -> Weights:
+    memory = fixed_memory(next(model.parameters()).device) if mapped else None
+    if memory is not None:
+        try:
+            return MappedWeights(model, memory)
+        except Unmappable as exc:
+            _log.info("%s is gathered by FSDP2, to other addresses each time: %s", type(model).__name__, exc)
+    return ShardedWeights(model)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import families
+from rollout.engine.forward import families, prefix_sharing
 from rollout.engine.forward.cuda_forward import FAMILIES, CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.trial_forwards import paged_logits
-from rollout.engine.kernels import triton_layers
+from rollout.engine.kernels import decode_parts, triton_layers
 from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, rms_norm, rotated
 from rollout.engine.kernels.triton_paged import load
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
@@ -209,6 +209,20 @@ def test_eager_and_captured_steps_give_the_tokens_of_generate(name) -> None:
     assert why_not(engine) == ""
     assert captured(engine) == [True] * len(captured(engine)) != []
     for request in done.values():
+        assert_greedy(model, request, tolerance=1e-5 if INTERPRETED else 1e-3)
+
+
+@on_the_device
+def test_a_prefix_that_samples_share_is_read_once_by_captured_steps(monkeypatch) -> None:
+    monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 1)
+    monkeypatch.setattr(decode_parts, "SPLIT", 16)
+    model = small("qwen3")
+    engine = engine_of(model)
+    requests = engine.generate([token_ids(18, 1)], greedily(3 if INTERPRETED else 40, n=2))
+    assert captured(engine) == [True] * len(captured(engine))
+    assert runner_of(engine).graphs._state.lengths.tolist()[:2] == [16, 16]
+    assert any(size.shares for size in runner_of(engine).graphs._graphs)
+    for request in requests:
         assert_greedy(model, request, tolerance=1e-5 if INTERPRETED else 1e-3)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import cuda_graphs, prefix_sharing
 from rollout.engine.forward.cuda_capture import WARM_UP_RUNS, Uncapturable
 from rollout.engine.forward.cuda_graphs import (
     LEAST_LENGTH,
@@ -30,8 +32,10 @@ from rollout.engine.forward.cuda_graphs import (
     padded_rows,
     signature_of,
 )
-from rollout.engine.forward.decode_kernels import DecodeInputs, TritonDecode
-from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.forward.cuda_switches import VARIABLE
+from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
+from rollout.engine.kernels import decode_parts
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
@@ -59,9 +63,9 @@ POOLS: dict[int, tuple[Tensor, Tensor]] = {}
 @torch.library.custom_op("rollout_tests::decode", mutates_args=())
 def decode(
     cells: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, seen: Tensor, tables: Tensor,
-    scaling: float, window: int, softcap: float, chunk: int, sinks: Tensor | None,
+    scaling: float, window: int, softcap: float, chunk: int, sinks: Tensor | None, shared: list[Tensor],
 ) -> Tensor:  # fmt: skip
-    """Write and attend, row by row, in the pool that is at the address in `cells` now."""
+    """Write and attend, row by row, in the pool that is at the address in `cells` now; a prefix by its first row's table."""
     keys, values = POOLS[int(cells[0])]
     assert int(cells[1]) == values.data_ptr()
     out = torch.zeros(*query.shape[:2], values.shape[3])
@@ -72,6 +76,14 @@ def decode(
             continue
         for cache, own in ((keys, key), (values, value)):
             cache.flatten(0, 1)[int(slots[row])] = own[row]
+    tables = tables.clone()
+    if shared:
+        members, begins, lengths = shared
+        for low, high in pairwise(begins.tolist()):
+            for member in members[low:high].tolist():
+                tables[member, : int(lengths[member]) // block_size] = tables[int(members[low])][
+                    : int(lengths[member]) // block_size
+                ]
     for row in range(len(query)):
         last = int(seen[row])
         if last < 0:
@@ -94,8 +106,9 @@ class Plain:
 
     nbytes = 1000
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, *, shares: bool = False) -> None:
         self.rows = self.released = 0
+        self.shares = shares
         self._cache = cache
 
     def release(self) -> None:
@@ -109,7 +122,10 @@ class Plain:
         cells = self._cache.addresses[2 * layer : 2 * layer + 2]
         slots, tables = inputs.groups[self._cache.group_of(layer)]
         arrays = (slots, inputs.seen, tables)
-        return decode(cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks)
+        shared = [] if inputs.shared is None or window else list(vars(inputs.shared).values())
+        return decode(
+            cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks, shared
+        )
 
 
 class Recorder:
@@ -165,14 +181,15 @@ class FailingDevice:
         return replay
 
 
-def graphed(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Recorder]:
+def graphed(model: Any, *, shares: bool = False, **options: Any) -> tuple[DynamicInferenceEngine, Recorder]:
     """An engine whose decode steps are recorded on a pretended device."""
     engine = make_engine(model, fused_forward=False, **options)
     runner = engine.controller.runner
     recorder = Recorder(engine.cache)
     runner.graphs = GraphedDecode(
-        runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache)
-    )
+        runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder,
+        Plain(engine.cache, shares=shares),
+    )  # fmt: skip
     return engine, recorder
 
 
@@ -206,11 +223,25 @@ def test_each_size_is_captured_when_it_is_first_needed_and_only_then() -> None:
         engine.add_request(token_ids(5, seed), greedily(tokens))
     finish_exact(engine, "qwen3", 5)
     sizes = engine.controller.runner.graphs._graphs
-    assert sorted((size.rows, size.columns) for size in sizes) == [(4, 256), (8, 256)]
+    assert sorted((size.rows, size.columns) for size in sizes) == [(4, 4096), (8, 4096)], "one length"
     assert recorder.captures == 2
     start(engine)
     finish_exact(engine, "qwen3")
     assert recorder.captures == 2
+
+
+@pytest.mark.parametrize("off", ["", "parts"])
+def test_a_row_that_grows_needs_another_graph_only_for_twice_the_parts(off: str, monkeypatch) -> None:
+    monkeypatch.setattr(decode_parts, "SPLIT", 8)
+    monkeypatch.setattr(cuda_graphs, "LEAST_WORKSPACE", 0)
+    monkeypatch.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+    monkeypatch.setenv(VARIABLE, off)
+    engine, _ = graphed(make_model("qwen3", num_hidden_layers=1))
+    engine.add_request(token_ids(6, 1), greedily(20))
+    (request,) = finish(engine).values()
+    assert len(request.generated_tokens) == 20
+    sizes = [(size.columns, size.parts) for size in engine.controller.runner.graphs._graphs]
+    assert sizes == ([(16, 8)] if off else [(4096, 1), (4096, 2), (4096, 4)])
 
 
 def test_samples_drawn_at_random_are_those_of_an_engine_without_graphs() -> None:
@@ -231,6 +262,23 @@ def test_a_step_with_a_chunk_in_it_runs_the_forward_of_the_module() -> None:
     assert recorder.replays == replays
     finish_exact(engine, "qwen3", 2)
     assert recorder.replays > replays
+
+
+@pytest.mark.parametrize(("name", "off"), [("qwen3", ""), ("gemma2", ""), ("qwen3", "prefixes")])
+def test_steps_whose_rows_share_a_prefix_have_a_graph_that_reads_it_once(name: str, off: str, monkeypatch) -> None:
+    """The samples of a prompt share it from their first token on; alone, a sample is replayed by the other graph."""
+    monkeypatch.setattr(decode_parts, "SPLIT", 8)
+    monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 1)
+    monkeypatch.setenv(VARIABLE, off)
+    engine, _ = graphed(name, shares=True)
+    common = token_ids(17, 1)
+    for tail in range(2):
+        engine.add_request([*common, *token_ids(3 + tail, tail)], greedily(5 + tail, n=2))
+    finish_exact(engine, name, 4)
+    assert {size.shares for size in engine.controller.runner.graphs._graphs} == {not off}
+    start(engine, 2)
+    finish_exact(engine, name, 2)
+    assert not list(engine.controller.runner.graphs._graphs)[-1].shares
 
 
 # --- what a graph outlives --------------------------------------------------------------------------------------------
@@ -279,12 +327,13 @@ def test_graphs_survive_a_pool_that_comes_back_smaller() -> None:
 @pytest.mark.parametrize("release", [True, False])
 def test_graphs_are_counted_and_released_at_a_suspend_where_the_option_says_so(release: bool) -> None:
     engine, recorder = graphed("qwen3", release_cuda_graphs=release)
-    kernels = engine.controller.runner.graphs._kernels
+    graphs = engine.controller.runner.graphs
+    kernels = graphs._kernels
     start(engine)
     steps(engine, 3)
     recorder.graph_bytes = 10**6
     logits = 8 * engine.controller.layout.vocab_size * 4
-    assert engine.stats()["graph_bytes"] == 10**6 + kernels.nbytes + logits
+    assert engine.stats()["graph_bytes"] == 10**6 + kernels.nbytes + logits + graphs._state.nbytes
     before = recorder.forgotten, kernels.released
     pass_suspended(engine, "persist")
     assert (recorder.forgotten, kernels.released) == before
@@ -583,7 +632,7 @@ def test_pools_the_kernels_cannot_find_or_read_are_refused_by_name(dim: int, dty
     kernels = TritonDecode(None, cache)  # type: ignore[arg-type]
     one = torch.zeros(1, 1, dim, dtype=dtype)
     with pytest.raises(Uncapturable, match=why):
-        kernels(0, DecodeInputs(1, 16, CPU), one, one, one, scaling=1.0, window=None, softcap=None)
+        kernels(0, DecodeState(1, 16, 1, CPU).inputs(1, 16), one, one, one, scaling=1.0, window=None, softcap=None)
 
 
 # --- sizes and buffers ------------------------------------------------------------------------------------------------
@@ -597,21 +646,15 @@ def test_sizes_are_few_and_waste_little() -> None:
     assert lengths == [LEAST_LENGTH, LEAST_LENGTH, 2 * LEAST_LENGTH, 8192]
 
 
-def test_inputs_are_filled_where_they_lie_and_padding_never_reaches_the_cache() -> None:
-    inputs = DecodeInputs(4, 16, CPU)
-    addresses = [tensor.data_ptr() for tensor in (inputs._flat, inputs.slots, inputs.seen, inputs.tables)]
-    for ends in ([9, 5, 20], [3], [4, 4, 4, 4]):
-        count = len(ends)
-        tables = np.arange(count * 5).reshape(count, 5)
-        rows = PagedRows(np.arange(count + 1), np.array(ends) - 1, tables, 4)
-        inputs.fill(np.arange(50, 50 + count), rows)
-        padding = [-1] * (4 - count)
-        assert inputs.ids.tolist() == [*range(50, 50 + count), *[0] * (4 - count)]
-        assert inputs.positions.tolist() == [*(end - 1 for end in ends), *[0] * (4 - count)]
-        assert inputs.seen.tolist() == [*(end - 1 for end in ends), *padding]
-        assert inputs.slots.tolist() == [*rows.slots.tolist(), *padding]
-        assert inputs.tables[:count, :5].tolist() == tables.tolist()
-    assert addresses == [tensor.data_ptr() for tensor in (inputs._flat, inputs.slots, inputs.seen, inputs.tables)]
+def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "STATE_LENGTH", 64)
+    monkeypatch.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+    engine, recorder = graphed("qwen3")
+    engine.add_request(token_ids(60, 1), greedily(12))
+    finish_exact(engine, "qwen3", 1)
+    columns = [size.columns for size in engine.controller.runner.graphs._graphs]
+    assert columns == [32], "the graph of 64 tokens read other tables"
+    assert recorder.captures == 2
 
 
 def test_the_addresses_of_a_pool_follow_it() -> None:

@@ -349,7 +349,8 @@ REPLACED: list[tuple[Any, str]] = [
     )),
     (modeling_qwen3, "apply_rotary_pos_emb"), (modeling_qwen3, "rotate_half"), (nn.functional, "silu"),
     (nn.functional, "linear"), (nn.SiLU, "forward"), (nn.Linear, "forward"), (nn.Embedding, "forward"),
-    (modeling_qwen3, "slice_logits_to_keep"),
+    # Since transformers 5.21.
+    *((modeling_qwen3, each) for each in ("slice_logits_to_keep",) if hasattr(modeling_qwen3, each)),
 ]  # fmt: skip
 replaced = pytest.mark.parametrize(
     ("owner", "name"), REPLACED, ids=[f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in REPLACED]

@@ -21,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.engine.kernels import triton_paged
-from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, load, merge, num_splits, serves
+from rollout.engine.kernels import decode_parts, triton_paged
+from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, SharedPrefixes, num_splits
+from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
-from tests.interpreter import CANNOT_LOOP, assert_holds_interpreted
+from tests.interpreter import assert_holds_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -38,7 +39,6 @@ DTYPES = [
         ),
     ),
 ]
-"""Exit status of the interpreter's process where Triton's is older than numpy's rules about scalars."""
 
 
 def on_the_device(function):
@@ -52,14 +52,6 @@ def on_the_device(function):
 def paged() -> TritonPaged:
     kernels = load(DEVICE)
     assert kernels is not None
-    if INTERPRETED:
-        one = torch.zeros(1, 1, 16)
-        try:
-            kernels.decode_with_lse(one, one[None], one[None], torch.zeros(1, 1), torch.zeros(1), None, 1.0)
-        except Exception as exc:
-            if "0-dimensional" in str(exc):
-                pytest.exit("this Triton's interpreter cannot loop with this numpy", CANNOT_LOOP)
-            raise
     return kernels
 
 
@@ -143,10 +135,11 @@ def decode(
     scaling: float = 0.3,
     softcap: float | None = None,
     shared: SharedPrefixes | None = None,
+    parts: DecodeParts | None = None,
 ) -> tuple[Tensor, Tensor]:
     return paged.decode_with_lse(
         query.to(DEVICE), pool.keys.to(DEVICE), pool.values.to(DEVICE), table.to(DEVICE),
-        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, shared=shared,
+        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, shared=shared, parts=parts,
     )  # fmt: skip
 
 
@@ -258,6 +251,23 @@ def test_a_sequence_gets_the_same_bits_alone_and_among_many(paged, dtype):
         )
         assert torch.equal(alone[0], together[row])
         assert torch.equal(lse[0], lses[row])
+
+
+@on_the_device
+@pytest.mark.parametrize("shares", [False, True])
+def test_bits_depend_neither_on_the_number_of_programs_nor_on_room_in_the_list(paged, shares, monkeypatch):
+    monkeypatch.setattr(decode_parts, "SPLIT", 16)
+    pool = Pool(17)
+    common = pool.row(16)
+    positions = [27, -1, 60, 16]
+    rows = [pool.row(position + 1, prefix=common if position >= 0 else ()) for position in positions]
+    query, table = pool.query(4), pool.table(rows)
+    shared = groups_of([[0, 2, 3], []], [16, 0, 16, 16]) if shares else None
+    expected = decode(paged, pool, query, table, positions, shared=shared)
+    for room, spread in ((8, False), (8, True), (30, False)):
+        parts = DecodeParts(torch.tensor(positions, device=DEVICE), room, shared, spread=spread)
+        found = decode(paged, pool, query, table, positions, shared=shared, parts=parts)
+        assert all(map(torch.equal, found, expected))
 
 
 @on_the_device

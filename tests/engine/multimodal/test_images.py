@@ -22,6 +22,7 @@ from tests.vision_models import (
     logprobs_with_images,
     make_vision_model,
     picture_prompt,
+    require_video,
     shared_vision_model,
 )
 
@@ -74,6 +75,7 @@ WITH_VIDEO = (3, "clip", 4, "a", 2, "clipped", 3)
 @pytest.mark.parametrize("name", VIDEO_MODELS)
 @pytest.mark.parametrize("budget", [64, 9])
 def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name: str, budget: int) -> None:
+    require_video(name)
     engine = make_engine(shared_vision_model(name), max_tokens_per_step=budget)
     engine.add_request(picture_prompt(name, WITH_VIDEO), likeliest(n=2))
     engine.add_request(picture_prompt(name, ["clip"]), likeliest(prompt_logprobs=0))
@@ -357,6 +359,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_images_that_do_not_fit_are_refused_and_nothing_is_queued(case: str, engines: dict[str, Any]) -> None:
     name, inputs, words = WRONG[case]
+    if "pixel_values_videos" in inputs:
+        require_video(name)
     engine = engines.setdefault(name, make_engine(shared_vision_model(name)))
     for ask in (engine.add_request, engine.check_request):
         with pytest.raises(InvalidRequestError, match=words):

@@ -1,0 +1,225 @@
+"""Several decode steps in one call change neither a token nor a bit of a log-prob, whatever else happens.
+
+The clock of these engines stands still unless a test says otherwise, so that runs are as long as they can be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.config import InferenceConfig
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.scheduling.draft_budget import StepCost
+from rollout.engine.scheduling.step import ScheduledStep
+from rollout.sampling_params import SamplingParams
+from tests.engines import at_random, greedily, pass_suspended, shared_model, token_ids
+from tests.models import make_model, make_tokenizer
+
+ENDS = at_random(40, n=2, temperature=0.8, ignore_eos=False, stop_token_ids=list(range(3, 13)), min_tokens=6)
+
+
+def engine_for(
+    model: Any = "qwen3", tokenizer: Any = None, clock: Callable[[], float] = lambda: 0.0, **options: Any
+) -> Any:
+    defaults: dict[str, Any] = {"kv_cache_blocks": 80, "block_size_tokens": 4, "max_requests": 8, "max_tokens_per_step": 64,
+                                "verify_model": False}  # fmt: skip
+    chosen = shared_model(model) if isinstance(model, str) else model
+    return DynamicInferenceEngine(chosen, tokenizer, InferenceConfig(**(defaults | options)), clock=clock)
+
+
+def results(engine: Any, ahead: bool, params: SamplingParams) -> dict[Any, Any]:
+    """Everything sampled over three prompts, by sample."""
+    for seed in range(3):
+        engine.add_request(token_ids(7 + seed, seed), params)
+    found = {}
+    while engine.has_unfinished:
+        for record in engine.step(ahead=ahead):
+            merged = record.merge()
+            found[record.request_id, record.sample_index] = (
+                merged.generated_tokens, merged.generated_log_probs, merged.finish_reason, merged.stop_reason,
+                merged.generated_text, len(merged.tpot), merged.error,
+            )  # fmt: skip
+        engine.context.scheduler.check()
+    assert engine.context.allocator.num_used == 0, "a block leaked"
+    return found
+
+
+def assert_same(
+    params: SamplingParams, model: Any = "qwen3", tokenizer: Any = None, **options: Any
+) -> dict[str, float]:
+    """Both ways sample the same in as many steps; returns the counters."""
+    plain, ahead = engine_for(model, tokenizer, **options), engine_for(model, tokenizer, **options)
+    wanted = results(plain, False, params)
+    longest = []
+    step = ahead.step
+
+    def counted(**how: Any) -> Any:
+        ended = step(**how)
+        longest.append(ahead.last_step_count)
+        return ended
+
+    ahead.step = counted
+    assert results(ahead, True, params) == wanted
+    ours, theirs = ahead.stats(), plain.stats()
+    assert max(longest) > 1, "no run was made"
+    assert ours["generated_tokens"] == theirs["generated_tokens"]
+    if not (ours["preemptions"] or params.stop or options.get("speculation")):
+        assert ours["steps"] == theirs["steps"]
+    return ours
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3", "gpt2", "qwen3_next"])
+@pytest.mark.parametrize("params", [greedily(30, n=2), at_random(41, n=2), ENDS], ids=["greedy", "sampled", "ends"])
+def test_tokens_and_log_probs_are_those_of_one_step_at_a_time(model: str, params: SamplingParams) -> None:
+    """Windows with pages of their own and recurrent states among the models."""
+    assert_same(params, model)
+
+
+def test_a_stop_string_cuts_what_was_computed_beyond_it() -> None:
+    tokenizer = make_tokenizer()
+    first = results(engine_for(tokenizer=tokenizer), False, greedily(30))[0, 0]
+    text = tokenizer.decode(first[0])
+    assert_same(greedily(30, stop=[text[20:22]], n=2), tokenizer=tokenizer)
+
+
+def test_between_looks_for_drafts_runs_are_made_and_drafts_still_come() -> None:
+    stats = assert_same(at_random(50, n=2), speculation=True)
+    assert stats["draft_tokens"] > 0
+
+
+def test_samples_are_the_same_when_blocks_run_out() -> None:
+    assert assert_same(at_random(30, n=2), kv_cache_blocks=30)["preemptions"] > 0
+
+
+def test_what_a_run_evicts_reaches_the_host_before_it_is_overwritten() -> None:
+    prompts, found = [token_ids(20, seed) for seed in range(3)], {}
+    for ahead in (False, True):
+        engine = engine_for(kv_cache_blocks=16, kv_cache_host_memory_gb=1e-3)
+        found[ahead] = []
+        for prompt in (*prompts, *prompts):
+            engine.add_request(prompt, greedily(40 if len(found[ahead]) < 3 else 6))
+            while engine.has_unfinished:
+                found[ahead] += [each.merge().generated_log_probs for each in engine.step(ahead=ahead)]
+        assert engine.stats()["kv_blocks_loaded"] > 0
+    assert found[True] == found[False]
+    fresh = engine_for(enable_prefix_caching=False)
+    fresh.add_request(prompts[0], greedily(6))
+    while fresh.has_unfinished:
+        ended = fresh.step()
+    assert np.abs(np.subtract(ended[0].merge().generated_log_probs, found[True][3])).max() < 1e-5
+
+
+def test_events_of_tokens_have_the_times_of_their_steps() -> None:
+    assert_same(at_random(30, n=2), track_generated_token_events=True)
+    seconds = iter(np.arange(0, 1000, 0.0005))
+    engine = engine_for(clock=lambda: float(next(seconds)))
+    engine.add_request(token_ids(5), at_random(40))
+    while engine.has_unfinished:
+        ended = engine.step(ahead=True)
+    assert engine.last_step_count > 1
+    assert min(ended[0].merge().tpot) > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_of_any_length_equal_their_steps_whatever_happens_between_them(seed: int) -> None:
+    """Suspends, weight updates, and other requests' comings and goings, after the same number of steps."""
+    draw = random.Random(seed)
+    kinds = "update", "update", "offload", "recompute", "abort", "add", "add"
+    events = sorted((draw.randrange(4, 28), kind) for kind in kinds)
+    assert _life(seed, events, lambda: draw.randint(1, 9)) == _life(seed, events, lambda: 1)
+
+
+def _life(seed: int, events: list[tuple[int, str]], most: Callable[[], int]) -> dict[Any, Any]:
+    model = make_model("qwen3", seed=seed)
+    engine = engine_for(model, kv_cache_blocks=120)
+    scheduler, left, found = engine.context.scheduler, list(events), {}
+    lengthen = scheduler.run_ahead
+
+    def until_the_next_event(step: ScheduledStep) -> ScheduledStep:
+        limit = left[0][0] - engine.stats()["steps"] if left else 99
+        return replace(step, ahead=max(1, min(lengthen(step).ahead, int(limit), most())))
+
+    scheduler.run_ahead = until_the_next_event
+    for number in range(3):
+        engine.add_request(token_ids(6 + number, number), at_random(30, n=2))
+    while engine.has_unfinished or left:
+        if left and (engine.stats()["steps"] >= left[0][0] or not engine.has_unfinished):
+            after, kind = left.pop(0)
+            if kind == "update":
+                with torch.no_grad():
+                    model.lm_head.weight.mul_(0.97)
+                engine.weights_updated()
+            elif kind == "abort":
+                engine.abort_request(1, 0)
+            elif kind == "add":
+                engine.add_request(token_ids(9, after), at_random(12))
+            else:
+                pass_suspended(engine, kind)
+        elif engine.has_unfinished:
+            for record in engine.step(ahead=True):
+                one = record.merge()
+                key = record.request_id, record.sample_index
+                found[key] = one.generated_tokens, one.generated_log_probs, one.policy_spans, one.kv_spans
+    return found
+
+
+def test_a_sample_without_finite_logits_fails_alone_where_it_would() -> None:
+    model = make_model("qwen3", seed=5)
+    wanted = results(engine_for(model), False, greedily(20))
+    poison = wanted[0, 0][0][6]
+    with torch.no_grad():
+        model.lm_head.weight.data = model.lm_head.weight.clone()
+        model.get_input_embeddings().weight[poison] = torch.nan
+    plain, ahead = (results(engine_for(model), each, greedily(20)) for each in (False, True))
+    assert ahead == plain
+    assert any(len(each[0]) < 20 for each in ahead.values())
+
+
+def test_a_run_ends_with_the_step_it_is_at_when_the_boundary_is_asked_for() -> None:
+    engine = engine_for()
+    engine.add_request(token_ids(5), greedily(60))
+    made = []
+    for asks in (False, False, True, False):
+        if asks:
+            engine.ask_for_boundary()
+        engine.step(ahead=True)
+        made.append(engine.last_step_count)
+    # A prompt; a first step, of which nothing is known; one that was asked for its end; all the others.
+    assert made == [1, 1, 1, 57]
+
+
+def test_what_needs_python_between_two_tokens_makes_one_step_at_a_time() -> None:
+    for params in (
+        greedily(12, logprobs=2), at_random(12, top_p=0.9), at_random(12, repetition_penalty=1.1),
+        at_random(12, logit_bias={5: 1.0}), at_random(12, stop_token_ids=[1], min_tokens=12),
+    ):  # fmt: skip
+        engine = engine_for()
+        engine.add_request(token_ids(5), params)
+        while engine.has_unfinished:
+            engine.step(ahead=True)
+            assert engine.last_step_count == 1, params
+
+
+def test_a_run_takes_no_longer_than_it_may_and_leaves_a_block_to_each_sequence() -> None:
+    engine = engine_for(kv_cache_blocks=14)
+    engine.add_request(token_ids(5), greedily(40))
+    scheduler = engine.context.scheduler
+    engine.step()
+    engine.step()
+    step = scheduler.schedule()
+    scheduler.cost = StepCost()
+    assert scheduler.run_ahead(step).ahead == 1, "nothing is known of the time that a step takes"
+    scheduler.cost.observe(1, 0.006)
+    assert scheduler.run_ahead(step).ahead == 4
+    scheduler.cost = StepCost()
+    scheduler.cost.observe(1, 0.0)
+    assert scheduler.run_ahead(step).ahead == 38
+    scheduler.allocator.allocate(scheduler.allocator.num_free - 1)
+    assert scheduler.run_ahead(step).ahead == 38, "these blocks are reserved"
