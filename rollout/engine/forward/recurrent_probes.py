@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rollout.engine.forward.attention import Installation, forward_with
 from rollout.engine.forward.attention_masks import PROBE
-from rollout.engine.forward.recurrent_states import PackedStates, StateRows
+from rollout.engine.forward.recurrent_states import PackedStates, StateRows, States
 from rollout.engine.memory.state_pool import StatePool, StateShape
 
 LENGTHS = (3, 2)
@@ -90,7 +90,7 @@ def _logits(
     device: torch.device,
     ids: range,
     argument: str,
-    cache: StateRows | PackedStates,
+    cache: States,
     places: Sequence[int] | None = None,
 ) -> Tensor:
     """[len(ids), V] logits of a row of tokens at positions `places`; None: from 0 on."""

@@ -225,3 +225,6 @@ class PackedStates(_NoKV):
 
     def flush(self) -> None:
         """Nothing to do: all states are in the pool."""
+
+
+States = StateRows | PackedStates
