@@ -60,6 +60,11 @@ def make_engine(
     return DynamicInferenceEngine(chosen, tokenizer, InferenceConfig(**(defaults | options)), **seams)
 
 
+def one_step_per_call(engine: DynamicInferenceEngine) -> None:
+    """From here on a call of `step` makes one decode step, also where it may make several."""
+    engine.controller.runner.runs = None
+
+
 def steps(engine: DynamicInferenceEngine, count: int) -> list[DynamicInferenceRequestRecord]:
     """So many steps, or fewer when everything has ended; what has ended."""
     ended: list[DynamicInferenceRequestRecord] = []

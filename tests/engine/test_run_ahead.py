@@ -70,7 +70,7 @@ def assert_same(
     ours, theirs = ahead.stats(), plain.stats()
     assert max(longest) > 1, "no run was made"
     assert ours["generated_tokens"] == theirs["generated_tokens"]
-    if not ours["preemptions"] and params.stop == ():
+    if not (ours["preemptions"] or params.stop or options.get("speculation")):
         assert ours["steps"] == theirs["steps"]
     return ours
 
@@ -89,8 +89,31 @@ def test_a_stop_string_cuts_what_was_computed_beyond_it() -> None:
     assert_same(greedily(30, stop=[text[20:22]], n=2), tokenizer=tokenizer)
 
 
+def test_between_looks_for_drafts_runs_are_made_and_drafts_still_come() -> None:
+    stats = assert_same(at_random(50, n=2), speculation=True)
+    assert stats["draft_tokens"] > 0
+
+
 def test_samples_are_the_same_when_blocks_run_out() -> None:
     assert assert_same(at_random(30, n=2), kv_cache_blocks=30)["preemptions"] > 0
+
+
+def test_what_a_run_evicts_reaches_the_host_before_it_is_overwritten() -> None:
+    prompts, found = [token_ids(20, seed) for seed in range(3)], {}
+    for ahead in (False, True):
+        engine = engine_for(kv_cache_blocks=16, kv_cache_host_memory_gb=1e-3)
+        found[ahead] = []
+        for prompt in (*prompts, *prompts):
+            engine.add_request(prompt, greedily(40 if len(found[ahead]) < 3 else 6))
+            while engine.has_unfinished:
+                found[ahead] += [each.merge().generated_log_probs for each in engine.step(ahead=ahead)]
+        assert engine.stats()["kv_blocks_loaded"] > 0
+    assert found[True] == found[False]
+    fresh = engine_for(enable_prefix_caching=False)
+    fresh.add_request(prompts[0], greedily(6))
+    while fresh.has_unfinished:
+        ended = fresh.step()
+    assert np.abs(np.subtract(ended[0].merge().generated_log_probs, found[True][3])).max() < 1e-5
 
 
 def test_events_of_tokens_have_the_times_of_their_steps() -> None:

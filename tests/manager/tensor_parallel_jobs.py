@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from rollout.config import CoordinatorConfig, InferenceConfig
@@ -30,6 +31,7 @@ from rollout.sampling_params import SamplingParams
 from tests.models import VOCAB, make_model
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import logprob_error, make_rollout
+from tests.vision_models import NO_MARKS, picture_prompt
 from trainer_hooks.optimizer import attach
 from trainer_hooks.peft import adapter
 
@@ -40,12 +42,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(n=3, max_tokens=9, ignore_eos=True, seed=4)
 
 
-def load(folder: str, **sizes: int) -> PreTrainedModel:
+def load(folder: str, kind: Any = AutoModelForCausalLM, **sizes: int) -> PreTrainedModel:
     """The model of a folder, split over the ranks as transformers does it; two at a time where no sizes are given."""
     os.environ |= {name: str(dist.get_rank()) for name in ("RANK", "LOCAL_RANK")}
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     config = DistributedConfig(**(sizes or {"tp_size": 2}))
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).train()
+    return kind.from_pretrained(folder, distributed_config=config).train()
 
 
 def shown(batch: RolloutBatch) -> dict[str, Any]:
@@ -135,6 +137,46 @@ def samples_of(rank: int, folders: list[str]) -> list[dict[str, Any]]:
         with make_rollout(load(folder), verify_model=True) as rollout:
             told.append(shown(rollout.generate(PROMPTS, GREEDY)))
     return told
+
+
+def load_vision(folder: str) -> PreTrainedModel:
+    """The vision model of a folder, split over two ranks."""
+    return load(folder, AutoModelForImageTextToText)
+
+
+def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
+    """Prompts with images, a video and none, in flight over an update, and the trainer's forward of what came back."""
+    last = ["c", 4, "clip", 2] if "qwen" in name or "gemma4" in name else ["c", 4]
+    prompts = [picture_prompt(name, [2, "a", 3, "b"]), PROMPTS[0], picture_prompt(name, last)]
+    params = SamplingParams(n=2, max_tokens=8, ignore_eos=True, seed=4, logit_bias=NO_MARKS)
+    runs: list[int] = []
+    tower = next(
+        each
+        for path, each in rollout.model.named_modules()
+        if path.endswith(("visual", "vision_tower", "vision_model"))
+    )
+    tower.register_forward_hook(lambda *_: runs.append(1))
+    told = [shown(rollout.generate(prompts, params, min_groups=1))]
+    with rollout.suspended(), torch.no_grad():
+        for parameter in rollout.model.parameters():
+            parameter.mul_(1.02)
+        rollout.weights_updated()
+    batch = rollout.generate(prompts[:1], params, min_groups=rollout.groups_in_flight + 1)
+    pixels = {key: float(value.sum()) for key, value in batch.model_inputs().items() if "pixel" in key}
+    return {"told": [*told, shown(batch)], "pixels": pixels, "runs": len(runs)}
+
+
+def sees_in_a_group(rank: int, folders: dict[str, str]) -> dict[str, Any]:
+    """`sees` of split models, and what a prompt with another image on the second rank is told."""
+    answer: dict[str, Any] = {}
+    for name, folder in folders.items():
+        with make_rollout(load_vision(folder)) as rollout:
+            answer[name] = sees(rollout, name)
+            bare = picture_prompt(name, [2, "a"])["input_ids"][0].tolist()
+            answer["unfit"] = said(partial(rollout.generate, [PROMPTS[0], bare], GREEDY))
+            rollout.abort(rollout.submit([picture_prompt(name, [2, "ab"[rank]])], GREEDY))
+            answer["other"] = said(partial(rollout.generate, PROMPTS, GREEDY))
+    return answer
 
 
 def whole(model: PreTrainedModel) -> list[float]:

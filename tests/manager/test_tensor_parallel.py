@@ -15,6 +15,7 @@ from tests.manager import tensor_parallel_jobs as jobs
 from tests.models import make_model
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
+from tests.vision_models import make_vision_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -81,6 +82,26 @@ def test_models_of_every_plan_sample_what_one_process_samples(nursery, tmp_path)
     for answer in run_together(nursery, 2, jobs.samples_of, folders=folders):
         for mine, like in zip(answer, alone, strict=True):
             assert_same(mine, like)
+
+
+def test_images_are_what_one_process_makes_of_them(nursery, tmp_path):
+    """Gemma 4's vision tower is split, and all members run it; those of the others are not, and the first rank runs them."""
+    names, alone, folders = ["qwen2_5_vl", "gemma3", "gemma4"], {}, {}
+    for name in names:
+        model = make_vision_model(name)
+        folders[name] = str(tmp_path / name)
+        model.save_pretrained(folders[name])
+        with make_rollout(model) as rollout:
+            alone[name] = jobs.sees(rollout, name)
+    answers = run_together(nursery, 2, jobs.sees_in_a_group, folders=folders)
+    for rank, answer in enumerate(answers):
+        for name in names:
+            assert answer[name]["pixels"] == alone[name]["pixels"]
+            assert answer[name]["runs"] == (0 if rank and name != "gemma4" else alone[name]["runs"])
+            for mine, like in zip(answer[name]["told"], alone[name]["told"], strict=True):
+                assert_same(mine, like)
+        assert "prompts or parameters of rank 1" in answer["other"]
+        assert "placeholders of images (token 90) and no image" in answer["unfit"]
 
 
 with_fsdp2 = pytest.mark.skipif(

@@ -1,11 +1,12 @@
 """CUDA graphs of decode steps: capture once per batch size, replay.
 
 A decode step of a small batch takes less time on the device than Python needs to launch its thousands of kernels; a
-replay launches them together. A graph is captured for a number of rows and a length, both rounded up, when a step first
-needs it, and for the autocast in force. Its inputs are the `DecodeState` that all graphs share, and it reads the address of
-the KV pool from `KVCache.addresses`, so it outlives a suspend. Weights changed in place are read as they are, under
-autocast too: the casts are part of the graph. Other changes of the model are looked for whenever the trainer may have
-modified it (`signature_of`), and invalidate all graphs. A model that cannot be captured runs its own forward.
+replay launches them together. A graph is captured for a number of rows, rounded up, when a step first needs it, and for the
+autocast in force; how long its rows are hardly matters, as programs share out the parts of keys that there are. Its inputs
+are the `DecodeState` that all graphs share, and it reads the address of the KV pool from `KVCache.addresses`, so it outlives
+a suspend. Weights changed in place are read as they are, under autocast too: the casts are part of the graph. Other changes
+of the model are looked for whenever the trainer may have modified it (`signature_of`), and invalidate all graphs. A model
+that cannot be captured runs its own forward.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from rollout.engine.forward.decode_kernels import DecodeKernels
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
 from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
+from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.triton_attention import table_columns
+from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.memory.kv_cache import KVCache
 
 LEAST_LENGTH = 1024
-"""Least length of a graph in tokens; longer ones are powers of two. A wider block table launches idle programs."""
+"""Least length in tokens of a graph whose launches have a program for each part there could be; longer ones are powers of
+two, and so have fewer idle programs."""
+LEAST_WORKSPACE = 2**26
+"""Bytes for the parts of keys of a step, before they are merged; doubled, at the price of a capture, for more."""
 STATE_LENGTH = 16384
 """Tokens that the tables of `DecodeState` have room for; doubled, at the price of all graphs, for a longer sequence."""
 WORTHWHILE = 64
@@ -65,6 +70,8 @@ class _Size:
     """What the fused forward has fixed (`DecodeForward.numbers`); None: the module's own forward was captured."""
     shares: bool
     """Whether prefixes that rows share are read once."""
+    parts: int
+    """Room for the parts of keys of all rows; 0: the fused forward does not need it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +152,8 @@ class GraphedDecode:
         self._device = device
         self._kernels = kernels
         self._resident = switched_on("tables")
+        self._listed = switched_on("parts")
+        self._least_parts = _least_parts(layout, max_rows)
         self._sharing = PrefixSharing(token_bytes(layout) * (kernels.shares and switched_on("prefixes")))
         self._state: DecodeState | None = None
         self._graphs: dict[_Size, _Graph] = {}
@@ -199,13 +208,17 @@ class GraphedDecode:
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
             return None
-        columns = table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
         by_kernels = numbers is None or self.fused is None or self.fused.by_kernels
         shared = self._sharing.of(rows) if by_kernels else None
-        size = _Size(padded_rows(len(ids)), columns, self._precision(), numbers, shared is not None)
+        padded, columns = padded_rows(len(ids)), self._columns(rows)
+        state, parts = self._state_of(columns), 0
+        if by_kernels and self._listed:
+            columns, parts = state.columns, max(self._least_parts, _power_of_two(num_parts(rows.positions)))
+        elif by_kernels:
+            parts = padded * (num_splits(columns * self._block_size) + (shared is not None))
+        size = _Size(padded, columns, self._precision(), numbers, shared is not None, parts)
         if size in self._failed or size in self._short:
             return None
-        state = self._state_of(columns)
         state.send(ids, rows, rotary, shared)
         graph = self._graphs.get(size) or self._capture(size, state)
         if graph is None:
@@ -238,6 +251,10 @@ class GraphedDecode:
         """The dtype of the autocast in force; None: there is none."""
         kind = self._layout.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _columns(self, rows: PagedRows) -> int:
+        """Columns of block tables for these rows, rounded up."""
+        return table_columns(padded_length(int(rows.positions.max()) + 1), self._block_size)
 
     def _state_of(self, columns: int) -> DecodeState:
         """The rows on the device, with block tables of at least `columns`."""
@@ -298,7 +315,7 @@ class GraphedDecode:
         """Run the forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
-        inputs = state.inputs(size.rows, size.columns, shares=size.shares)
+        inputs = state.inputs(size.rows, size.columns, size.parts, shares=size.shares, spread=not self._listed)
         fused = self.fused if size.fused is not None else None
         logits = self._module_logits(inputs) if fused is None else fused.decode(inputs)
         if logits.dtype not in self._logits:
@@ -352,6 +369,12 @@ def _no_kept_casts() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+def _least_parts(layout: ModelLayout, rows: int) -> int:
+    """Parts of keys that every graph has room for: what fits into `LEAST_WORKSPACE`, or `rows` of `STATE_LENGTH` have."""
+    sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
+    return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
+
+
 def padded_rows(count: int) -> int:
     """Rows of the graph for `count` rows: 1, 2, 4, then multiples of 8 to 64, then multiples of 32."""
     if count <= 4:
@@ -360,9 +383,13 @@ def padded_rows(count: int) -> int:
     return -(-count // unit) * unit
 
 
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 def padded_length(tokens: int) -> int:
     """Length of the graph for sequences of up to `tokens` tokens."""
-    return max(LEAST_LENGTH, 1 << (tokens - 1).bit_length())
+    return max(LEAST_LENGTH, _power_of_two(tokens))
 
 
 def signature_of(model: nn.Module) -> list[object]:

@@ -93,6 +93,7 @@ class TritonDecode:
             window, rules["scaling"], softcap=rules.get("softcap"), chunk=chunk, sinks=rules.get("sinks"),
             # With a window or a chunk, hardly any of the keys are in the prefix.
             shared=inputs.shared if window is None and chunk is None else None, cells=place.cells,
+            parts=inputs.parts,
         )  # fmt: skip
         return out
 

@@ -45,7 +45,9 @@ from rollout.engine.memory.buffers import download_together, upload, upload_toge
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.multimodal.vision import StepImages, Vision
+from rollout.engine.multimodal.family import ImageItem
+from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
@@ -161,10 +163,11 @@ class ModelRunner:
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = prompt_spans(step, packed, wanted)
         packed, images = self.pictured(step, packed, self.table)
-        work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
+        keeps = np.concatenate([keep, *(span for _, span in spans)])
+        work = ForwardWork(ids, packed, keeps, step.copies, images=images)
         if self._leader is None:
             with nullcontext() if self._lockstep is None else self._lockstep.ended_by_failures():
-                logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
+                logits = self.compute(work, self.table.state[step.rows], self.adapters.of(step.rows))
         else:
             logits = self._leader.run(work, self.compute)
         start = len(entries)
@@ -187,14 +190,12 @@ class ModelRunner:
         self,
         work: ForwardWork,
         states: NDArray[np.int32] | None = None,
-        images: StepImages | None = None,
         named: Names | None = None,
     ) -> Tensor:
         """Logits [len(work.keep), V], valid until the next call; every member of a tensor-parallel group calls it.
 
         Args:
             states: state slot of each sequence; not read without a state pool.
-            images: those of the step; None: it has none, and in a tensor-parallel group no request has any.
             named: adapter of each sequence; None: none has one.
         """
         if work.zeroed_blocks:
@@ -203,7 +204,12 @@ class ModelRunner:
             self.cache.zero_slots(work.zeroed_slots)
         if work.copies:
             self.cache.copy_blocks(work.copies)
-        return self.forward(work.ids, work.rows, work.keep, states, images, named)
+        return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
+
+    def encode(self, item: ImageItem) -> None:
+        """Run this member's part of the vision tower on an item that the first rank of a tensor-parallel group encodes."""
+        with self.installation:
+            self.vision.encode(item)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
         """Fill KV blocks with zeros."""

@@ -20,7 +20,7 @@ from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.trial_forwards import paged_logits
-from rollout.engine.kernels import triton_attention, triton_layers, triton_paged
+from rollout.engine.kernels import decode_parts, triton_layers
 from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, rms_norm, rotated
 from rollout.engine.kernels.triton_paged import load
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
@@ -215,8 +215,7 @@ def test_eager_and_captured_steps_give_the_tokens_of_generate(name) -> None:
 @on_the_device
 def test_a_prefix_that_samples_share_is_read_once_by_captured_steps(monkeypatch) -> None:
     monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 1)
-    for module in (triton_paged, triton_attention):
-        monkeypatch.setattr(module, "SPLIT", 16)
+    monkeypatch.setattr(decode_parts, "SPLIT", 16)
     model = small("qwen3")
     engine = engine_of(model)
     requests = engine.generate([token_ids(18, 1)], greedily(3 if INTERPRETED else 40, n=2))

@@ -35,7 +35,7 @@ from rollout.engine.forward.cuda_graphs import (
 from rollout.engine.forward.cuda_switches import VARIABLE
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
-from rollout.engine.kernels import triton_attention
+from rollout.engine.kernels import decode_parts
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
@@ -223,11 +223,25 @@ def test_each_size_is_captured_when_it_is_first_needed_and_only_then() -> None:
         engine.add_request(token_ids(5, seed), greedily(tokens))
     finish_exact(engine, "qwen3", 5)
     sizes = engine.controller.runner.graphs._graphs
-    assert sorted((size.rows, size.columns) for size in sizes) == [(4, 256), (8, 256)]
+    assert sorted((size.rows, size.columns) for size in sizes) == [(4, 4096), (8, 4096)], "one length"
     assert recorder.captures == 2
     start(engine)
     finish_exact(engine, "qwen3")
     assert recorder.captures == 2
+
+
+@pytest.mark.parametrize("off", ["", "parts"])
+def test_a_row_that_grows_needs_another_graph_only_for_twice_the_parts(off: str, monkeypatch) -> None:
+    monkeypatch.setattr(decode_parts, "SPLIT", 8)
+    monkeypatch.setattr(cuda_graphs, "LEAST_WORKSPACE", 0)
+    monkeypatch.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+    monkeypatch.setenv(VARIABLE, off)
+    engine, _ = graphed(make_model("qwen3", num_hidden_layers=1))
+    engine.add_request(token_ids(6, 1), greedily(20))
+    (request,) = finish(engine).values()
+    assert len(request.generated_tokens) == 20
+    sizes = [(size.columns, size.parts) for size in engine.controller.runner.graphs._graphs]
+    assert sizes == ([(16, 8)] if off else [(4096, 1), (4096, 2), (4096, 4)])
 
 
 def test_samples_drawn_at_random_are_those_of_an_engine_without_graphs() -> None:
@@ -253,7 +267,7 @@ def test_a_step_with_a_chunk_in_it_runs_the_forward_of_the_module() -> None:
 @pytest.mark.parametrize(("name", "off"), [("qwen3", ""), ("gemma2", ""), ("qwen3", "prefixes")])
 def test_steps_whose_rows_share_a_prefix_have_a_graph_that_reads_it_once(name: str, off: str, monkeypatch) -> None:
     """The samples of a prompt share it from their first token on; alone, a sample is replayed by the other graph."""
-    monkeypatch.setattr(triton_attention, "SPLIT", 8)
+    monkeypatch.setattr(decode_parts, "SPLIT", 8)
     monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 1)
     monkeypatch.setenv(VARIABLE, off)
     engine, _ = graphed(name, shares=True)
