@@ -37,7 +37,8 @@ def _run(run: Run, kind: str, arguments: list[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
     with log.open("w", encoding="utf-8") as file:
         tests = subprocess.Popen(
-            [*command, "-o", f"timeout={ONE_TEST_S}", *arguments], cwd=Path(__file__).parents[2], stdout=file, stderr=subprocess.STDOUT
+            [*command, "-o", f"timeout={ONE_TEST_S}", *arguments],
+            cwd=Path(__file__).parents[2], stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             tests.wait()
