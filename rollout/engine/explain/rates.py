@@ -81,6 +81,8 @@ class Weights:
     multiplied: int
     """Of these, what one token is multiplied by: of a mixture of experts those of the chosen ones."""
     multiplied_bytes: int
+    read_bytes: int
+    """What a step of many tokens reads: of a mixture of experts all."""
     head: int
     """Of these, the output projection, which only sampled positions need."""
 
@@ -100,17 +102,23 @@ class Weights:
         chosen = getattr(text, "num_experts_per_tok", None) or experts
         named = dict(model.named_parameters())
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        looked_up = None if head is not None and head.weight is embedding.weight else embedding.weight
+        tables = [embedding.weight, *(each.weight for each in model.modules() if type(each) is nn.Embedding)]
+        looked_up = [each for each in tables if head is None or each is not head.weight]
         multiplied = multiplied_bytes = 0.0
+        read_bytes = 0
         for name, parameter in named.items():
-            share = 0.0 if parameter is looked_up else chosen / experts if experts and ".experts." in name else 1.0
+            if any(parameter is each for each in looked_up):
+                continue
+            share = chosen / experts if experts and ".experts." in name else 1.0
             multiplied += share * parameter.numel()
             multiplied_bytes += share * parameter.numel() * parameter.itemsize
+            read_bytes += parameter.numel() * parameter.itemsize
         return cls(
             parameters=sum(parameter.numel() for parameter in named.values()),
             parameter_bytes=sum(parameter.numel() * parameter.itemsize for parameter in named.values()),
             multiplied=int(multiplied),
             multiplied_bytes=int(multiplied_bytes),
+            read_bytes=read_bytes,
             head=0 if head is None else head.weight.numel(),
         )
 

@@ -103,7 +103,9 @@ def test_a_pool_that_is_too_small_and_too_many_threads_are_advised_against(monke
 
 
 def test_bounds_follow_from_bytes_and_multiplications():
-    weights = Weights(parameters=1000, parameter_bytes=4000, multiplied=1000, multiplied_bytes=4000, head=200)
+    weights = Weights(
+        parameters=1000, parameter_bytes=4000, multiplied=1000, multiplied_bytes=4000, read_bytes=4000, head=200
+    )
     bound = Bound(Rates(bandwidth=4e6, matmul=1e6), weights, kv_bytes_per_token=0)
     assert bound.decode(1, 10) == pytest.approx(500)  # 2,000 operations take longer than 4,000 bytes
     assert bound.decode(4, 10) == pytest.approx(500)
