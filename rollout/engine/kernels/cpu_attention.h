@@ -83,28 +83,35 @@ static inline void weigh_rows(int64_t rows, const float* weights, const T* const
     }
 }
 
+// Scales one row's scores and cuts them to [low, high); returns the largest.
+static inline float scaled(float* row, int64_t low, int64_t high, float scaling, float softcap) {
+    vec top = vec{} - INFINITY;
+    for (int64_t i = 0; i < KEYS; i += LANES) {
+        vec x = load(row + i) * scaling;
+        if (softcap != 0.0f) x = softcap * hyperbolic_tangent(x / softcap);
+        if (i < low || i + LANES > high) {
+            const ivec at = lane_numbers() + static_cast<int32_t>(i);
+            x = (at < static_cast<int32_t>(low)) | (at >= static_cast<int32_t>(high)) ? vec{} - INFINITY : x;
+        }
+        top = x > top ? x : top;
+        // Propagates a NaN, which the comparison above drops.
+        store(row + i, x);
+    }
+    return largest(top);
+}
+
 // Turns one row's scores into weights: scaled, cut to [low, high), exponentiated. Returns the decay of its earlier sums.
 static inline float soften(float* row, int64_t low, int64_t high, float scaling, float softcap, float& peak, float& total) {
     if (low >= high) {
         for (int64_t i = 0; i < KEYS; i += LANES) store(row + i, vec{});
         return 1.0f;
     }
-    vec top = vec{} - INFINITY;
-    for (int64_t i = 0; i < KEYS; i += LANES) {
-        vec x = load(row + i) * scaling;
-        if (softcap != 0.0f) x = softcap * hyperbolic_tangent(x / softcap);
-        if (i < low || i + LANES > high)
-            for (int64_t lane = 0; lane < LANES; lane++)
-                if (i + lane < low || i + lane >= high) x[lane] = -INFINITY;
-        top = x > top ? x : top;
-        // Propagates a NaN, which the comparison above drops.
-        store(row + i, x);
-    }
-    const float now = std::max(peak, largest(top));
-    const float base = now == -INFINITY ? 0.0f : now, decay = exponential(vec{} + (peak - base))[0];
+    const float now = std::max(peak, scaled(row, low, high, scaling, softcap));
+    const float base = now == -INFINITY ? 0.0f : now;
+    const float decay = now == peak && now != -INFINITY ? 1.0f : exponential(vec{} + (peak - base))[0];
     vec partial = vec{};
     for (int64_t i = 0; i < KEYS; i += LANES) {
-        const vec e = exponential(load(row + i) - base);
+        const vec e = exponential<true>(load(row + i) - base);
         store(row + i, e);
         partial += e;
     }
