@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
+
+from rollout.engine.kernels import cpu_exact, cpu_library
 
 BUFFER_BYTES, LARGE_BUFFER_BYTES = 2**28, 2**32
 SIDE, LARGE_SIDE = 2048, 8192
@@ -25,21 +28,39 @@ class Rates:
     bandwidth: float
     """Bytes read per second."""
     matmul: float
-    """Floating point operations per second of a large matrix product in the model's dtype."""
+    """Floating point operations per second of large matrix products in the model's dtype, the fastest there is."""
 
     @classmethod
     def measure(cls, dtype: torch.dtype, device: torch.device) -> Rates:
-        """Best of five reads of many megabytes, best of three products of large matrices; about half a second."""
+        """Best of ten reads of many megabytes, and of the products in `products`; about half a second."""
         large = device.type == "cuda"
         count, side = (LARGE_BUFFER_BYTES, LARGE_SIDE) if large else (BUFFER_BYTES, SIDE)
         buffer = torch.ones(count // 4, device=device)
-        square = torch.randn(side, side, device=device).to(dtype)
         with torch.no_grad():
-            _seconds(lambda: square @ square, device)
             return cls(
-                bandwidth=count / min(_seconds(buffer.sum, device) for _ in range(5)),
-                matmul=2 * side**3 / min(_seconds(lambda: square @ square, device) for _ in range(3)),
+                bandwidth=count / min(_seconds(buffer.sum, device) for _ in range(10)),
+                # The first of the four is for warming up.
+                matmul=max(
+                    operations / min(_seconds(run, device) for _ in range(4))
+                    for operations, run in products(dtype, device, side)
+                ),
             )
+
+
+def products(dtype: torch.dtype, device: torch.device, side: int) -> list[tuple[int, Callable[[], torch.Tensor]]]:
+    """Matrix products and the floating point operations of each: torch's of two shapes and, on a CPU, our own kernels'.
+
+    On some processors the library that torch multiplies float32 with reaches half of what ours do.
+    """
+    square = torch.randn(side, side, device=device).to(dtype)
+    flat = square[: side // 2].contiguous().view(side, side // 2)
+    made: list[tuple[int, Callable[[], torch.Tensor]]] = [
+        (2 * side**3, lambda: square @ square),
+        (side**3, lambda: linear(flat, flat)),
+    ]
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and cpu_library.load() is not None:
+        made.append((side**3, lambda: cpu_exact.linear(flat, flat, None)))
+    return made
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

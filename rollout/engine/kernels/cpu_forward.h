@@ -163,17 +163,18 @@ struct Forward {
         else adapter_up(l.adapter, static_cast<const T*>(low(index)), first, count, begin, end, columns, out, stride);
     }
 
-    // Columns of a layer per job. Of Conv1D's weight only the columns of a row lie side by side in memory, which counts while
-    // reading it takes longer than multiplying.
-    int64_t columns_per_job(const Linear& l, int64_t columns) const {
-        if (!l.stride || P > 2 * ROWS) return CHUNK;
-        return std::clamp(columns / (4 * crew.threads) / CHUNK * CHUNK, CHUNK, 4 * CHUNK);
+    // Columns of a layer per job: of Conv1D's weight too more while memory is waited for, of which the columns of a row lie side
+    // by side in memory, in whole cache lines.
+    int64_t columns_per_job(const Linear& l, int64_t columns, int64_t depth) const {
+        if (!l.stride) return chunk_of(P, columns, depth * sizeof(T), crew.threads);
+        if (P > STREAMED_ROWS) return CHUNK;
+        return std::clamp(columns / (STREAMED_JOBS * crew.threads) / CHUNK * CHUNK, CHUNK, 4 * CHUNK);
     }
 
     // Queries, keys, values and gates; the job that computes the last piece of a head normalises, rotates and caches it.
     void project(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
-        const int64_t some = columns_per_job(layer.query, H * D), pieces = (D + some - 1) / some;
+        const int64_t some = layer.query.stride ? columns_per_job(layer.query, H * D, m.hidden) : CHUNK, pieces = (D + some - 1) / some;
         const bool whole = m.norm_whole && layer.query_norm.weight;
         std::vector<std::atomic<int32_t>> missing(pieces > 1 ? parts.count * heads : 0);
         for (auto& each : missing) each.store(static_cast<int32_t>(pieces), std::memory_order_relaxed);
@@ -227,7 +228,7 @@ struct Forward {
     // gate = activation(gate) * up
     void widen(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
-        const int64_t some = columns_per_job(layer.up, layer.inner), chunks = (layer.inner + some - 1) / some;
+        const int64_t some = columns_per_job(layer.up, layer.inner, m.hidden), chunks = (layer.inner + some - 1) / some;
         const bool gated = layer.gate.weight;
         if (gated) lower({&layer.gate, &layer.up}, in, m.hidden);
         else lower({&layer.up}, in, m.hidden);
@@ -272,7 +273,7 @@ struct Forward {
     // out [P, hidden] = in through a linear layer
     void transform(const Linear& l, const T* in, int64_t depth, T* out) const {
         const Parts parts(P, depth, sizeof(T));
-        const int64_t some = columns_per_job(l, m.hidden), chunks = (m.hidden + some - 1) / some;
+        const int64_t some = columns_per_job(l, m.hidden, depth), chunks = (m.hidden + some - 1) / some;
         lower({&l}, in, depth);
         crew.share(parts.count * chunks, [&](int64_t job) {
             const int64_t part = job / chunks, begin = job % chunks * some;

@@ -2,10 +2,12 @@
 
 #pragma once
 
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
 #include "cpu_matmul.h"
+#include "cpu_prefetch.h"
 #include "cpu_rows.h"
 
 struct Adapter {
@@ -64,29 +66,10 @@ struct Across<bf16> {
 };
 #endif
 
-// Fetches rows of b that come next, a cache line at a time.
-template <typename T>
-struct Ahead {
-    const T* row;
-    int64_t stride, width, left;  // elements from row to row, and of a row; rows
-    int64_t column = 0;
-
-    void fetch(int64_t lines) {
-        for (int64_t i = 0; i < lines && left; i++) {
-            __builtin_prefetch(row + column);
-            column += 64 / static_cast<int64_t>(sizeof(T));
-            if (column < width) continue;
-            column = 0;
-            row += stride;
-            left--;
-        }
-    }
-};
-
-// sums[M][ACROSS] += M rows of a times `deep` rows of b, taken as `block`; fetches so many lines ahead per step.
+// sums[M][ACROSS] += M rows of a times `deep` rows of b, taken as `block`.
 template <int M, typename T>
 static inline void tile_across(const T* a, int64_t a_stride, const typename Across<T>::Operand (*block)[2], int64_t deep, float* sums,
-                               Ahead<T>& ahead, int64_t lines) {
+                               Ahead& ahead) {
     typedef Across<T> A;
     vec low[M], high[M];
     for (int m = 0; m < M; m++) low[m] = load(sums + m * ACROSS), high[m] = load(sums + m * ACROSS + LANES);
@@ -101,7 +84,7 @@ static inline void tile_across(const T* a, int64_t a_stride, const typename Acro
     };
     int64_t k = 0;
     for (; k + A::TOGETHER <= deep; k += A::TOGETHER) {
-        ahead.fetch(lines);
+        ahead.step();
         step(k, A::TOGETHER);
     }
     if (k < deep) step(k, deep - k);
@@ -118,17 +101,19 @@ static void product_across(const T* a, int64_t first, int64_t count, const T* b,
                            int64_t depth, Use&& use) {
     typedef Across<T> A;
     typename A::Operand block[DEEP / A::TOGETHER][2];
-    const int64_t width = end - begin, panels = (width + ACROSS - 1) / ACROSS;
+    const int64_t panels = (end - begin + ACROSS - 1) / ACROSS;
     float* all = team::scratch<float>(panels * count * ACROSS);
     std::fill(all, all + panels * count * ACROSS, 0.0f);
-    // Per step, so that as many lines are fetched as are multiplied.
-    const int64_t tiles = (count + 7) / 8;
-    const int64_t lines = (A::TOGETHER * ACROSS * static_cast<int64_t>(sizeof(T)) / 64 + tiles - 1) / tiles;
+    const int64_t tiles = (count + 7) / 8, bytes = sizeof(T);
+    int64_t rows[DEEP];
+    std::iota(rows, rows + DEEP, 0);
+    Ahead ahead;
     for (int64_t k = 0; k < depth; k += DEEP) {
-        const int64_t deep = std::min(DEEP, depth - k), next = depth - k - DEEP;
-        Ahead<T> ahead{b + (k + DEEP) * stride + begin, stride, width, std::min(DEEP, next)};
+        const int64_t deep = std::min(DEEP, depth - k), next = depth - k - DEEP, steps = panels * tiles * deep / A::TOGETHER;
         // Behind the last block comes another job's, by then probably the next but one: its start.
-        if (next <= 0) ahead = {b + begin + 2 * width, stride, width, begin + 3 * width <= stride ? std::min(DEEP, depth) : 0};
+        const T* from = next > 0 ? b + (k + DEEP) * stride + begin : b + 2 * end - begin;
+        const int64_t left = next > 0 ? std::min(DEEP, next) : 3 * end - 2 * begin <= stride ? std::min(DEEP, depth) : 0;
+        ahead.begin({reinterpret_cast<const char*>(from), (end - begin) * bytes, stride * bytes}, rows, left, steps);
         for (int64_t panel = 0; panel < panels; panel++) {
             const int64_t n = begin + panel * ACROSS, columns = std::min(ACROSS, end - n);
             float* sums = all + panel * count * ACROSS;
@@ -138,7 +123,7 @@ static void product_across(const T* a, int64_t first, int64_t count, const T* b,
             const auto each = [&](auto m) {
                 constexpr int M = decltype(m)::value;
                 for (; row + M <= count; row += M)
-                    tile_across<M>(a + (first + row) * depth + k, depth, block, deep, sums + row * ACROSS, ahead, lines);
+                    tile_across<M>(a + (first + row) * depth + k, depth, block, deep, sums + row * ACROSS, ahead);
             };
             if constexpr (TILE_ROWS > 4) each(std::integral_constant<int, 8>{});
             each(std::integral_constant<int, 4>{});
