@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.kernels import triton_paged
+from rollout.engine.kernels.decode_parts import SharedPrefixes
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.gpu_first_run.findings import HEAD_DIM, Run, captured, prompts
@@ -105,7 +106,7 @@ def _shared(run: Run, paged: triton_paged.TritonPaged, pool: Pool, shape: dict[s
         torch.tensor(each, device=pool.device, dtype=torch.int32)
         for each in ([2999, 700, 900, 1500, 639, 4094, 255, 15], range(4), [0, 4], [SHARED] * 4 + [0] * (count - 4))
     )
-    shared = triton_paged.SharedPrefixes(members, begins, lengths)
+    shared = SharedPrefixes(members, begins, lengths)
     inputs = (query, pool.keys, pool.values, pool.table, last, None, HEAD_DIM**-0.5)
     once, _ = paged.decode_with_lse(*inputs, shared=shared)
     each, _ = paged.decode_with_lse(*inputs)

@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kernels import triton_draw, triton_paged
+from rollout.engine.kernels import decode_parts, triton_draw, triton_paged
+from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
@@ -84,6 +85,13 @@ def speed(run: Run) -> None:
             decode_steps(run, model, size, batch, context, "bf16")
         del model
         run.collect()
+
+
+def speed_small(run: Run) -> None:
+    """Decode steps of the first size in its first case."""
+    model = run.model(run.sizes[0])
+    batch, context = CASES[0] if run.cuda else (2, 16)
+    decode_steps(run, model, run.sizes[0], batch, context, "bf16")
 
 
 def ways(run: Run) -> None:
@@ -212,7 +220,7 @@ def tune(run: Run) -> None:
     paged = triton_paged.load(run.device)
     if paged is None:
         raise RuntimeError("the Triton kernels do not load; see the warning above")
-    plan, split = triton_paged._plan, triton_paged.SPLIT
+    plan, split = triton_paged._plan, decode_parts.SPLIT
     try:
         for batch, context, heads, kv_heads in ((64, 1024, 16, 8), (64, 4096, 32, 8), (256, 1024, 32, 8)):
             found = sorted(_attention_rates(run, paged, batch, context, heads, kv_heads), reverse=True)
@@ -223,7 +231,7 @@ def tune(run: Run) -> None:
             )  # fmt: skip
             run.collect()
     finally:
-        triton_paged._plan, triton_paged.SPLIT = plan, split
+        triton_paged._plan, decode_parts.SPLIT = plan, split
 
 
 def _attention_rates(
@@ -237,11 +245,11 @@ def _attention_rates(
     last = torch.full((batch,), context - 1, device=run.device, dtype=torch.int32)
     for span, warps, stages, split in product((64, 128), (4, 8), (2, 3), (256, 512)):
         tiles = triton_paged._Plan(16, span, warps, stages)
-        triton_paged._plan, triton_paged.SPLIT = lambda *_, tiles=tiles: tiles, split
+        triton_paged._plan, decode_parts.SPLIT = lambda *_, tiles=tiles: tiles, split
+        parts = DecodeParts(last, batch * decode_parts.num_splits(context))
+        attend = partial(paged.decode_with_lse, query, keys, values, table, last, None, HEAD_DIM**-0.5, parts=parts)
         try:
-            took = seconds(
-                run, lambda: paged.decode_with_lse(query, keys, values, table, last, None, HEAD_DIM**-0.5), 20
-            )
+            took = seconds(run, attend, 20)
         except Exception as exc:  # noqa: BLE001 - a tile that the device has no room for
             run.say("a tile that does not work", tile=(span, warps, stages, split), why=str(exc)[:100])
             continue

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,13 +28,15 @@ from rollout.llm.llm import LLM
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.models import make_model
+from tests.models import VOCAB, make_model
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import logprob_error, make_rollout
 from tests.vision_models import NO_MARKS, picture_prompt
 from trainer_hooks.optimizer import attach
 from trainer_hooks.peft import adapter
 
+VOCABULARY = VOCAB if Version(transformers.__version__) >= Version("5.21") else VOCAB + 1
+"""Before 5.21 transformers splits no vocabulary into unequal parts."""
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13, 14]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(n=3, max_tokens=9, ignore_eos=True, seed=4)
@@ -214,7 +218,7 @@ def said(act: Any) -> str:
 
 def other_kinds(rank: int, folder: str) -> dict[str, str]:
     """Models that are split in other ways."""
-    whole = make_model("llama")
+    whole = make_model("llama", vocab_size=VOCABULARY)
     plan = {f"model.layers.{layer}.input_layernorm": SequenceParallel() for layer in range(3)}
     sequence = parallelize_module(whole, init_device_mesh("cpu", (2,)), plan)
     return {
@@ -332,7 +336,7 @@ def of_my_pair(rank: int) -> list[list[int]]:
 
 def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) -> dict[str, Any]:
     """Two groups under one coordinator; each has its own prompts, and then only the first has any."""
-    model = split(make_model("llama")) if sizes is None else load(folder, **sizes)
+    model = split(make_model("llama", vocab_size=VOCABULARY)) if sizes is None else load(folder, **sizes)
     with make_rollout(model, verify_model=True) as rollout:
         batch = rollout.generate(of_my_pair(rank), GREEDY)
         with rollout.suspended(), torch.no_grad():
@@ -347,7 +351,7 @@ def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) ->
 
 def two_groups_lose_a_member(rank: int, victim: int) -> Any:
     """A rank of the second group, its leader or the other one, ends in a forward; the first group gets all samples."""
-    model = split(make_model("llama"))
+    model = split(make_model("llama", vocab_size=VOCABULARY))
     coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
     rollout = make_rollout(model, control_timeout_s=60.0, coordinator=coordinator)
     rollout.generate([], GREEDY)

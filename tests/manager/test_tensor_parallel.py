@@ -12,15 +12,12 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from tests.manager import tensor_parallel_jobs as jobs
-from tests.models import VOCAB, make_model
+from tests.models import make_model
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
 from tests.vision_models import make_vision_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-VOCABULARY = VOCAB if Version(transformers.__version__) >= Version("5.21") else VOCAB + 1
-"""Before 5.21 transformers splits no vocabulary into unequal parts."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,7 @@ def saved(name: str, path: Path, **changes: Any) -> str:
 
 def whole(name: str, **changes: Any) -> PreTrainedModel:
     """The model that `saved` saves."""
-    return make_model(name, tie_word_embeddings=False, vocab_size=VOCABULARY, **changes)
+    return make_model(name, tie_word_embeddings=False, vocab_size=jobs.VOCABULARY, **changes)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -107,7 +104,19 @@ def test_images_are_what_one_process_makes_of_them(nursery, tmp_path):
         assert "placeholders of images (token 90) and no image" in answer["unfit"]
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "fsdp_size": 2}], ids=["tp", "tp and fsdp2"])
+with_fsdp2 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"),
+    reason=f"transformers {transformers.__version__} cannot load it",
+)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"tp_size": 2}, id="tp"),
+        pytest.param({"tp_size": 2, "fsdp_size": 2}, id="tp and fsdp2", marks=with_fsdp2),
+    ],
+)
 def test_training_steps_are_what_they_are_without_rollouts(nursery, folder, sizes):
     ranks = sizes["tp_size"] * sizes.get("fsdp_size", 1)
     answers = run_together(nursery, ranks, jobs.trains, folder=folder, **sizes)
@@ -163,9 +172,12 @@ def test_a_forward_that_raises_on_one_member_alone_ends_the_group_by_name(nurser
     assert "ArithmeticError: no such number" in second
 
 
-@pytest.mark.parametrize("sizes", [None, {"tp_size": 2, "fsdp_size": 2}], ids=["replicas", "fsdp2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(None, id="replicas"), pytest.param({"tp_size": 2, "fsdp_size": 2}, id="fsdp2", marks=with_fsdp2)],
+)
 def test_two_groups_are_two_ranks_of_one_coordinator(nursery, tmp_path, sizes):
-    model = make_model("llama", vocab_size=VOCABULARY)
+    model = make_model("llama", vocab_size=jobs.VOCABULARY)
     model.save_pretrained(tmp_path)
     answers = run_together(nursery, 4, jobs.two_groups_generate, folder=str(tmp_path), sizes=sizes)
     with make_rollout(model) as rollout:
@@ -188,7 +200,7 @@ def test_two_groups_are_two_ranks_of_one_coordinator(nursery, tmp_path, sizes):
 def test_samples_of_a_group_that_ends_go_on_in_another(nursery, victim):
     answers = run_together(nursery, 4, jobs.two_groups_lose_a_member, victim=victim)
     prompts = [[5, 6, 7 + index] for index in range(8)]
-    with make_rollout(make_model("llama", vocab_size=VOCABULARY)) as rollout:
+    with make_rollout(make_model("llama", vocab_size=jobs.VOCABULARY)) as rollout:
         alone = jobs.shown(rollout.generate(prompts, jobs.GREEDY))
     for rank in (0, 1):
         assert_same(answers[rank], alone)

@@ -17,6 +17,9 @@ VARIABLE = "ROLLOUT_CUDA_WITHOUT"
 SWITCHES = {
     "tables": "block tables stay on the device between steps; off: all of them are sent in every step",
     "prefixes": "a prefix that rows share is read once for all of them; off: once for each row",
+    "parts": "the programs of decode attention share out the parts of keys that there are, whatever the length; off: one "
+    "program for every part there could be, and graphs for each length",
+    "chunks": "steps with prefill chunks are replayed as CUDA graphs; off: they run eagerly",
 }
 """Name of each part and what it does."""
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.kernels.decode_parts import DecodeParts, SharedPrefixes
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import PrefixGroups
-from rollout.engine.kernels.triton_paged import SharedPrefixes
 from rollout.engine.memory.buffers import staged
 
 MOST_CHANGES = 8192
@@ -38,8 +38,15 @@ class DecodeInputs:
     """[B] int32, the last position that a row attends to, its own; -1 in padding."""
     groups: list[tuple[Tensor, Tensor]]
     """Of each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
-    shared: SharedPrefixes | None = None
-    """Rows that start with the same blocks, which are read once; None: they are read for each row."""
+    parts: DecodeParts
+    """Of the keys of each row, for the Triton kernels."""
+    keep: None = None
+    """The logits of all rows are computed."""
+
+    @property
+    def shared(self) -> SharedPrefixes | None:
+        """Rows that start with the same blocks, which are read once; None: they are read for each row."""
+        return self.parts.shared
 
     @property
     def slots(self) -> Tensor:
@@ -130,11 +137,14 @@ class DecodeState:
         # Last: after an exception on the way, the device is taken to have less than it has, never more.
         self._known[where] = tables[changed]
 
-    def inputs(self, count: int, columns: int, *, shares: bool = False) -> DecodeInputs:
+    def inputs(
+        self, count: int, columns: int, capacity: int = 0, *, shares: bool = False, spread: bool = False
+    ) -> DecodeInputs:
         """The step's first `count` rows with block tables of `columns`; a graph's first kernels.
 
         Args:
             shares: whether prefixes are read once.
+            capacity, spread: see `DecodeParts`.
         """
         seen, size = self.seen[:count], self._block_size
         last = seen.clamp(min=0).long()
@@ -148,7 +158,8 @@ class DecodeState:
         if shares:
             # A group has two rows.
             shared = SharedPrefixes(self.members[:count], self.begins[: count // 2 + 1], self.lengths[:count])
-        return DecodeInputs(self.ids[:count].long(), self.positions[:count].long(), seen, groups, shared)
+        parts = DecodeParts(seen, capacity, shared, spread=spread)
+        return DecodeInputs(self.ids[:count].long(), self.positions[:count].long(), seen, groups, parts)
 
     def _lines(self, rows: PagedRows) -> NDArray[np.int64]:
         if rows.lines is None or int(rows.lines.max(initial=0)) >= self.rows:

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.kernels import flash_prefill
+from rollout.engine.kernels import decode_parts, flash_prefill
+from rollout.engine.kernels.decode_parts import DecodeParts, SharedPrefixes
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules, TorchPagedAttention
-from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, serves
+from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.memory.buffers import upload_together
 
 TABLE_STEP = 16
@@ -47,6 +48,7 @@ class TritonPagedAttention:
             [array.astype(np.int32, copy=False) for array in arrays], device
         )
         self._shared = SharedPrefixes(*shared) if len(groups.members) else None
+        self._parts = DecodeParts(self._positions, num_parts(rows.positions[:decodes]), self._shared)
         self._longest = int(counts[decodes:].max(initial=0))
         self._causal = rows.seen is None
         self._whole = bool((ends == counts)[decodes:].all())
@@ -75,7 +77,7 @@ class TritonPagedAttention:
                 query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
                 window, rules["scaling"], softcap=softcap, chunk=chunk, sinks=sinks,
                 # With a window or a chunk, hardly any of the keys are in the prefix.
-                shared=self._shared if window is None and chunk is None else None,
+                shared=self._shared if window is None and chunk is None else None, parts=self._parts,
             )  # fmt: skip
             parts.append(out)
         if decodes < len(query):
@@ -142,7 +144,8 @@ def shared_prefixes(rows: PagedRows, decodes: int) -> PrefixGroups:
     complete = np.minimum(positions[:-1], positions[1:]) // rows.block_size
     same = (tables[:-1] == tables[1:]) & (np.arange(tables.shape[1]) < complete[:, None])
     blocks = np.where(same.all(1), same.shape[1], same.argmin(1))
-    common = np.pad(blocks * rows.block_size // SPLIT * SPLIT, 1)
+    split = decode_parts.SPLIT
+    common = np.pad(blocks * rows.block_size // split * split, 1)
     # Consecutive pairs with prefixes of equal length form a run; a row belongs to the run of its closer neighbour.
     run = np.cumsum(np.append(True, common[1:] != common[:-1]))
     closer = np.where(common[:-1] >= common[1:], run[:-1], run[1:])
@@ -153,6 +156,11 @@ def shared_prefixes(rows: PagedRows, decodes: int) -> PrefixGroups:
     mine = np.repeat(shared, sizes)
     lengths[mine] = prefix[mine]
     return PrefixGroups(np.flatnonzero(mine), np.append(0, np.cumsum(sizes[shared])), lengths)
+
+
+def num_parts(positions: NDArray[np.int64]) -> int:
+    """Parts of the keys of rows at these positions; a prefix that they share has whole parts."""
+    return int((positions // decode_parts.SPLIT + 1).sum())
 
 
 def _leading(flags: NDArray[np.bool_]) -> int:

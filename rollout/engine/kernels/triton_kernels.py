@@ -1,119 +1,56 @@
-"""Device code of paged attention, in Triton's language: `attend`, `merge` and the cache write.
+"""Device code of paged attention, in Triton's language: attention by chunks and by parts, `merge` and the cache write.
 
 Imported by `triton_paged`, which compiles and launches these functions, and only once Triton is needed.
 """
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 
-def attend(
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    cells: tl.tensor,
-    table: tl.tensor,
-    positions: tl.tensor,
-    begins: tl.tensor,
-    members: tl.tensor,
-    lengths: tl.tensor,
+    blocks: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    num_rows: tl.tensor,
-    num_queries: tl.tensor,
+    places: tl.tensor,
+    head: tl.tensor,
+    position: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    target: tl.tensor,
     scale: tl.tensor,
-    query_stride: tl.tensor,
-    query_head_stride: tl.tensor,
     key_block_stride: tl.tensor,
     key_slot_stride: tl.tensor,
-    key_head_stride: tl.tensor,
     value_block_stride: tl.tensor,
     value_slot_stride: tl.tensor,
-    value_head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    moves: tl.constexpr,
-    mode: tl.constexpr,
-    group: tl.constexpr,
-    tokens: tl.constexpr,
     rows: tl.constexpr,
     span: tl.constexpr,
-    split: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     chunk: tl.constexpr,
     sunk: tl.constexpr,
+    parted: tl.constexpr,
     cap: tl.constexpr,
     dim: tl.constexpr,
     value_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """One tile of query rows, one KV head, one part of the keys. Grid: tiles x KV heads x parts.
+    """Attention of [rows] queries at `query + places` over keys `start` to `stop` of one sequence; all of one KV head.
 
-    decode: the tile is one row of the batch; tail: the same, after the row's shared prefix; prefix: up to `tokens` rows of
-    one group, over the prefix alone; prefill: up to `tokens` queries of one chunk, over all keys. All but prefill write
-    part p of row b to out [parts, B, H, Dv] and lse [parts, B, H]; parts of the prefix come first. `sunk`: prefill starts
-    from the sinks [H]; for the others `merge` does, once per row.
+    `position`: of each query, negative: there is none. `target`: where its output goes in out [., Dv], and its log-sum-exp
+    in lse if `parted`. `sunk`: one more score is that of the sinks [H].
     """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    num_heads = tl.num_programs(1) * group
-
-    # Which queries: `first` to `end` of the row (batch row, group or chunk) that begins at `begin`.
-    row = tile
-    begin = tile
-    end = tile + 1
-    first = tile
-    if mode == "prefix" or mode == "prefill":
-        row = tile * 0
-        behind = row + num_rows
-        while behind - row > 1:
-            middle = (row + behind) // 2
-            reached = tl.load(begins + middle).to(tl.int32) // tokens + middle <= tile
-            row = tl.where(reached, middle, row)
-            behind = tl.where(reached, behind, middle)
-        begin = tl.load(begins + row).to(tl.int32)
-        end = tl.load(begins + row + 1).to(tl.int32)
-        first = begin + (tile - begin // tokens - row) * tokens
-    if first >= end:
-        return
-
-    line = tl.arange(0, rows)
-    index = first + line // group
-    head = kv_head * group + line % group
-    live = (line < tokens * group) & (index < end)
-    owner = row
-    if mode == "prefix":
-        index = tl.load(members + index, mask=live, other=0)
-        owner = tl.load(members + begin)
-    if mode == "prefill":
-        position = tl.load(positions + row) + index - begin
-    else:
-        position = tl.load(positions + index, mask=live, other=-1)
-    position = tl.where(live, position, -1).to(tl.int32)
     live = position >= 0
-    newest = tl.max(position, 0)
-
-    # Which keys: `start` to `stop`.
-    start = part * split
-    stop = newest + 1
-    if mode == "decode":
-        stop = tl.minimum(start + split, stop)
-    if mode == "prefix":
-        stop = tl.minimum(start + split, tl.minimum(tl.load(lengths + owner), stop))
-    if mode == "tail":
-        prefix = tl.load(lengths + row)
-        before = (prefix + split - 1) // split
-        start = tl.where(part < before, stop, prefix + (part - before) * split)
-        stop = tl.minimum(start + split, stop)
-    if start >= stop:
-        return
     visible = 0
     low = start
-    oldest = tl.min(tl.where(live, position, newest), 0)
+    oldest = tl.min(tl.where(live, position, tl.max(position, 0)), 0)
     if window > 0:
         visible = oldest + 1 - window
     if chunk > 0:
@@ -124,31 +61,21 @@ def attend(
 
     dims = tl.arange(0, padded_dim)
     value_dims = tl.arange(0, padded_value_dim)
-    places = index.to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride
     q = tl.load(query + places[:, None] + dims[None, :], mask=live[:, None] & (dims[None, :] < dim), other=0.0)
     peak = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
-    if sunk and mode == "prefill":
+    if sunk:
         # One more score of a row, in the binary logarithm like the others; its value is zero.
         peak = tl.where(live, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, peak)
         total = tl.where(live, 1.0, total)
     sums = tl.zeros((rows, padded_value_dim), tl.float32)
-    blocks = table + owner.to(tl.int64) * table_stride
-    if moves:
-        # The hint is on the pointer: on the integer it would be lost, and with it the 16-byte loads.
-        keys = tl.multiple_of(tl.load(cells).to(keys.dtype), 16)
-        values = tl.multiple_of(tl.load(cells + 1).to(values.dtype), 16)
-    head_keys = keys + kv_head.to(tl.int64) * key_head_stride
-    head_values = values + kv_head.to(tl.int64) * value_head_stride
     for turn in range(low, stop, span):
         key = turn + tl.arange(0, span)
         inside = (key < stop) & (key >= visible)
         block = tl.load(blocks + key // block_size, mask=inside, other=0).to(tl.int64)
         slot = key % block_size
         key_places = block * key_block_stride + slot * key_slot_stride
-        k = tl.load(
-            head_keys + key_places[None, :] + dims[:, None], mask=inside[None, :] & (dims[:, None] < dim), other=0.0
-        )
+        k = tl.load(keys + key_places[None, :] + dims[:, None], mask=inside[None, :] & (dims[:, None] < dim), other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if cap > 0.0:
             # cap * tanh(x), where exp2(scores) is exp(2x). Near 0 that form cancels: there a polynomial (Cephes tanhf).
@@ -172,7 +99,7 @@ def attend(
         total = total * fading + tl.sum(weights, 1)
         value_places = block * value_block_stride + slot * value_slot_stride
         v = tl.load(
-            head_values + value_places[:, None] + value_dims[None, :],
+            values + value_places[:, None] + value_dims[None, :],
             mask=inside[:, None] & (value_dims[None, :] < value_dim),
             other=0.0,
         )
@@ -181,9 +108,7 @@ def attend(
 
     divisor = tl.where(total == 0.0, 1.0, total)
     sums = sums / divisor[:, None]
-    target = index.to(tl.int64) * num_heads + head
-    if mode != "prefill":
-        target += part.to(tl.int64) * num_queries * num_heads
+    if parted:
         # Natural log: ln 2 times the binary one.
         tl.store(lse + target, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=live)
     tl.store(
@@ -193,41 +118,215 @@ def attend(
     )
 
 
+def attend_chunks(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    cells: tl.tensor,
+    table: tl.tensor,
+    starts: tl.tensor,
+    begins: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    scale: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_block_stride: tl.tensor,
+    key_slot_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_block_stride: tl.tensor,
+    value_slot_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    moves: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    tokens: tl.constexpr,
+    rows: tl.constexpr,
+    span: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+    sunk: tl.constexpr,
+    cap: tl.constexpr,
+    dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    padded_value_dim: tl.constexpr,
+) -> None:
+    """Up to `tokens` queries of one chunk, over all keys; one KV head. Grid: tiles x KV heads; surplus tiles end at once."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tile * 0
+    behind = row + num_rows
+    while behind - row > 1:
+        middle = (row + behind) // 2
+        reached = tl.load(begins + middle).to(tl.int32) // tokens + middle <= tile
+        row = tl.where(reached, middle, row)
+        behind = tl.where(reached, behind, middle)
+    begin = tl.load(begins + row).to(tl.int32)
+    end = tl.load(begins + row + 1).to(tl.int32)
+    first = begin + (tile - begin // tokens - row) * tokens
+    if first >= end:
+        return
+
+    line = tl.arange(0, rows)
+    index = first + line // group
+    head = kv_head * group + line % group
+    live = (line < tokens * group) & (index < end)
+    position = tl.where(live, tl.load(starts + row).to(tl.int32) + index - begin, -1)
+    if moves:
+        # The hint is on the pointer: on the integer it would be lost, and with it the 16-byte loads.
+        keys = tl.multiple_of(tl.load(cells).to(keys.dtype), 16)
+        values = tl.multiple_of(tl.load(cells + 1).to(values.dtype), 16)
+    _tile(
+        query, keys + kv_head.to(tl.int64) * key_head_stride, values + kv_head.to(tl.int64) * value_head_stride,
+        table + row.to(tl.int64) * table_stride, sinks, out, out,
+        index.to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride, head, position,
+        tile * 0, tl.max(position, 0) + 1, index.to(tl.int64) * (kv_heads * group) + head, scale,
+        key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+        rows, span, block_size, window, chunk, sunk, False, cap, dim, value_dim, padded_dim, padded_value_dim,
+    )  # fmt: skip
+
+
+def attend_parts(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    cells: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    begins: tl.tensor,
+    owners: tl.tensor,
+    slots: tl.tensor,
+    members: tl.tensor,
+    bounds: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_owners: tl.tensor,
+    capacity: tl.tensor,
+    scale: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_block_stride: tl.tensor,
+    key_slot_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_block_stride: tl.tensor,
+    value_slot_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    moves: tl.constexpr,
+    mode: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    tokens: tl.constexpr,
+    rows: tl.constexpr,
+    span: tl.constexpr,
+    split: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+    cap: tl.constexpr,
+    dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    padded_value_dim: tl.constexpr,
+) -> None:
+    """Parts of the keys of decoding rows, by a list of them: item i is a part of owners[i], its first begins[owners[i]].
+
+    A program takes every so many-th pair of an item and a KV head; the grid is any number of programs. decode: an owner is a
+    row, which has no prefix; tail: the same behind its prefix; prefix: an owner is a group, and an item a part of its prefix
+    for up to `tokens` of its rows. What is computed for row b goes to out [slots, H, Dv] and lse [slots, H], to slots[b] to
+    slots[b + 1], parts of the prefix first.
+    """
+    line = tl.arange(0, rows)
+    if moves:
+        # The hint is on the pointer: on the integer it would be lost, and with it the 16-byte loads.
+        keys = tl.multiple_of(tl.load(cells).to(keys.dtype), 16)
+        values = tl.multiple_of(tl.load(cells + 1).to(values.dtype), 16)
+    items = tl.minimum(tl.load(begins + num_owners), capacity)
+    for work in range(tl.program_id(0), items * kv_heads, tl.num_programs(0)):
+        item = work // kv_heads
+        kv_head = work % kv_heads
+        owner = tl.load(owners + item)
+        part = item - tl.load(begins + owner)
+        if mode == "prefix":
+            begin = tl.load(bounds + owner)
+            first = tl.load(members + begin)
+            length = tl.load(lengths + first)
+            parts = (length + split - 1) // split
+            index = begin + part // parts * tokens + line // group
+            part = part % parts
+            start = part * split
+            live = (line < tokens * group) & (index < tl.load(bounds + owner + 1))
+            index = tl.load(members + index, mask=live, other=0)
+            position = tl.load(positions + index, mask=live, other=-1).to(tl.int32)
+            # A row that ends before this part has no slot for it.
+            position = tl.where(position >= start, position, -1)
+            stop = tl.minimum(tl.minimum(start + split, length), tl.max(position, 0) + 1)
+            slot = tl.load(slots + index, mask=live, other=0) + part
+            lead = first
+        else:
+            last = tl.load(positions + owner).to(tl.int32)
+            if mode == "tail":
+                start = tl.minimum(tl.load(lengths + owner), last + 1) + part * split
+            else:
+                visible = last * 0
+                if window > 0:
+                    visible = tl.maximum(last + 1 - window, visible)
+                if chunk > 0:
+                    visible = tl.maximum(last // chunk * chunk, visible)
+                start = (visible // split + part) * split
+            stop = tl.minimum(start + split, last + 1)
+            index = owner + line * 0
+            position = tl.where(line < group, last, -1)
+            # Its own parts are the last ones of a row.
+            slot = tl.load(slots + owner + 1) - tl.load(begins + owner + 1) + item + line * 0
+            lead = owner
+        head = kv_head * group + line % group
+        _tile(
+            query, keys + kv_head.to(tl.int64) * key_head_stride, values + kv_head.to(tl.int64) * value_head_stride,
+            table + lead.to(tl.int64) * table_stride, query, out, lse,
+            index.to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride, head, position,
+            start, stop, slot.to(tl.int64) * (kv_heads * group) + head, scale,
+            key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+            rows, span, block_size, window, chunk, False, True, cap, dim, value_dim, padded_dim, padded_value_dim,
+        )  # fmt: skip
+
+
 def merge(
     part_out: tl.tensor,
     part_lse: tl.tensor,
     positions: tl.tensor,
-    lengths: tl.tensor,
+    slots: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
+    capacity: tl.tensor,
     sunk: tl.constexpr,
-    shares: tl.constexpr,
-    split: tl.constexpr,
     at_once: tl.constexpr,
     value_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Combine the parts of one row and head, and its sink if `sunk`. Grid: B x H. Reads only parts that `attend` wrote."""
+    """Combine the parts slots[b] to slots[b + 1] of row b and one head, in order, and its sink if `sunk`. Grid: B x H."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    batch = tl.num_programs(0)
     heads = tl.num_programs(1)
-    seen = tl.load(positions + row).to(tl.int32) + 1
-    prefix = 0
-    if shares:
-        prefix = tl.minimum(tl.load(lengths + row), seen)
-    parts = (prefix + split - 1) // split + (seen - prefix + split - 1) // split
+    first = tl.load(slots + row)
+    parts = tl.minimum(tl.load(slots + row + 1), capacity) - first
     dims = tl.arange(0, padded_value_dim)
     peak = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     if sunk:
-        peak = tl.where(seen > 0, tl.load(sinks + head).to(tl.float32), peak)
-        total = tl.where(seen > 0, 1.0, total)
+        seen = tl.load(positions + row) >= 0
+        peak = tl.where(seen, tl.load(sinks + head).to(tl.float32), peak)
+        total = tl.where(seen, 1.0, total)
     sums = tl.zeros((padded_value_dim,), tl.float32)
     for turn in range(0, parts, at_once):
         part = turn + tl.arange(0, at_once)
-        place = (part.to(tl.int64) * batch + row) * heads + head
+        place = (first + part).to(tl.int64) * heads + head
         logs = tl.load(part_lse + place, mask=part < parts, other=float("-inf"))
         higher = tl.maximum(peak, tl.max(logs, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)

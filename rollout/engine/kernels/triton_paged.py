@@ -3,12 +3,12 @@
 Triton comes with torch on CUDA. `load` imports it and each kernel of `triton_kernels` is compiled when it is first launched,
 never at import; if that fails, `load` warns once and plain torch is used.
 
-K and V are read in place, once for all the query heads that share them. One kernel, `attend`, does the arithmetic of all
-three kinds of attention: the query heads of a group, times the tokens or samples that read the same blocks, are the rows
-of a matrix product. The keys of a decoding sequence are cut into parts of `SPLIT` tokens, each computed by one program,
-and `merge` combines the parts by their log-sum-exp. The split is independent of the batch, so the bits of a row that shares
-no prefix do not depend on its neighbours; a prefix that is read once for several rows goes through another tile. Grids
-depend on shapes alone and nothing waits for the device: every method can be captured in a CUDA graph.
+K and V are read in place, once for all the query heads that share them. One function does the arithmetic of all three kinds
+of attention: the query heads of a group, times the tokens or samples that read the same blocks, are the rows of a matrix
+product. The keys of a decoding sequence are cut into parts (`decode_parts`), and `merge` combines the parts by their
+log-sum-exp. The split is independent of the batch, so the bits of a row that shares no prefix do not depend on its
+neighbours; a prefix that is read once for several rows goes through another tile. Grids depend on shapes alone and nothing
+waits for the device: every method can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,26 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SPLIT = 256
-"""Keys per program of a decoding row. Small enough to fill a GPU at 64 sequences of 1k tokens, large enough that writing
-and merging a part (one row of V per query head, in float32) costs a few percent of reading it."""
+from rollout.engine.kernels import decode_parts
+from rollout.engine.kernels.decode_parts import DecodeParts, PartList, SharedPrefixes, num_splits
+
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 256, 64
+PROGRAMS = 32
+"""Of a decode launch, for each processor of the device: a multiple of what runs at a time, so that none waits for the last
+program of another, and few enough that starting those without work costs little."""
 _MERGED_AT_ONCE = 8
 _LOG2_E = math.log2(math.e)
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedPrefixes:
-    """Rows of a decode batch that start with the same blocks. Read by kernels only, no host code: update it in place."""
-
-    members: Tensor
-    """[M] int32: rows of the batch, those of a group together; the blocks are read from the table of its first one."""
-    begins: Tensor
-    """[N + 1] int32: offset of each group in `members`; empty groups are padding."""
-    lengths: Tensor
-    """[B] int32: length of the prefix that the group reads for the row, equal within a group; 0 without a group."""
 
 
 def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -59,11 +50,6 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and heads // kv_heads <= MAX_GROUP
         and all(part.stride(-1) == 1 for part in (query, keys, values))
     )
-
-
-def num_splits(tokens: int) -> int:
-    """Number of parts of `tokens` keys: [0, SPLIT), [SPLIT, 2 * SPLIT) and so on, independent of the batch."""
-    return -(-tokens // SPLIT)
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,6 +138,7 @@ class TritonPaged:
         sinks: Tensor | None = None,
         shared: SharedPrefixes | None = None,
         cells: Tensor | None = None,
+        parts: DecodeParts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of one query per sequence, and the log-sum-exp of its scores.
 
@@ -164,6 +151,7 @@ class TritonPaged:
             cells: [2] int64, the addresses (multiples of 16) of K and V, read when a kernel starts, for captured graphs that
                 outlive a pool: of the caches given, only shape, strides and dtype are used then. None: the caches given are
                 read.
+            parts: of these positions and prefixes, made once for all layers; None: they are made here.
 
         Returns:
             [B, H, Dv] in the dtype of the query, and [B, H] float32, natural log; zeros and -inf in padding rows.
@@ -174,33 +162,25 @@ class TritonPaged:
         lse = query.new_empty(batch, heads, dtype=torch.float32)
         if not batch:
             return out, lse
-        # A prefix may end inside a SPLIT, which makes one more part.
-        parts = num_splits(table.shape[1] * key_cache.shape[1]) + (shared is not None)
-        part_out, part_lse = self._workspace(parts, batch, heads, value_dim, query.device)
-        call = _Call(
-            query,
-            key_cache,
-            value_cache,
-            table,
-            positions,
-            part_out,
-            part_lse,
-            window,
-            scaling,
-            softcap,
-            chunk,
-            sinks,
-            cells,
-        )
+        shares = shared is not None and len(shared.members) > 0
+        if parts is None:
+            # A prefix may end inside a SPLIT, which makes one more part.
+            most = num_splits(table.shape[1] * key_cache.shape[1]) + shares
+            parts = DecodeParts(positions, batch * most, shared)
+        listed = parts.rows(shares=shares, window=window, chunk=chunk)
+        part_out, part_lse = self._workspace(parts.capacity, heads, value_dim, query.device)
+        call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk, cells)
         with device_of(query):
-            if shared is not None and len(shared.members):
-                self._attend("prefix", call, parts - 1, len(shared.members), shared.begins, shared)
-            self._attend("decode" if shared is None else "tail", call, parts, batch, positions, shared)
+            if shares:
+                assert shared is not None
+                tokens = self._tokens("prefix", call)
+                self._attend_parts("prefix", call, parts, parts.tiles(tokens), listed.slots, shared, part_out, part_lse)
+            mode = "tail" if shares else "decode"
+            self._attend_parts(mode, call, parts, listed.own, listed.slots, shared, part_out, part_lse)
             self._kernels.merge[(batch, heads)](
-                part_out, part_lse, positions, positions if shared is None else shared.lengths,
-                positions if sinks is None else sinks, out, lse, sunk=sinks is not None,
-                shares=shared is not None, split=SPLIT, at_once=_MERGED_AT_ONCE,
-                value_dim=value_dim, padded_value_dim=power_of_two(value_dim),
+                part_out, part_lse, parts.positions, listed.slots, parts.positions if sinks is None else sinks, out, lse,
+                parts.capacity, sunk=sinks is not None, at_once=_MERGED_AT_ONCE, value_dim=value_dim,
+                padded_value_dim=power_of_two(value_dim),
             )  # fmt: skip
         return out, lse
 
@@ -218,6 +198,7 @@ class TritonPaged:
         softcap: float | None = None,
         chunk: int | None = None,
         sinks: Tensor | None = None,
+        cells: Tensor | None = None,
     ) -> Tensor:
         """Attention of chunks of several sequences, whose own K and V are already in the cache.
 
@@ -231,17 +212,24 @@ class TritonPaged:
             table: [R, width], block ids.
             begins: [R + 1] int32 or int64, offset of each chunk in `query`; empty chunks are padding.
             starts: [R] int32 or int64, position of each chunk's first query in its sequence.
+            cells: see `decode_with_lse`.
 
         Returns:
-            [P, H, Dv] in the dtype of the query; rows from begins[-1] on are not written.
+            [P, H, Dv] in the dtype of the query; with `cells` rows from begins[-1] on are zeros, otherwise undefined.
         """
-        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+        # What is behind the last chunk goes through the rest of a model in a captured step.
+        make = query.new_empty if cells is None else query.new_zeros
+        out = make(query.shape[0], query.shape[1], value_cache.shape[3])
         if len(query) and len(starts):
-            call = _Call(
-                query, key_cache, value_cache, table, starts, out, out, window, scaling, softcap, chunk, sinks, None
-            )
+            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk, cells)
+            plan, tokens = call.plan("prefill"), self._tokens("prefill", call)
             with device_of(query):
-                self._attend("prefill", call, 1, len(query), begins, None)
+                self._kernels.attend_chunks[(len(query) // tokens + len(starts), key_cache.shape[2])](
+                    query, key_cache, value_cache, begins if cells is None else cells, table, starts, begins,
+                    begins if sinks is None else sinks, out, len(starts), call.scale, *call.strides,
+                    moves=cells is not None, tokens=tokens, sunk=sinks is not None,
+                    rows=plan.rows, span=plan.span, **call.constants, num_warps=plan.warps, num_stages=plan.stages,
+                )  # fmt: skip
         return out
 
     @property
@@ -253,41 +241,41 @@ class TritonPaged:
         """Free the workspace. CUDA graphs captured with it must not be replayed any more."""
         self._buffers.clear()
 
-    def _attend(
-        self, mode: str, call: _Call, parts: int, queries: int, begins: Tensor, shared: SharedPrefixes | None
+    def _attend_parts(
+        self,
+        mode: str,
+        call: _Call,
+        parts: DecodeParts,
+        listed: PartList,
+        slots: Tensor,
+        shared: SharedPrefixes | None,
+        out: Tensor,
+        lse: Tensor,
     ) -> None:
-        query, keys, values = call.query, call.key_cache, call.value_cache
-        kv_heads, group = keys.shape[2], query.shape[1] // keys.shape[2]
-        dim, value_dim = keys.shape[3], values.shape[3]
-        plan = _plan(mode, group, max(dim, value_dim), query.dtype)
-        tokens, num_rows, tiles = 1, queries, queries
-        if mode in ("prefix", "prefill"):
-            tokens, num_rows = plan.rows // group, len(begins) - 1
-            tiles = queries // tokens + num_rows
-        # The hardware has exp2: log2(e) goes into the scale, and with a cap so does the 2 of tanh's exp(2x).
-        scale = call.scaling * _LOG2_E * (1.0 if call.softcap is None else 2.0 / call.softcap)
-        self._kernels.attend[(tiles, kv_heads, parts)](
-            query, keys, values, begins if call.cells is None else call.cells, call.table, call.positions, begins,
-            begins if shared is None else shared.members, begins if shared is None else shared.lengths,
-            begins if call.sinks is None else call.sinks, call.out, call.lse, num_rows, len(query), scale,
-            *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], call.table.stride(0),
-            moves=call.cells is not None, mode=mode, group=group, tokens=tokens, rows=plan.rows, span=plan.span, split=SPLIT,
-            block_size=keys.shape[1], window=call.window or 0, chunk=call.chunk or 0,
-            sunk=call.sinks is not None, cap=(call.softcap or 0.0) * _LOG2_E,
-            dim=dim, value_dim=value_dim, padded_dim=power_of_two(dim), padded_value_dim=power_of_two(value_dim),
+        kv_heads, unused, plan = call.key_cache.shape[2], parts.positions, call.plan(mode)
+        most = parts.capacity * kv_heads
+        programs = most if parts.spread else min(most, _programs(out.device))
+        members, bounds, lengths = (unused,) * 3 if shared is None else (shared.members, shared.begins, shared.lengths)
+        self._kernels.attend_parts[(programs,)](
+            call.query, call.key_cache, call.value_cache, unused if call.cells is None else call.cells, call.table,
+            parts.positions, listed.begins, listed.owners, slots, members, bounds, lengths, out, lse,
+            len(listed.begins) - 1, parts.capacity, call.scale, *call.strides, moves=call.cells is not None, mode=mode,
+            tokens=self._tokens(mode, call), split=decode_parts.SPLIT, rows=plan.rows, span=plan.span, **call.constants,
             num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
-    def _workspace(
-        self, parts: int, batch: int, heads: int, value_dim: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        # [parts, B, H, Dv] and [parts, B, H] float32. Outgrown buffers are kept for captured graphs.
-        count = parts * batch * heads
+    def _tokens(self, mode: str, call: _Call) -> int:
+        """Tokens, or rows of the batch, of one tile."""
+        return call.plan(mode).rows // call.group if mode in ("prefix", "prefill") else 1
+
+    def _workspace(self, slots: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        # [slots, H, Dv] and [slots, H] float32. Outgrown buffers are kept for captured graphs.
+        count = slots * heads
         if not self._buffers or self._buffers[-1].numel() < count * (value_dim + 1):
             size = max(count * (value_dim + 1), 2 * self._buffers[-1].numel() if self._buffers else 0)
             self._buffers.append(torch.empty(size, dtype=torch.float32, device=device))
         outs, lses = self._buffers[-1][: count * (value_dim + 1)].split_with_sizes([count * value_dim, count])
-        return outs.view(parts, batch, heads, value_dim), lses.view(parts, batch, heads)
+        return outs.view(slots, heads, value_dim), lses.view(slots, heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,22 +284,53 @@ class _Call:
     key_cache: Tensor
     value_cache: Tensor
     table: Tensor
-    positions: Tensor
-    out: Tensor
-    lse: Tensor
     window: int | None
     scaling: float
     softcap: float | None
     chunk: int | None
-    sinks: Tensor | None
     cells: Tensor | None
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.key_cache.shape[2]
+
+    def plan(self, mode: str) -> _Plan:
+        return _plan(mode, self.group, max(self.key_cache.shape[3], self.value_cache.shape[3]), self.query.dtype)
+
+    @property
+    def scale(self) -> float:
+        # The hardware has exp2: log2(e) goes into the scale, and with a cap so does the 2 of tanh's exp(2x).
+        return self.scaling * _LOG2_E * (1.0 if self.softcap is None else 2.0 / self.softcap)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        caches = (self.key_cache.stride()[:3], self.value_cache.stride()[:3])
+        return (*self.query.stride()[:2], *caches[0], *caches[1], self.table.stride(0))
+
+    @property
+    def constants(self) -> dict[str, object]:
+        dim, value_dim = self.key_cache.shape[3], self.value_cache.shape[3]
+        return {
+            "kv_heads": self.key_cache.shape[2], "group": self.group, "block_size": self.key_cache.shape[1],
+            "window": self.window or 0, "chunk": self.chunk or 0, "cap": (self.softcap or 0.0) * _LOG2_E,
+            "dim": dim, "value_dim": value_dim, "padded_dim": power_of_two(dim), "padded_value_dim": power_of_two(value_dim),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class _Kernels:
-    attend: Any
+    attend_chunks: Any
+    attend_parts: Any
     merge: Any
     write: Any
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """Most programs of a decode launch. The interpreter runs them one after the other."""
+    if device.type != "cuda":
+        return 3
+    return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
@@ -320,9 +339,11 @@ def _kernels(device: torch.device) -> _Kernels | None:
         jit = import_module("triton").jit
         device_code = import_module("rollout.engine.kernels.triton_kernels")
         # Not specialised on numbers that change between steps, which would compile a second kernel for multiples of 16.
-        moving = ("num_rows", "num_queries")
         kernels = _Kernels(
-            jit(device_code.attend, do_not_specialize=moving), jit(device_code.merge), jit(device_code.write)
+            jit(device_code.attend_chunks, do_not_specialize=("num_rows",)),
+            jit(device_code.attend_parts, do_not_specialize=("num_owners", "capacity")),
+            jit(device_code.merge, do_not_specialize=("capacity",)),
+            jit(device_code.write),
         )
         _try_out(kernels, device)
     except Exception as exc:  # noqa: BLE001 - compiler, linker or driver may fail in any way; plain torch works without them

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged
+from rollout.engine.kernels.decode_parts import SPLIT, SharedPrefixes
+from rollout.engine.kernels.triton_paged import TritonPaged
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference, for values of a normal distribution."""

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.kernels import triton_paged
+from rollout.engine.kernels.decode_parts import SPLIT, SharedPrefixes
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAttention, shared_prefixes
-from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, load
+from rollout.engine.kernels.triton_paged import TritonPaged, load
 from rollout.engine.memory.buffers import ALIGNMENT, packed, upload_together
 from tests.engines import assert_greedy, finish, greedily, make_engine, pass_suspended, shared_model, steps, token_ids
 from tests.interpreter import assert_holds_interpreted
@@ -160,7 +161,9 @@ class Asked:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, bool]] = []
 
-    def decode_with_lse(self, query, keys, values, table, positions, window, scaling, *, softcap, chunk, sinks, shared):
+    def decode_with_lse(
+        self, query, keys, values, table, positions, window, scaling, *, softcap, chunk, sinks, shared, parts
+    ):
         assert len(table) == len(positions) == len(query)
         self.calls.append(("decode", len(query), table.shape[1], isinstance(shared, SharedPrefixes)))
         return torch.zeros_like(query), torch.zeros(0)
@@ -236,15 +239,16 @@ def test_caches_found_by_their_address_are_read_as_fast_as_others(monkeypatch, t
     plan = triton_paged._plan("decode", 6, 128, torch.bfloat16)
     types = {"scale": "fp32", "out": "*fp32", "lse": "*fp32", "cells": "*i64"}
     types |= dict.fromkeys(("query", "keys", "values"), "*bf16")
-    types |= dict.fromkeys(("table", "positions", "begins", "members", "lengths"), "*i32")
+    lists = ("begins", "owners", "slots", "members", "bounds", "lengths")
+    types |= dict.fromkeys(("table", "positions", *lists), "*i32")
     constants = {
-        "mode": "decode", "group": 6, "tokens": 1, "rows": plan.rows,
-        "span": plan.span, "split": SPLIT, "block_size": BLOCK, "window": 0, "cap": 0.0, "dim": 128, "value_dim": 128,
-        "padded_dim": 128, "padded_value_dim": 128,
+        "mode": "decode", "kv_heads": 2, "group": 6, "tokens": 1, "rows": plan.rows,
+        "span": plan.span, "split": SPLIT, "block_size": BLOCK, "window": 0, "chunk": 0, "cap": 0.0, "dim": 128,
+        "value_dim": 128, "padded_dim": 128, "padded_value_dim": 128,
     }  # fmt: skip
     loads = []
     for moves in (False, True):
-        ptx = compiled(triton_kernels.attend, types, constants | {"moves": moves}, plan.warps, plan.stages)
+        ptx = compiled(triton_kernels.attend_parts, types, constants | {"moves": moves}, plan.warps, plan.stages)
         loads.append([ptx.count(kind) for kind in ("cp.async.cg", "ld.global.v4", "ld.global.b16")])
     assert loads[0] == loads[1]
     assert loads[0][0] > 0

@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.engine.kernels import triton_paged
-from rollout.engine.kernels.triton_paged import SPLIT, SharedPrefixes, TritonPaged, load, merge, num_splits, serves
+from rollout.engine.kernels import decode_parts, triton_paged
+from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, SharedPrefixes, num_splits
+from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from tests.interpreter import assert_holds_interpreted
 
@@ -134,10 +135,11 @@ def decode(
     scaling: float = 0.3,
     softcap: float | None = None,
     shared: SharedPrefixes | None = None,
+    parts: DecodeParts | None = None,
 ) -> tuple[Tensor, Tensor]:
     return paged.decode_with_lse(
         query.to(DEVICE), pool.keys.to(DEVICE), pool.values.to(DEVICE), table.to(DEVICE),
-        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, shared=shared,
+        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, shared=shared, parts=parts,
     )  # fmt: skip
 
 
@@ -249,6 +251,23 @@ def test_a_sequence_gets_the_same_bits_alone_and_among_many(paged, dtype):
         )
         assert torch.equal(alone[0], together[row])
         assert torch.equal(lse[0], lses[row])
+
+
+@on_the_device
+@pytest.mark.parametrize("shares", [False, True])
+def test_bits_depend_neither_on_the_number_of_programs_nor_on_room_in_the_list(paged, shares, monkeypatch):
+    monkeypatch.setattr(decode_parts, "SPLIT", 16)
+    pool = Pool(17)
+    common = pool.row(16)
+    positions = [27, -1, 60, 16]
+    rows = [pool.row(position + 1, prefix=common if position >= 0 else ()) for position in positions]
+    query, table = pool.query(4), pool.table(rows)
+    shared = groups_of([[0, 2, 3], []], [16, 0, 16, 16]) if shares else None
+    expected = decode(paged, pool, query, table, positions, shared=shared)
+    for room, spread in ((8, False), (8, True), (30, False)):
+        parts = DecodeParts(torch.tensor(positions, device=DEVICE), room, shared, spread=spread)
+        found = decode(paged, pool, query, table, positions, shared=shared, parts=parts)
+        assert all(map(torch.equal, found, expected))
 
 
 @on_the_device

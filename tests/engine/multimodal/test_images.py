@@ -363,6 +363,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_images_that_do_not_fit_are_refused_and_nothing_is_queued(case: str, engines: dict[str, Any]) -> None:
     name, inputs, words = WRONG[case]
+    if "pixel_values_videos" in inputs:
+        require_video(name)
     engine = engines.setdefault(name, make_engine(shared_vision_model(name)))
     for ask in (engine.add_request, engine.check_request):
         with pytest.raises(InvalidRequestError, match=words):
