@@ -363,7 +363,7 @@ class ServerConfig(Options):
     """Maximum duration of a request, in seconds, above 0. Also the upper bound of a request's own `timeout_s`."""
 
     stream_interval: int = 1
-    """Tokens of a sample per chunk of a stream. At least 1."""
+    """Tokens of a sample per chunk of a stream, more where several are computed at once. At least 1."""
 
     chat_template: str | None = None
     """Jinja chat template, or the path of a file with one. None: the tokenizer's template."""

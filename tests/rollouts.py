@@ -91,6 +91,7 @@ class DenseLedger:
 
     def _noting_update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         key_of = {row: sequence.key for row, sequence in self._scheduler.by_row.items()}
+        plan, step = step, step if sampled.steps == 1 else step.of_run(sampled.steps)
         version = self._rollout.policy_version
         for row, start, count in zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True):
             for position in range(start, start + count):
@@ -100,7 +101,7 @@ class DenseLedger:
             self.sampled[key].append(version)
             if key != leader:
                 self.computed[key] = dict(self.computed[leader])
-        return self._update(step, sampled)
+        return self._update(plan, sampled)
 
     def policy_versions(self, request: DynamicInferenceRequest) -> NDArray[np.int64]:
         """Of the completion's tokens, int64 [G]."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout.engine.control import EngineControl
+from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.tensor_parallel.follower import follow
 from rollout.engine.tensor_parallel.work import ForwardWork
 from rollout.errors import EngineDeadError, EngineStateError
@@ -42,8 +43,13 @@ class GroupMember(EngineControl):
                 self._lifecycle.refuse_unless_running()
                 self.controller.runner.compute(work)
 
+        def encode(item: ImageItem) -> None:
+            with self.locked():
+                self._lifecycle.refuse_unless_running()
+                self.controller.runner.encode(item)
+
         with self._dead_without_the_others():
-            return follow(self.group, compute)
+            return follow(self.group, compute, encode)
 
     def agree(self, state: int) -> int:
         """The smallest state of the ranks that exchange tokens with this one; every one calls it (see `Lockstep`).

@@ -175,7 +175,7 @@ class EngineParts:
             layout.device,
             int(self.config.image_cache_memory_gb * 1024**3),
             min(self.config.step_tokens, self.max_sequence_length),
-            alone=self.group is None,
+            together=None if self.leader is None else self.leader.encode,
         )
         # Collectives inside a forward are not captured.
         captured = self.config.cuda_graphs and routers is None and self.peers is None

@@ -30,6 +30,8 @@ from rollout.manager.backend import LocalBackend
 from rollout.manager.expert_parallel import LockstepLoop
 from rollout.manager.run_loop import RunLoop
 from rollout.requests.codec import unpack_msgpack
+from rollout.requests.image_request import results_of, told_once
+from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.threads.interrupts import interrupt_deferred
 
@@ -73,6 +75,7 @@ class GroupCalls:
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
         """Note prompts that were queued: those of all members have to be equal."""
         plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+        plain += [images.digest for prompt in prompts if (images := images_of(prompt)) is not None]
         self._submitted.update(msgpack.packb([first, plain, [each.serialize() for each in params]], default=str))
 
     def meet(self, groups: Iterable[int]) -> None:
@@ -163,7 +166,7 @@ class LeaderLoop(RunLoop):
         self._engine.context.kept = KEPT_ALL
         return {
             "error": None if failed is None else [type(failed).__name__, str(failed)],
-            "results": [result.serialize() for result in untold],
+            **told_once(untold),
             "live": live.tobytes(),
             "held": held.tobytes(),
         }
@@ -207,7 +210,7 @@ class FollowerLoop(RunLoop):
         context = self._engine.context
         context.follow_blocks(*(np.frombuffer(bytearray(told[name]), np.int32) for name in ("live", "held")))
         context.kept = KEPT_ALL
-        results = [DynamicInferenceRequest.deserialize(each) for each in told["results"]]
+        results = results_of(told)
         assert isinstance(self._backend, FollowerBackend)
         for result in results:
             self._backend.ended(result)

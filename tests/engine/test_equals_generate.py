@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -300,7 +301,7 @@ def test_bfloat16_is_as_near_to_the_trainers_forward_as_bfloat16_is(name: str) -
     engine = make_engine(model, max_tokens_per_step=16, verify_model=True)
     for prompt in RAGGED:
         engine.add_request(prompt, greedily(8))
-    exact = make_model(name).to(torch.bfloat16).to(torch.float32)
+    exact = copy.deepcopy(model).float()
     for request in finish(engine).values():
         reference = trainer_logprobs(exact, request.prompt_tokens + request.generated_tokens)
         difference = np.abs(reference[len(request.prompt_tokens) - 1 :].numpy() - request.generated_log_probs)

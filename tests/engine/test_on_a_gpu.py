@@ -189,6 +189,7 @@ def test_a_decode_step_never_waits_for_the_device_but_for_its_tokens() -> None:
     assert captured(engine)
 
 
+@pytest.mark.whole_device
 def test_a_capture_without_memory_costs_that_size_until_memory_is_back() -> None:
     model = deep_model(torch.bfloat16, layers=2)
     engine = engine_of(model)

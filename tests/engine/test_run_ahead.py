@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from rollout import LLM, RolloutManager
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.scheduling import run_ahead
 from rollout.engine.scheduling.draft_budget import StepCost
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.sampling_params import SamplingParams
@@ -70,7 +72,7 @@ def assert_same(
     ours, theirs = ahead.stats(), plain.stats()
     assert max(longest) > 1, "no run was made"
     assert ours["generated_tokens"] == theirs["generated_tokens"]
-    if not ours["preemptions"] and params.stop == ():
+    if not (ours["preemptions"] or params.stop or options.get("speculation")):
         assert ours["steps"] == theirs["steps"]
     return ours
 
@@ -89,8 +91,31 @@ def test_a_stop_string_cuts_what_was_computed_beyond_it() -> None:
     assert_same(greedily(30, stop=[text[20:22]], n=2), tokenizer=tokenizer)
 
 
+def test_between_looks_for_drafts_runs_are_made_and_drafts_still_come() -> None:
+    stats = assert_same(at_random(50, n=2), speculation=True)
+    assert stats["draft_tokens"] > 0
+
+
 def test_samples_are_the_same_when_blocks_run_out() -> None:
     assert assert_same(at_random(30, n=2), kv_cache_blocks=30)["preemptions"] > 0
+
+
+def test_what_a_run_evicts_reaches_the_host_before_it_is_overwritten() -> None:
+    prompts, found = [token_ids(20, seed) for seed in range(3)], {}
+    for ahead in (False, True):
+        engine = engine_for(kv_cache_blocks=16, kv_cache_host_memory_gb=1e-3)
+        found[ahead] = []
+        for prompt in (*prompts, *prompts):
+            engine.add_request(prompt, greedily(40 if len(found[ahead]) < 3 else 6))
+            while engine.has_unfinished:
+                found[ahead] += [each.merge().generated_log_probs for each in engine.step(ahead=ahead)]
+        assert engine.stats()["kv_blocks_loaded"] > 0
+    assert found[True] == found[False]
+    fresh = engine_for(enable_prefix_caching=False)
+    fresh.add_request(prompts[0], greedily(6))
+    while fresh.has_unfinished:
+        ended = fresh.step()
+    assert np.abs(np.subtract(ended[0].merge().generated_log_probs, found[True][3])).max() < 1e-5
 
 
 def test_events_of_tokens_have_the_times_of_their_steps() -> None:
@@ -194,9 +219,38 @@ def test_a_run_takes_no_longer_than_it_may_and_leaves_a_block_to_each_sequence()
     scheduler.cost = StepCost()
     assert scheduler.run_ahead(step).ahead == 1, "nothing is known of the time that a step takes"
     scheduler.cost.observe(1, 0.006)
-    assert scheduler.run_ahead(step).ahead == 4
+    assert scheduler.run_ahead(step).ahead == 5
     scheduler.cost = StepCost()
     scheduler.cost.observe(1, 0.0)
     assert scheduler.run_ahead(step).ahead == 38
     scheduler.allocator.allocate(scheduler.allocator.num_free - 1)
     assert scheduler.run_ahead(step).ahead == 38, "these blocks are reserved"
+
+
+@pytest.mark.parametrize("door", ["engine", "LLM", "manager"])
+def test_every_loop_that_runs_requests_to_their_end_makes_runs(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However slow the machine is.
+    monkeypatch.setattr(f"{run_ahead.__name__}.LONGEST_S", 1e9)
+    model, config = shared_model("qwen3"), InferenceConfig(kv_cache_blocks=80, block_size_tokens=4, verify_model=False)
+    maker: Any = {"engine": DynamicInferenceEngine, "LLM": LLM, "manager": RolloutManager}[door]
+    made = maker(model, None, config)
+    engine, calls = made if door == "engine" else made.engine, []
+    execute = engine.controller.runner.execute
+    monkeypatch.setattr(engine.controller.runner, "execute", lambda step: (calls.append(step), execute(step))[1])
+    made.generate([token_ids(5)], greedily(40))
+    if door != "engine":
+        getattr(made, "shutdown" if door == "LLM" else "close")()
+    assert engine.stats()["steps"] == 40
+    assert len(calls) < 10, "no run was made"
+
+
+def test_what_reaches_the_thread_of_an_llm_ends_the_run_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    config = InferenceConfig(kv_cache_blocks=80, block_size_tokens=4, verify_model=False)
+    with LLM(shared_model("qwen3"), None, config) as llm:
+        monkeypatch.setattr(llm.engine, "ask_for_boundary", lambda: asked.append(True))
+        future = llm.submit(token_ids(5), greedily(20))
+        assert asked
+        asked.clear()
+        future.cancel()
+        assert asked

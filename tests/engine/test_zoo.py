@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.requests.request import DynamicInferenceRequest
+from tests.models import require_recurrent_cache
 from tests.zoo import __main__ as command
 from tests.zoo.small_models import WINDOW, small_config
 from tests.zoo.verdicts import EQUAL, ERROR, LATE, LENGTHS, NOT_BUILT, REFUSED, WRONG, Verdict, judge, survey
@@ -46,6 +47,8 @@ def test_every_window_is_shorter_than_a_prompt_and_longer_than_what_an_engine_is
     ],
 )
 def test_an_architecture_is_equal_or_refused_by_name(architecture: str, outcome: str, detail: str) -> None:
+    if architecture in ("nemotron_h", "jamba", "mamba2"):
+        require_recurrent_cache()
     verdict = judge(architecture)
     assert (verdict.outcome, detail in verdict.detail) == (outcome, True), verdict
     assert not verdict.failed

@@ -6,16 +6,19 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from rollout.config import CoordinatorConfig, InferenceConfig
@@ -25,23 +28,26 @@ from rollout.llm.llm import LLM
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.models import make_model
+from tests.models import VOCAB, make_model
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import logprob_error, make_rollout
+from tests.vision_models import NO_MARKS, picture_prompt
 from trainer_hooks.optimizer import attach
 from trainer_hooks.peft import adapter
 
+VOCABULARY = VOCAB if Version(transformers.__version__) >= Version("5.21") else VOCAB + 1
+"""Before 5.21 transformers splits no vocabulary into unequal parts."""
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13, 14]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(n=3, max_tokens=9, ignore_eos=True, seed=4)
 
 
-def load(folder: str, **sizes: int) -> PreTrainedModel:
+def load(folder: str, kind: Any = AutoModelForCausalLM, **sizes: int) -> PreTrainedModel:
     """The model of a folder, split over the ranks as transformers does it; two at a time where no sizes are given."""
     os.environ |= {name: str(dist.get_rank()) for name in ("RANK", "LOCAL_RANK")}
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     config = DistributedConfig(**(sizes or {"tp_size": 2}))
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).train()
+    return kind.from_pretrained(folder, distributed_config=config).train()
 
 
 def shown(batch: RolloutBatch) -> dict[str, Any]:
@@ -133,6 +139,47 @@ def samples_of(rank: int, folders: list[str]) -> list[dict[str, Any]]:
     return told
 
 
+def load_vision(folder: str) -> PreTrainedModel:
+    """The vision model of a folder, split over two ranks."""
+    return load(folder, AutoModelForImageTextToText)
+
+
+def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
+    """Prompts with images, a video and none, in flight over an update, and the trainer's forward of what came back."""
+    last = ["c", 4, "clip", 2] if "qwen" in name else ["c", 4]
+    prompts = [picture_prompt(name, [2, "a", 3, "b"]), PROMPTS[0], picture_prompt(name, last)]
+    params = SamplingParams(n=2, max_tokens=8, ignore_eos=True, seed=4, logit_bias=NO_MARKS)
+    runs: list[int] = []
+    tower = next(
+        each
+        for path, each in rollout.model.named_modules()
+        if path.endswith(("visual", "vision_tower", "vision_model"))
+    )
+    tower.register_forward_hook(lambda *_: runs.append(1))
+    split = any(isinstance(each, DTensor) for each in tower.parameters())
+    told = [shown(rollout.generate(prompts, params, min_groups=1))]
+    with rollout.suspended(), torch.no_grad():
+        for parameter in rollout.model.parameters():
+            parameter.mul_(1.02)
+        rollout.weights_updated()
+    batch = rollout.generate(prompts[:1], params, min_groups=rollout.groups_in_flight + 1)
+    pixels = {key: float(value.sum()) for key, value in batch.model_inputs().items() if "pixel" in key}
+    return {"told": [*told, shown(batch)], "pixels": pixels, "runs": len(runs), "split": split}
+
+
+def sees_in_a_group(rank: int, folders: dict[str, str]) -> dict[str, Any]:
+    """`sees` of split models, and what a prompt with another image on the second rank is told."""
+    answer: dict[str, Any] = {}
+    for name, folder in folders.items():
+        with make_rollout(load_vision(folder)) as rollout:
+            answer[name] = sees(rollout, name)
+            bare = picture_prompt(name, [2, "a"])["input_ids"][0].tolist()
+            answer["unfit"] = said(partial(rollout.generate, [PROMPTS[0], bare], GREEDY))
+            rollout.abort(rollout.submit([picture_prompt(name, [2, "ab"[rank]])], GREEDY))
+            answer["other"] = said(partial(rollout.generate, PROMPTS, GREEDY))
+    return answer
+
+
 def whole(model: PreTrainedModel) -> list[float]:
     """All parameters in one list, whatever they are split over."""
     parts = (each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters())
@@ -171,7 +218,7 @@ def said(act: Any) -> str:
 
 def other_kinds(rank: int, folder: str) -> dict[str, str]:
     """Models that are split in other ways."""
-    whole = make_model("llama")
+    whole = make_model("llama", vocab_size=VOCABULARY)
     plan = {f"model.layers.{layer}.input_layernorm": SequenceParallel() for layer in range(3)}
     sequence = parallelize_module(whole, init_device_mesh("cpu", (2,)), plan)
     return {
@@ -289,7 +336,7 @@ def of_my_pair(rank: int) -> list[list[int]]:
 
 def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) -> dict[str, Any]:
     """Two groups under one coordinator; each has its own prompts, and then only the first has any."""
-    model = split(make_model("llama")) if sizes is None else load(folder, **sizes)
+    model = split(make_model("llama", vocab_size=VOCABULARY)) if sizes is None else load(folder, **sizes)
     with make_rollout(model, verify_model=True) as rollout:
         batch = rollout.generate(of_my_pair(rank), GREEDY)
         with rollout.suspended(), torch.no_grad():
@@ -304,7 +351,7 @@ def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) ->
 
 def two_groups_lose_a_member(rank: int, victim: int) -> Any:
     """A rank of the second group, its leader or the other one, ends in a forward; the first group gets all samples."""
-    model = split(make_model("llama"))
+    model = split(make_model("llama", vocab_size=VOCABULARY))
     coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
     rollout = make_rollout(model, control_timeout_s=60.0, coordinator=coordinator)
     rollout.generate([], GREEDY)

@@ -13,6 +13,7 @@ from rollout.errors import (
 from rollout.manager.manager import RolloutManager
 from rollout.metrics import ENGINE_STATS, PHASES, Kind
 from rollout.state import EngineState
+from tests.engines import one_step_per_call
 from tests.models import greedy
 from tests.rollouts import (
     GREEDY,
@@ -79,6 +80,7 @@ def test_a_suspend_that_fails_changes_nothing(model, monkeypatch):
 def test_wall_time_is_shared_out_without_a_gap_and_a_hook_inside_suspended_counts_once(model):
     clock = Clock()
     rollout = make_rollout(model, clock=clock)
+    one_step_per_call(rollout.engine)
 
     def taking(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -12,14 +12,12 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from tests.manager import tensor_parallel_jobs as jobs
-from tests.models import VOCAB, make_model
+from tests.models import make_model
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
+from tests.vision_models import make_vision_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-VOCABULARY = VOCAB if Version(transformers.__version__) >= Version("5.21") else VOCAB + 1
-"""Before 5.21 transformers splits no vocabulary into unequal parts."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def saved(name: str, path: Path, **changes: Any) -> str:
 
 def whole(name: str, **changes: Any) -> PreTrainedModel:
     """The model that `saved` saves."""
-    return make_model(name, tie_word_embeddings=False, vocab_size=VOCABULARY, **changes)
+    return make_model(name, tie_word_embeddings=False, vocab_size=jobs.VOCABULARY, **changes)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -86,7 +84,39 @@ def test_models_of_every_plan_sample_what_one_process_samples(nursery, tmp_path)
             assert_same(mine, like)
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "fsdp_size": 2}], ids=["tp", "tp and fsdp2"])
+def test_images_are_what_one_process_makes_of_them(nursery, tmp_path):
+    """Gemma 4's vision tower is split, and all members run it; those of the others are not, and the first rank runs them."""
+    names, alone, folders = ["qwen2_5_vl", "gemma3", "gemma4"], {}, {}
+    for name in names:
+        model = make_vision_model(name)
+        folders[name] = str(tmp_path / name)
+        model.save_pretrained(folders[name])
+        with make_rollout(model) as rollout:
+            alone[name] = jobs.sees(rollout, name)
+    answers = run_together(nursery, 2, jobs.sees_in_a_group, folders=folders)
+    for rank, answer in enumerate(answers):
+        for name in names:
+            assert answer[name]["pixels"] == alone[name]["pixels"]
+            assert answer[name]["runs"] == (0 if rank and not answer[name]["split"] else alone[name]["runs"])
+            for mine, like in zip(answer[name]["told"], alone[name]["told"], strict=True):
+                assert_same(mine, like)
+        assert "prompts or parameters of rank 1" in answer["other"]
+        assert "placeholders of images (token 90) and no image" in answer["unfit"]
+
+
+with_fsdp2 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"),
+    reason=f"transformers {transformers.__version__} cannot load it",
+)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"tp_size": 2}, id="tp"),
+        pytest.param({"tp_size": 2, "fsdp_size": 2}, id="tp and fsdp2", marks=with_fsdp2),
+    ],
+)
 def test_training_steps_are_what_they_are_without_rollouts(nursery, folder, sizes):
     ranks = sizes["tp_size"] * sizes.get("fsdp_size", 1)
     answers = run_together(nursery, ranks, jobs.trains, folder=folder, **sizes)
@@ -142,9 +172,12 @@ def test_a_forward_that_raises_on_one_member_alone_ends_the_group_by_name(nurser
     assert "ArithmeticError: no such number" in second
 
 
-@pytest.mark.parametrize("sizes", [None, {"tp_size": 2, "fsdp_size": 2}], ids=["replicas", "fsdp2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(None, id="replicas"), pytest.param({"tp_size": 2, "fsdp_size": 2}, id="fsdp2", marks=with_fsdp2)],
+)
 def test_two_groups_are_two_ranks_of_one_coordinator(nursery, tmp_path, sizes):
-    model = make_model("llama", vocab_size=VOCABULARY)
+    model = make_model("llama", vocab_size=jobs.VOCABULARY)
     model.save_pretrained(tmp_path)
     answers = run_together(nursery, 4, jobs.two_groups_generate, folder=str(tmp_path), sizes=sizes)
     with make_rollout(model) as rollout:
@@ -167,7 +200,7 @@ def test_two_groups_are_two_ranks_of_one_coordinator(nursery, tmp_path, sizes):
 def test_samples_of_a_group_that_ends_go_on_in_another(nursery, victim):
     answers = run_together(nursery, 4, jobs.two_groups_lose_a_member, victim=victim)
     prompts = [[5, 6, 7 + index] for index in range(8)]
-    with make_rollout(make_model("llama", vocab_size=VOCABULARY)) as rollout:
+    with make_rollout(make_model("llama", vocab_size=jobs.VOCABULARY)) as rollout:
         alone = jobs.shown(rollout.generate(prompts, jobs.GREEDY))
     for rank in (0, 1):
         assert_same(answers[rank], alone)

@@ -212,7 +212,8 @@ class FusedForward(BoundForward):
         token, peak, log_sum, score = (np.empty(count, dtype) for dtype in ("q", "f", "d", "f"))
         draw = Draw(
             step.logits, temperature.data_ptr(), keys.data_ptr(), counters.ctypes.data, greedy.data_ptr(),
-            token.ctypes.data, peak.ctypes.data, log_sum.ctypes.data, score.ctypes.data, None, None, None, count, vocabulary, vocabulary,
+            token.ctypes.data, peak.ctypes.data, log_sum.ctypes.data, score.ctypes.data,
+            None, None, None, count, vocabulary, vocabulary,
         )  # fmt: skip
         tokens, logprobs = np.empty((count, steps), np.int64), np.empty((count, steps), np.float32)
         run = Decode(

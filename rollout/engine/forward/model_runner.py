@@ -1,8 +1,7 @@
 """Model runner: scheduled work to tensors, forward, sampled tokens. Owns tensors, knows no queues.
 
 The positions of one step travel as one packed row [1, P]: decoding sequences first, then prefill chunks. A model with
-recurrent states runs one forward [B, L] per length L instead, since its layers tell sequences apart by rows only: all
-decodes together, and prefill chunks of equal length together.
+recurrent states runs one forward [B, L] per length L instead (`recurrent_forward`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.decode_runs import DecodeRuns
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
-from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
-from rollout.engine.forward.recurrent_states import StateRows
+from rollout.engine.forward.recurrent_forward import forward_by_length
+from rollout.engine.forward.recurrent_states import States
 from rollout.engine.forward.routers import Routers
 from rollout.engine.forward.step_rows import pack
 from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
@@ -45,7 +44,9 @@ from rollout.engine.memory.buffers import download_together, upload, upload_toge
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.multimodal.vision import StepImages, Vision
+from rollout.engine.multimodal.family import ImageItem
+from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
@@ -161,10 +162,11 @@ class ModelRunner:
         keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
         spans = prompt_spans(step, packed, wanted)
         packed, images = self.pictured(step, packed, self.table)
-        work = ForwardWork(ids, packed, np.concatenate([keep, *(span for _, span in spans)]), step.copies)
+        keeps = np.concatenate([keep, *(span for _, span in spans)])
+        work = ForwardWork(ids, packed, keeps, step.copies, images=images)
         if self._leader is None:
             with nullcontext() if self._lockstep is None else self._lockstep.ended_by_failures():
-                logits = self.compute(work, self.table.state[step.rows], images, self.adapters.of(step.rows))
+                logits = self.compute(work, self.table.state[step.rows], self.adapters.of(step.rows))
         else:
             logits = self._leader.run(work, self.compute)
         start = len(entries)
@@ -187,14 +189,12 @@ class ModelRunner:
         self,
         work: ForwardWork,
         states: NDArray[np.int32] | None = None,
-        images: StepImages | None = None,
         named: Names | None = None,
     ) -> Tensor:
         """Logits [len(work.keep), V], valid until the next call; every member of a tensor-parallel group calls it.
 
         Args:
             states: state slot of each sequence; not read without a state pool.
-            images: those of the step; None: it has none, and in a tensor-parallel group no request has any.
             named: adapter of each sequence; None: none has one.
         """
         if work.zeroed_blocks:
@@ -203,7 +203,12 @@ class ModelRunner:
             self.cache.zero_slots(work.zeroed_slots)
         if work.copies:
             self.cache.copy_blocks(work.copies)
-        return self.forward(work.ids, work.rows, work.keep, states, images, named)
+        return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
+
+    def encode(self, item: ImageItem) -> None:
+        """Run this member's part of the vision tower on an item that the first rank of a tensor-parallel group encodes."""
+        with self.installation:
+            self.vision.encode(item)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
         """Fill KV blocks with zeros."""
@@ -321,7 +326,7 @@ class ModelRunner:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
                 if fused is not None:
                     return fused.run(ids, rows, keep, slots)
-                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
+                return forward_by_length(self._module_forward, self.layout, self.states, ids, rows, keep, slots, images)
             if self.exact and fused is None:
                 self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
@@ -333,33 +338,12 @@ class ModelRunner:
                 return fused.run(ids, rows, keep)
             return self._module_forward(ids[None], rows, keep, images=images)[0]
 
-    def _forward_by_length(
-        self,
-        pool: StatePool,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        keep: NDArray[np.int64],
-        states: NDArray[np.int32],
-        images: StepImages | None,
-    ) -> Tensor:
-        parts, places = [], []
-        for group in length_groups(rows, keep, continues=self.layout.continues):
-            cache = StateRows(pool, states[group.members], begins=group.begins)
-            pictured = None if images is None else images.part(group.positions.ravel())
-            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
-            cache.flush()
-            row, column = upload_together((group.row, group.column), self.layout.device)
-            parts.append(logits[row, column])
-            places.append(group.places)
-        order = np.argsort(np.concatenate(places), kind="stable")
-        return torch.cat(parts).index_select(0, upload(order, self.layout.device))
-
     def _module_forward(
         self,
         ids: NDArray[np.int64],
         rows: PagedRows,
         keep: NDArray[np.int64],
-        states: StateRows | None = None,
+        states: States | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
         """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L] at positions `keep` (none: the last) of
@@ -379,7 +363,7 @@ class ModelRunner:
         batch = PagedBatch(
             self.cache, layout.layer_of, slots, attention, layout.mask_windows, layout.chunks, write, causal
         )
-        cache = {} if states is None else {layout.cache_argument: states}
+        cache = {} if states is None else {layout.cache_argument: states, **states.arguments}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}

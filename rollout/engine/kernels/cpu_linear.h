@@ -21,80 +21,117 @@ struct Linear {
     Adapter adapter;
 };
 
-// M rows of a against up to ACROSS columns of b, whose rows are `b_stride` apart; use(m, column, sums, how many are real).
-constexpr int ACROSS = 2 * LANES;
-constexpr int64_t ROWS_AHEAD = 16;  // of b that are prefetched
-template <int M, typename T, typename Use>
-static inline void tile_across(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, int64_t count, Use&& use) {
-    const int64_t first = std::min<int64_t>(LANES, count), second = count - first;
-    const auto some = [](const T* p, int64_t real) { return real == LANES ? load(p) : load_first(p, real); };
-    vec low[M], high[M];
-    for (int m = 0; m < M; m++) low[m] = high[m] = vec{};
-    for (int64_t k = 0; k < depth; k++, b += b_stride) {
-        const vec x = some(b, first), y = second ? some(b + LANES, second) : vec{};
-        __builtin_prefetch(b + ROWS_AHEAD * b_stride);
-        for (int m = 0; m < M; m++) {
-            const float v = load_one(a + m * a_stride + k);
-            low[m] += x * v;
-            high[m] += y * v;
-        }
+// Columns of b, whose rows lie apart, as operands of a product: TOGETHER rows of it at a time, ACROSS columns in two vectors.
+constexpr int64_t ACROSS = 2 * LANES;
+template <typename T>
+struct Across {
+    static constexpr int64_t TOGETHER = 1;
+    typedef vec Operand;
+    static inline void take(const T* b, int64_t, int64_t, int64_t columns, Operand (&out)[2]) {
+        out[0] = columns < LANES ? load_first(b, columns) : load(b);
+        out[1] = columns == ACROSS ? load(b + LANES) : load_first(b + LANES, std::max<int64_t>(0, columns - LANES));
     }
-    each_of(std::make_integer_sequence<int, M>(), [&](auto m) {
-        use(m, 0, low[m], first);
-        if (second) use(m, LANES, high[m], second);
-    });
-}
+    static inline Operand spread(const T* a, int64_t) { return vec{} + load_one(a); }
+    static inline vec add(vec sum, Operand x, Operand y) { return sum + x * y; }
+    static inline void order(vec&, vec&) {}
+};
 #if WIDE && defined(__AVX512BF16__)
-// Two rows of b at a time, interleaved.
-template <int M, typename Use>
-static inline void tile_across(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t depth, int64_t count, Use&& use) {
-    const __mmask32 real = static_cast<__mmask32>((1ull << count) - 1);
-    vec low[M], high[M];
-    for (int m = 0; m < M; m++) low[m] = high[m] = vec{};
-    const auto step = [&](int64_t k, __m512i x, __m512i y, bool both) {
-        const __m512bh lower = (__m512bh)_mm512_unpacklo_epi16(x, y), upper = (__m512bh)_mm512_unpackhi_epi16(x, y);
-        for (int m = 0; m < M; m++) {
-            uint32_t pair = a[m * a_stride + k];
-            if (both) std::memcpy(&pair, a + m * a_stride + k, sizeof(pair));
-            const __m512bh v = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(pair));
-            low[m] = (vec)_mm512_dpbf16_ps((__m512)low[m], v, lower);
-            high[m] = (vec)_mm512_dpbf16_ps((__m512)high[m], v, upper);
-        }
-    };
-    const auto row = [&](int64_t k) { return _mm512_maskz_loadu_epi16(real, b + k * b_stride); };
-    int64_t k = 0;
-    for (; k + 2 <= depth; k += 2) {
-        __builtin_prefetch(b + (k + ROWS_AHEAD) * b_stride);
-        __builtin_prefetch(b + (k + ROWS_AHEAD + 1) * b_stride);
-        step(k, row(k), row(k + 1), true);
+template <>
+struct Across<bf16> {
+    static constexpr int64_t TOGETHER = 2;
+    typedef __m512bh Operand;
+    static inline void take(const bf16* b, int64_t stride, int64_t rows, int64_t columns, Operand (&out)[2]) {
+        const __mmask32 real = static_cast<__mmask32>((1ull << columns) - 1);
+        const __m512i x = _mm512_maskz_loadu_epi16(real, b);
+        const __m512i y = rows == 2 ? _mm512_maskz_loadu_epi16(real, b + stride) : _mm512_setzero_si512();
+        out[0] = (__m512bh)_mm512_unpacklo_epi16(x, y);
+        out[1] = (__m512bh)_mm512_unpackhi_epi16(x, y);
     }
-    if (k < depth) step(k, row(k), _mm512_setzero_si512(), false);
+    static inline Operand spread(const bf16* a, int64_t rows) {
+        uint32_t pair = *a;
+        if (rows == 2) std::memcpy(&pair, a, sizeof(pair));
+        return (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(pair));
+    }
+    static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
     // Interleaving works on groups of eight columns, and leaves four of each in either half.
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    each_of(std::make_integer_sequence<int, M>(), [&](auto m) {
-        use(m, 0, (vec)_mm512_permutex2var_ps((__m512)low[m], first, (__m512)high[m]), std::min<int64_t>(LANES, count));
-        if (count > LANES) use(m, LANES, (vec)_mm512_permutex2var_ps((__m512)low[m], second, (__m512)high[m]), count - LANES);
-    });
-}
+    static inline void order(vec& low, vec& high) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+        const __m512 x = (__m512)low, y = (__m512)high;
+        low = (vec)_mm512_permutex2var_ps(x, first, y);
+        high = (vec)_mm512_permutex2var_ps(x, second, y);
+    }
+};
 #endif
 
-// Like `product`, with b [depth, columns] whose rows are `stride` apart; use(row, n, vector of sums from n on, how many are real).
+// sums[M][ACROSS] += M rows of a times `deep` rows of b, taken as `block`. Fetches `rows_ahead` rows from `ahead` on per step.
+template <int M, typename T>
+static inline void tile_across(const T* a, int64_t a_stride, const typename Across<T>::Operand (*block)[2], int64_t deep, float* sums,
+                               const T* ahead, int64_t rows_ahead, int64_t b_stride) {
+    typedef Across<T> A;
+    vec low[M], high[M];
+    for (int m = 0; m < M; m++) low[m] = load(sums + m * ACROSS), high[m] = load(sums + m * ACROSS + LANES);
+    const auto step = [&](int64_t k, int64_t rows) {
+        const typename A::Operand(&y)[2] = block[k / A::TOGETHER];
+        for (int m = 0; m < M; m++) {
+            typename A::Operand x = A::spread(a + m * a_stride + k, rows);
+            in_register(x);
+            low[m] = A::add(low[m], x, y[0]);
+            high[m] = A::add(high[m], x, y[1]);
+        }
+    };
+    int64_t k = 0;
+    for (; k + A::TOGETHER <= deep; k += A::TOGETHER) {
+        for (int64_t i = 0; i < rows_ahead; i++, ahead += b_stride)
+            for (int64_t line = 0; line < ACROSS; line += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(ahead + line);
+        step(k, A::TOGETHER);
+    }
+    if (k < deep) step(k, deep - k);
+    for (int m = 0; m < M; m++) store(sums + m * ACROSS, low[m]), store(sums + m * ACROSS + LANES, high[m]);
+}
+
+constexpr int64_t DEEP = 128;  // rows of b that stay in the first-level cache while all rows of a are multiplied with them
+
+// Like `product`, with b [depth, columns] whose rows are `stride` apart; use(row, n, vector of sums from n on, how many are
+// real). While a block of b is multiplied the next one is fetched: a row of it in every step of the first tiles of a.
 template <typename T, typename Use>
 static void product_across(const T* a, int64_t first, int64_t count, const T* b, int64_t stride, int64_t begin, int64_t end,
                            int64_t depth, Use&& use) {
+    typedef Across<T> A;
+    typename A::Operand block[DEEP / A::TOGETHER][2];
+    float* sums = team::scratch<float>(count * ACROSS);
     for (int64_t n = begin; n < end; n += ACROSS) {
-        int64_t row = first;
-        const auto each = [&](auto m) {
-            constexpr int M = decltype(m)::value;
-            const auto keep = [&](int64_t i, int64_t at, vec v, int64_t real) { use(row + i, n + at, v, real); };
-            for (; row + M <= first + count; row += M)
-                tile_across<M>(a + row * depth, depth, b + n, stride, depth, std::min<int64_t>(ACROSS, end - n), keep);
-        };
-        if constexpr (TILE_ROWS > 4) each(std::integral_constant<int, 6>{});
-        each(std::integral_constant<int, 4>{});
-        each(std::integral_constant<int, 2>{});
-        each(std::integral_constant<int, 1>{});
+        const int64_t columns = std::min(ACROSS, end - n);
+        std::fill(sums, sums + count * ACROSS, 0.0f);
+        for (int64_t k = 0; k < depth; k += DEEP) {
+            const int64_t deep = std::min(DEEP, depth - k);
+            for (int64_t i = 0; i < deep; i += A::TOGETHER)
+                A::take(b + (k + i) * stride + n, stride, std::min(A::TOGETHER, deep - i), columns, block[i / A::TOGETHER]);
+            // Behind the last block comes another job's, by then probably the next but one: its start is fetched.
+            const int64_t next = depth - k - DEEP;
+            const T* ahead = next > 0 ? b + (k + DEEP) * stride + n : b + n + 2 * ACROSS;
+            int64_t row = 0, left = next > 0 ? std::min(DEEP, next) : n + 2 * ACROSS < stride ? std::min(DEEP, depth) : 0;
+            const auto each = [&](auto m) {
+                constexpr int M = decltype(m)::value;
+                for (; row + M <= count; row += M) {
+                    const int64_t steps = (deep + A::TOGETHER - 1) / A::TOGETHER;
+                    const int64_t some = left ? (row + M < count ? 1 : (left + steps - 1) / steps) : 0;
+                    tile_across<M>(a + (first + row) * depth + k, depth, block, deep, sums + row * ACROSS, ahead, some, stride);
+                    ahead += some * steps * stride;
+                    left = std::max<int64_t>(0, left - some * steps);
+                }
+            };
+            if constexpr (TILE_ROWS > 4) each(std::integral_constant<int, 8>{});
+            each(std::integral_constant<int, 4>{});
+            each(std::integral_constant<int, 2>{});
+            each(std::integral_constant<int, 1>{});
+        }
+        for (int64_t row = 0; row < count; row++) {
+            vec low = load(sums + row * ACROSS), high = load(sums + row * ACROSS + LANES);
+            A::order(low, high);
+            use(first + row, n, low, std::min<int64_t>(LANES, columns));
+            if (columns > LANES) use(first + row, n + LANES, high, columns - LANES);
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-"""Device memory of the KV pool and of gathered weights: given back to the driver meanwhile, at the same addresses afterwards.
+"""Device memory of the KV pool and of gathered weights, given back to the driver and taken again, at fixed addresses.
 
 Memory that goes back to torch's allocator alone is carved up by the trainer: what lives on (Adam's states, made at the first
 step) pins the pool's segment, and the pool cannot come back whole. An `Arena` keeps addresses and maps memory to them.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import InvalidRequestError
+from rollout.requests.codec import TENSORS, refuse
 from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 VIDEO_PIXELS = "pixel_values_videos"
@@ -36,6 +37,21 @@ class ImageItem:
     count: int
     digest: bytes
     video: bool = False
+
+    def serialize(self) -> list[Any]:
+        """Plain values for msgpack."""
+        return [TENSORS.encode(self.inputs), self.count, self.digest, self.video]
+
+    @classmethod
+    def deserialize(cls, plain: Any) -> ImageItem:
+        """The inverse of `serialize`.
+
+        Raises:
+            SerializationError: not what `serialize` makes.
+        """
+        if not isinstance(plain, list) or [type(each) for each in plain[1:]] != [int, bytes, bool]:
+            refuse("ImageItem", plain, "[tensors, count, digest, whether a video]")
+        return cls(TENSORS.decode(plain[0]), *plain[1:])
 
 
 class Family(ABC):

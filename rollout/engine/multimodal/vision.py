@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,54 +13,29 @@ from torch import Tensor, nn
 
 from rollout.engine.multimodal.families import FAMILIES, family_of
 from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.multimodal.features import FeatureCache
+from rollout.engine.multimodal.features import Embeddings, FeatureCache
+from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.scheduling.prompt_images import PromptImages, image_keys, is_video
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.errors import InvalidRequestError
+from rollout.errors import EngineDeadError, InvalidRequestError
 from rollout.requests.images import ImageInputs
 
+Encode = Callable[[ImageItem], Embeddings]
 VIDEO = 2
 """Kind of a video's placeholder, as models mark it in their token types; 1: an image's."""
 
 
-@dataclass(frozen=True, eq=False)
-class StepImages:
-    """What the images of a step's sequences change in its forward; P packed positions.
+class EncodingError(Exception):
+    """The vision tower has raised its `__cause__`.
 
     Attributes:
-        index: [I] packed positions that an image's embedding stands at.
-        embeddings: [I, hidden]; then those added behind the first decoder layers, if any. Empty: no position has one.
-        positions: [P], or [4, P] (place in the sequence, time, height, width) where the last three differ.
-        seen: [P] last position that each attends to; None: its own.
+        request_id: whose image it was.
     """
 
-    index: NDArray[np.int64]
-    embeddings: list[Tensor]
-    positions: NDArray[np.int64]
-    seen: NDArray[np.int64] | None
-
-    @property
-    def only_shifts(self) -> bool:
-        """Whether the step differs from one of text by its positions alone, one per row."""
-        return not len(self.index) and self.positions.ndim == 1 and self.seen is None
-
-    def part(self, chosen: NDArray[np.int64]) -> StepImages:
-        """The same for a forward of some of the step's positions.
-
-        Args:
-            chosen: packed positions, in the order of that forward.
-        """
-        place = np.full(self.positions.shape[-1], -1, np.int64)
-        place[chosen] = np.arange(len(chosen))
-        index = place[self.index]
-        kept = torch.from_numpy(np.flatnonzero(index >= 0))
-        return StepImages(
-            index[index >= 0],
-            [layer.index_select(0, kept.to(layer.device)) for layer in self.embeddings],
-            self.positions[..., chosen],
-            None if self.seen is None else self.seen[chosen],
-        )
+    def __init__(self, request_id: int) -> None:
+        super().__init__(f"the vision tower failed at an image of request {request_id}")
+        self.request_id = request_id
 
 
 class Vision:
@@ -70,7 +44,8 @@ class Vision:
     Args:
         cache_bytes: of embeddings that are kept.
         longest_run: most positions that a step can compute at once.
-        alone: whether this rank computes steps alone, and not with a tensor-parallel group.
+        together: has the other members of a tensor-parallel group encode an item while this one does, which it does by the
+            given function; None: this rank is alone, or not the one that decides.
     """
 
     def __init__(
@@ -80,12 +55,13 @@ class Vision:
         cache_bytes: int,
         longest_run: int,
         *,
-        alone: bool = True,
+        together: Callable[[ImageItem, Encode], Embeddings] | None = None,
     ) -> None:
         self._model = model
         self._device = device
         self._longest_run = longest_run
-        self._alone = alone
+        # A tower that is whole on every rank is run by the first one alone.
+        self._together = together if together is not None and _has_split_tower(model) else None
         self.family = family_of(model)
         config: Any = model.config
         self.image_token: int | None = getattr(config, "image_token_id", None)
@@ -114,11 +90,6 @@ class Vision:
             raise InvalidRequestError(
                 f"the prompt has images, and {type(self._model).__name__} ({kind}) is not among the models that are served "
                 f"images: {served}; send the text alone"
-            )
-        if not self._alone:
-            raise InvalidRequestError(
-                "the prompt has images, which a tensor-parallel group does not compute: its ranks are told a step's token "
-                "ids, and not what the vision tower made of images; use a model that is not split, or send the text alone"
             )
         array = np.asarray(tokens, np.int64)
         kinds = self._kinds(array)
@@ -208,22 +179,25 @@ class Vision:
         Args:
             offsets: [R + 1] of the rows' packed positions.
             positions: [P].
+
+        Raises:
+            EncodingError: the vision tower has raised.
         """
         shifts = table.position_shift[step.rows]
         pictured = [
-            (entry, sequence.images)
+            (entry, sequence.images, sequence.record.request_id)
             for entry, sequence in enumerate(step.prefills, step.num_decodes)
             if sequence.images is not None
         ]
         if not pictured and not shifts.any():
             return None
         rotary = positions + np.repeat(shifts, step.counts)
-        if any(images.positions is not None for _, images in pictured):
+        if any(images.positions is not None for _, images, _ in pictured):
             rotary = np.stack([positions, rotary, rotary, rotary])
-        seen = positions.copy() if any(images.whole for _, images in pictured) else None
+        seen = positions.copy() if any(images.whole for _, images, _ in pictured) else None
         index: list[NDArray[np.int64]] = []
         parts: list[list[Tensor]] = []
-        for entry, images in pictured:
+        for entry, images, number in pictured:
             packed = slice(offsets[entry], offsets[entry + 1])
             start = int(step.starts[entry])
             stop = start + int(step.counts[entry])
@@ -233,7 +207,12 @@ class Vision:
                 seen[packed] = images.seen(start, stop)
             low, high = np.searchsorted(images.places, (start, stop)).tolist()
             index.append(images.places[low:high] - start + offsets[entry])
-            parts += self._embeddings(images.items, low, high)
+            try:
+                parts += self._embeddings(images.items, low, high)
+            except (EngineDeadError, torch.OutOfMemoryError):
+                raise
+            except Exception as exc:
+                raise EncodingError(number) from exc
         joined = [torch.cat(layer) for layer in zip(*parts, strict=True)]
         return StepImages(np.concatenate([*index, np.zeros(0, np.int64)]), joined, rotary, seen)
 
@@ -246,9 +225,13 @@ class Vision:
                 yield [layer[begin:end] for layer in self.features.of(item)]
             first += item.count
 
-    def _encode(self, item: ImageItem) -> list[Tensor]:
+    def encode(self, item: ImageItem) -> Embeddings:
+        """Embeddings of an item, computed; the caller has gradients off."""
         assert self.family is not None
-        made = self.family.encode(item, self._device)
+        return self.family.encode(item, self._device)
+
+    def _encode(self, item: ImageItem) -> Embeddings:
+        made = self.encode(item) if self._together is None else self._together(item, self.encode)
         if len(made[0]) != item.count:
             raise RuntimeError(
                 f"{type(self._model).__name__}.get_image_features gave {len(made[0])} embeddings for an image of "
@@ -270,7 +253,7 @@ class Vision:
             return
         text = inputs["inputs_embeds"]
         index = torch.from_numpy(images.index).to(self._device)
-        first, *deeper = (each.to(text.dtype) for each in images.embeddings)
+        first, *deeper = (each.to(text) for each in images.embeddings)
         inputs["inputs_embeds"] = text.flatten(0, 1).index_copy(0, index, first).view_as(text)
         if not deeper:
             yield inputs
@@ -287,6 +270,15 @@ class Vision:
             yield inputs
         finally:
             handle.remove()
+
+
+def _has_split_tower(model: nn.Module) -> bool:
+    """Whether a parameter outside of the decoder of a vision model is split over ranks."""
+    if family_of(model) is None:
+        return False
+    decoder, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
+    text = {parameter for module in (decoder, head) if module is not None for parameter in module.parameters()}
+    return any(hasattr(each, "device_mesh") and each not in text for each in model.parameters())
 
 
 def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:

@@ -119,6 +119,15 @@ class DraftBudget:
         """Whether so long no draft was made that one is to be tried even if it promises too little."""
         return self._idle > self._wait
 
+    @property
+    def idle_steps(self) -> int:
+        """How many steps with the rows of this one no draft could pay in, up to the next trial."""
+        return 0 if self._worth < 1 else max(0, self._wait - self._idle)
+
+    def skip(self, steps: int) -> None:
+        """Note steps without drafts that were not started here."""
+        self._idle += steps
+
     def length(self, matched: int, shares: list[float]) -> int:
         """How many of the draft tokens with these shares of the votes, behind a match of `matched` tokens, pay."""
         survival = 1.0

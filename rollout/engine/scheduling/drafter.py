@@ -92,6 +92,20 @@ class Drafter:
         self.budget.made(trial=self._trial)
         return counts
 
+    def idle_steps(self, rows: IntArray) -> int:
+        """How many steps of these rows, the present one included, can be made before drafts are looked for again."""
+        if self.budget.idle_steps:
+            return 1 + self.budget.idle_steps
+        by_row = self._queues.by_row
+        sequences = [each for row in rows.tolist() if (each := by_row[row]).params.structured is None]
+        pauses = [self._pauses.get(sequence) for sequence in sequences]
+        return max(1, min((1 if pause is None else pause.until - self._step for pause in pauses), default=1))
+
+    def skip(self, steps: int) -> None:
+        """Note steps that were made without a look for drafts."""
+        self._step += steps
+        self.budget.skip(steps)
+
     def learn(self, accepted: dict[int, int]) -> None:
         """Take in how many draft tokens of each row the last step accepted."""
         counters = self._queues.counters

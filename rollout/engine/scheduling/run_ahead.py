@@ -11,21 +11,24 @@ from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray
 from rollout.engine.scheduling.step import ScheduledStep
 
-LONGEST_S = 0.025
+LONGEST_S = 0.03
 """Seconds that a run of steps may take: as long is what waits for its end kept waiting, as a stream for its next tokens."""
 MOST = 64
 """Steps of a run; also where the clock stands still."""
 
 
-def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledStep:
+def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = MOST) -> ScheduledStep:
     """The decodes of a step with as many further ones as may follow in the same call, their blocks reserved.
 
     No row becomes longer than it may, no sequence is preempted for it, and a block is left to each sequence. With recurrent
     states the run ends at the first block boundary, where a snapshot of the state may be kept.
+
+    Args:
+        most: steps to make.
     """
     table, rows = queues.table, step.rows
     seconds = cost.step(len(rows))
-    most = MOST if seconds <= 0 else min(MOST, int(LONGEST_S / seconds))
+    most = most if seconds <= 0 else min(most, int(LONGEST_S / seconds))
     most = min(most, int((table.max_length[rows] - table.length[rows]).min()))
     if queues.blocks.states is not None:
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
@@ -33,7 +36,8 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledS
         most = 1
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
-    return replace(step, ahead=most) if most > 1 else step
+    # What is evicted for it may be kept on the host.
+    return replace(step, ahead=most, copies=(*step.copies, *queues.blocks.take_copies())) if most > 1 else step
 
 
 def _reserve(queues: Queues, rows: IntArray, count: int) -> bool:

@@ -25,7 +25,7 @@ from rollout.engine.scheduling.planner import StepPlanner, blocks_for
 from rollout.engine.scheduling.preemption import Preemption
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.results import StepResults
-from rollout.engine.scheduling.run_ahead import run_ahead
+from rollout.engine.scheduling.run_ahead import MOST, run_ahead
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
@@ -70,13 +70,15 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """The same decodes with as many further ones as may follow in one call, where no drafts are made."""
-        return step if self.drafter is not None or step.prefills else run_ahead(self, step, self.cost)
+        """The same decodes with as many further ones as may follow in one call, without a look for drafts that is due."""
+        return run_ahead(self, step, self.cost, MOST if self.drafter is None else self.drafter.idle_steps(step.rows))
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         """Apply the results of a step; returns the sequences that ended, records complete."""
         if not step.prefills:
             self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
+        if self.drafter is not None and sampled.steps > 1:
+            self.drafter.skip(sampled.steps - 1)
         return self._results.apply(step, sampled, self._scheduled_at)
 
     # --- arrivals and departures --------------------------------------------------------------------------------

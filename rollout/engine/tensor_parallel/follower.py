@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.tensor_parallel.group import TensorParallelGroup
-from rollout.engine.tensor_parallel.work import CHECK, END, FORWARD, ForwardWork, unpack
+from rollout.engine.tensor_parallel.work import CHECK, ENCODE, END, FORWARD, ForwardWork, unpack
 from rollout.errors import EngineDeadError
 
 
-def follow(group: TensorParallelGroup, compute: Callable[[ForwardWork], object]) -> Any:
-    """Compute forwards until the first rank ends its call; returns what it sends then.
+def follow(
+    group: TensorParallelGroup, compute: Callable[[ForwardWork], object], encode: Callable[[ImageItem], object]
+) -> Any:
+    """Compute forwards, and encode images, until the first rank ends its call; returns what it sends then.
 
     A forward that raises here must have raised on the first rank too, which then asks.
 
@@ -36,9 +40,13 @@ def follow(group: TensorParallelGroup, compute: Callable[[ForwardWork], object])
             raise group.lose(failed) from failed
         elif kind == END:
             return content
-        elif kind == FORWARD:
-            work = ForwardWork.deserialize(content)
+        elif kind in (FORWARD, ENCODE):
+            work: Callable[[], object]
+            if kind == FORWARD:
+                work = partial(compute, ForwardWork.deserialize(content))
+            else:
+                work = partial(encode, ImageItem.deserialize(content))
             try:
-                compute(work)
+                work()
             except Exception as exc:  # noqa: BLE001 - decided upon when the first rank has told how it fared
                 failed = exc

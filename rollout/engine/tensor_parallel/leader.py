@@ -10,15 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.tensor_parallel.group import TensorParallelGroup
-from rollout.engine.tensor_parallel.work import BEAT, CHECK, END, FORWARD, ForwardWork, pack
+from rollout.engine.tensor_parallel.work import BEAT, CHECK, ENCODE, END, FORWARD, ForwardWork, pack
 from rollout.errors import EngineDeadError, EngineStateError
+
+Result = TypeVar("Result")
 
 BEAT_S = 1.0
 """Least time between two messages that only say that this rank is alive."""
@@ -91,8 +95,17 @@ class Leader:
         told = replace(work, zeroed_blocks=self._blocks, zeroed_slots=np.concatenate([*self._slots, work.zeroed_slots]))
         self._send(FORWARD, told.serialize())
         self._blocks, self._slots = [], []
+        return self._together(partial(compute, work))
+
+    def encode(self, item: ImageItem, compute: Callable[[ImageItem], list[Tensor]]) -> list[Tensor]:
+        """Run a split vision tower on an item together with the others; raises as `run` does."""
+        self._send(ENCODE, item.serialize())
+        return self._together(partial(compute, item))
+
+    def _together(self, compute: Callable[[], Result]) -> Result:
+        """What `compute` returns, while the others compute what they were sent."""
         try:
-            return compute(work)
+            return compute()
         except Exception as exc:
             try:
                 self._send(CHECK)

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.multimodal.step_images import StepImages
 from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
 
-FORWARD, BEAT, CHECK, END = "forward", "beat", "check", "end"
-_FIELDS = 10
+FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
+_FIELDS = 11
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,7 @@ class ForwardWork:
         keep: [K] int64 packed positions whose logits are wanted.
         copies: (source, destination) blocks to copy before the forward, in this order.
         zeroed_blocks, zeroed_slots: to fill with zeros before that.
+        images: those of the step; None: it has none.
 
     Blocks are pages where the layers are in groups (`memory.layer_groups`).
     """
@@ -38,6 +40,7 @@ class ForwardWork:
     copies: Sequence[tuple[int, int]] = ()
     zeroed_blocks: Sequence[int] = ()
     zeroed_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    images: StepImages | None = None
 
     def serialize(self) -> list[Any]:
         """Plain values for msgpack."""
@@ -45,7 +48,9 @@ class ForwardWork:
         arrays = (self.ids, rows.offsets, rows.positions, rows.tables, self.keep, self.zeroed_slots)
         packed = [np.ascontiguousarray(each, "<i8").tobytes() for each in arrays]
         others = [np.ascontiguousarray(each, "<i8").tobytes() for each in rows.others]
-        return [*packed, rows.block_size, [list(pair) for pair in self.copies], list(self.zeroed_blocks), others]
+        images = None if self.images is None else self.images.serialize()
+        copies = [list(pair) for pair in self.copies]
+        return [*packed, rows.block_size, copies, list(self.zeroed_blocks), others, images]
 
     @classmethod
     def deserialize(cls, plain: Any) -> ForwardWork:
@@ -55,13 +60,15 @@ class ForwardWork:
             SerializationError: not what `serialize` makes.
         """
         if not isinstance(plain, list) or len(plain) != _FIELDS or not all(type(each) is bytes for each in plain[:6]):
-            refuse("ForwardWork", plain, "a list of ten fields")
+            refuse("ForwardWork", plain, "a list of eleven fields")
+        images = None if plain[10] is None else StepImages.deserialize(plain[10])
         try:
             ids, offsets, positions, tables, keep, slots = (np.frombuffer(bytearray(each), "<i8") for each in plain[:6])
             count = len(offsets) - 1
+            seen = None if images is None else images.seen
             others = tuple(np.frombuffer(bytearray(each), "<i8").reshape(count, -1) for each in plain[9])
-            rows = PagedRows(offsets, positions, tables.reshape(count, -1), int(plain[6]), others=others)
-            return cls(ids, rows, keep, [(a, b) for a, b in plain[7]], list(plain[8]), slots)
+            rows = PagedRows(offsets, positions, tables.reshape(count, -1), int(plain[6]), seen, others)
+            return cls(ids, rows, keep, [(a, b) for a, b in plain[7]], list(plain[8]), slots, images)
         except (ValueError, TypeError) as exc:
             raise SerializationError(f"ForwardWork: arrays of other lengths than its rows have ({exc})") from exc
 
@@ -79,6 +86,6 @@ def unpack(message: bytes) -> tuple[str, Any]:
         SerializationError: no message of the group.
     """
     plain = unpack_msgpack("message of a tensor-parallel group", message)
-    if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in (FORWARD, BEAT, CHECK, END):
+    if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in (FORWARD, ENCODE, BEAT, CHECK, END):
         refuse("message of a tensor-parallel group", plain, "[kind, content]")
     return plain[0], plain[1]

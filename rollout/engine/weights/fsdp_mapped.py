@@ -44,8 +44,8 @@ class MappedWeights(ShardedWeights):
         memory: allocates at the same addresses each time.
 
     Raises:
-        Unmappable: names what only FSDP2 itself can gather: parameters that are also split by something else or along another
-            dimension than the first, tensors that are gathered in a format of their own (float8), units of several modules.
+        Unmappable: names what only FSDP2 itself can gather: parameters that are split by something else too or along another
+            dimension than the first; tensors gathered in a format of their own (float8); units of several modules.
         UnsupportedModelError: see `ShardedWeights`.
     """
 

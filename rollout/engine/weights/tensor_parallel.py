@@ -116,13 +116,20 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
 
 def _refuse_other_meshes(model: nn.Module) -> None:
     """Parallelism that leaves no trace in the parameters of this rank: transformers notes its mesh at the model."""
-    manager = getattr(model, "_mesh_manager", None)
-    for name, size in _sizes(manager, "_dense_mesh").items():
-        if name in _OTHERS and size > 1:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} is split by {_OTHERS[name]} ({name}={size} in its device mesh), which the engine "
-                "does not serve: load it with tensor parallelism (tp_size), expert parallelism (ep_size) and FSDP alone"
-            )
+    sizes = _sizes(getattr(model, "_mesh_manager", None), "_dense_mesh")
+    found = [
+        f"{_OTHERS[name]} ({name}={size} in its device mesh)"
+        for name, size in sizes.items()
+        if name in _OTHERS and size > 1
+    ]
+    if any(type(module).__name__ == "PipelineIdentityLayer" for module in model.modules()):
+        # transformers before 5.20 notes no mesh.
+        found.append(f"{_OTHERS['pp']} (it has layers of another stage)")
+    if found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is split by {found[0]}, which the engine does not serve: load it with tensor "
+            "parallelism (tp_size), expert parallelism (ep_size) and FSDP alone"
+        )
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:

@@ -36,6 +36,7 @@ from rollout.manager.manager import RolloutManager
 from rollout.manager.scoring.batch import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from tests.engines import one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import trainer_logprobs_of
@@ -151,7 +152,8 @@ def coordinator_of(rollout: RolloutManager) -> Any:
 
 
 def after_steps(rollout: RolloutManager, count: int, act: Callable[[], object]) -> None:
-    """Call `act` once, when this rank has made so many turns of its loop."""
+    """Call `act` once, when this rank has made so many turns of its loop, of one step each."""
+    one_step_per_call(rollout.engine)
     backend, turns = rollout._backend, iter(range(count))
     advance = backend.step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.multimodal.family import ImageItem
+from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.tensor_parallel.follower import follow
 from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.engine.tensor_parallel.leader import BEAT_S, Leader
@@ -62,6 +65,49 @@ def test_a_message_of_another_kind_is_refused() -> None:
         unpack(pack("dance"))
 
 
+def test_images_of_a_step_arrive_as_they_were_sent() -> None:
+    seen, embeddings = np.array([4, 1, 1]), [torch.rand(2, 8, dtype=torch.bfloat16), torch.rand(2, 8)]
+    images = StepImages(np.array([1, 2]), embeddings, np.arange(12).reshape(4, 3), seen)
+    came = ForwardWork.deserialize(unpack(pack(FORWARD, replace(work(), images=images).serialize()))[1])
+    assert came.images is not None
+    assert came.images.positions.tolist() == images.positions.tolist()
+    assert came.images.index.tolist() == [1, 2]
+    assert came.rows.seen is not None
+    assert came.rows.seen.tolist() == seen.tolist()
+    assert all(torch.equal(mine, other) for mine, other in zip(came.images.embeddings, embeddings, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda each: each[:-1], lambda each: [each[0], [["float32", [1, 2], bytes(8)]], *each[2:]]]
+)
+def test_malformed_images_of_a_step_are_refused(change: Any) -> None:
+    images = StepImages(np.array([1, 2]), [torch.rand(2, 8)], np.arange(3), None)
+    with pytest.raises(SerializationError, match="StepImages"):
+        StepImages.deserialize(change(images.serialize()))
+
+
+@pytest.mark.parametrize("others", [1, 0], ids=["all", "one"])
+def test_an_image_is_encoded_on_all_members_and_failures_are_agreed_upon(others: int) -> None:
+    item, seen = ImageItem({"pixel_values": torch.rand(2, 3)}, 2, b"digest", video=True), []
+    group = FakeGroup()
+    leader = Leader(group)
+    with leader.leading(lambda failed: "done"):
+        assert leader.encode(item, lambda each: [each.inputs["pixel_values"]])[0].shape == (2, 3)
+        group.others = others
+        with pytest.raises(ArithmeticError if others else EngineDeadError, match="no such number"):
+            leader.encode(item, fail)
+    if others:
+        fails = iter([seen.append, fail])
+        assert follow(group, fail, lambda each: next(fails)(each)) == "done"
+        assert (seen[0].count, seen[0].digest, seen[0].video) == (2, b"digest", True)
+        assert torch.equal(seen[0].inputs["pixel_values"], item.inputs["pixel_values"])
+
+
+def test_a_malformed_image_is_refused() -> None:
+    with pytest.raises(SerializationError, match="ImageItem"):
+        ImageItem.deserialize([{}, 2, "digest", False])
+
+
 def test_blocks_zeroed_between_two_forwards_go_with_the_next_one_alone() -> None:
     group = FakeGroup()
     leader = Leader(group)
@@ -90,7 +136,7 @@ def test_it_does_nothing_while_the_others_do_not_follow_and_beats_while_they_do(
     assert group.sent == [("beat", None), (END, "done")]
 
 
-def fail(_: ForwardWork) -> torch.Tensor:
+def fail(_: object) -> Any:
     raise ArithmeticError("no such number")
 
 
@@ -100,7 +146,7 @@ def test_a_failure_of_all_members_is_the_models_own_and_the_group_goes_on() -> N
     with leader.leading(lambda failed: "done"), pytest.raises(ArithmeticError):
         leader.run(work(), fail)
     assert [kind for kind, _ in group.sent] == [FORWARD, CHECK, END]
-    assert follow(group, fail) == "done"
+    assert follow(group, fail, fail) == "done"
 
 
 def test_a_failure_of_the_first_rank_alone_ends_the_group() -> None:
@@ -110,7 +156,7 @@ def test_a_failure_of_the_first_rank_alone_ends_the_group() -> None:
     follower = FakeGroup()
     follower.sent = group.sent
     with pytest.raises(EngineDeadError, match="failed there and not here"):
-        follow(follower, lambda each: None)
+        follow(follower, lambda each: None, lambda each: None)
 
 
 def test_a_failure_of_a_follower_alone_ends_the_group() -> None:
@@ -119,4 +165,4 @@ def test_a_failure_of_a_follower_alone_ends_the_group() -> None:
     with leader.leading(lambda failed: "done"):
         leader.run(work(), lambda each: torch.zeros(1))
     with pytest.raises(EngineDeadError, match="ArithmeticError: no such number"):
-        follow(group, fail)
+        follow(group, fail, fail)

@@ -1,0 +1,75 @@
+"""Stage `tests`: the tests that are marked `gpu`, in several processes, then those that need the device for themselves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.gpu_first_run.findings import Run
+
+ONE_TEST_S = 200
+_OUTCOME = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
+_NAME = re.compile(r"\S+::\S.*?(?= (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b|$)")
+KINDS = {"together": "gpu and not whole_device", "alone": "gpu and whole_device"}
+
+
+def gpu_tests(run: Run) -> None:
+    """Counts of outcomes and the names of tests that failed; their output is in `tests-*.txt`.
+
+    Raises:
+        AssertionError: some failed.
+    """
+    failed = 0
+    for kind, marker in KINDS.items():
+        workers = run.workers if kind == "together" else 0
+        failed += _run(run, kind, ["-m", marker, "-n", str(workers), "--dist", "load", run.tests])
+    assert not failed, f"{failed} tests failed"
+
+
+def _run(run: Run, kind: str, arguments: list[str]) -> int:
+    log = run.out / f"tests-{kind}.txt"
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    with log.open("w", encoding="utf-8") as file:
+        tests = subprocess.Popen(
+            [*command, "-o", f"timeout={ONE_TEST_S}", *arguments],
+            cwd=Path(__file__).parents[2], stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            tests.wait()
+        finally:
+            # Also when this stage's time is over: what has run is told.
+            _kill(tests)
+            counts, names = outcomes(log.read_text(encoding="utf-8"))
+            run.say("tests", kind=kind, status=tests.returncode, **counts, which_failed=names)
+    # Five: none of the tests were for this device.
+    return len(names) or int(tests.returncode not in (0, 5))
+
+
+def _kill(tests: subprocess.Popen[bytes]) -> None:
+    """End the tests with all of their processes, if they have not ended."""
+    with suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(tests.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    tests.kill()
+    tests.wait()
+
+
+def outcomes(text: str) -> tuple[dict[str, int], list[str]]:
+    """Numbers of tests by outcome, and the names of those that failed, of what `pytest -v` has printed so far."""
+    by: Counter[str] = Counter()
+    failed = []
+    for line in text.partition("short test summary info")[0].splitlines():
+        outcome, name = _OUTCOME.search(line), _NAME.search(line)
+        if outcome is None or name is None or "::" not in line:
+            continue
+        by[outcome[1].lower()] += 1
+        if outcome[1] in ("FAILED", "ERROR"):
+            failed.append(name[0])
+    return dict(by), failed
