@@ -34,11 +34,10 @@ def gpu_tests(run: Run) -> None:
 
 def _run(run: Run, kind: str, arguments: list[str]) -> int:
     log = run.out / f"tests-{kind}.txt"
-    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "-p", "no:schemathesis",
+               "-o", f"timeout={ONE_TEST_S}", *arguments]  # fmt: skip
     with log.open("w", encoding="utf-8") as file:
-        tests = subprocess.Popen(
-            [*command, "-o", f"timeout={ONE_TEST_S}", *arguments], cwd=Path(__file__).parents[2], stdout=file, stderr=subprocess.STDOUT
-        )  # fmt: skip
+        tests = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=file, stderr=subprocess.STDOUT)
         try:
             tests.wait()
         finally:

@@ -302,7 +302,9 @@ def _raise_once() -> Any:
 
 def samples_in_the_policys_dtype(rank: int) -> tuple[Any, ...]:
     """bfloat16 forwards of fp32 shards: the engine's KV and log-probs are the trainer's own forward."""
-    model = sharded(make_model("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = sharded(
+        make_model("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    )
     with a_manager(model) as rollout:
         (request,) = rollout.generate([[5, 6, 7]], SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
         with rollout.engine.whole_weights():
