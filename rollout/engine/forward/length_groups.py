@@ -15,12 +15,12 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LengthGroup:
-    """One forward: pieces of B sequences, of L positions each."""
+    """One forward: pieces of B sequences, of L positions each; or, `packed`, of any length, in one row of L in all."""
 
     members: IntArray
     """[B], index of each sequence in the step."""
     positions: IntArray
-    """[B, L] packed positions."""
+    """[B, L] packed positions; [1, L] if `packed`."""
     rows: PagedRows
     """Of these positions."""
     columns: IntArray
@@ -33,9 +33,11 @@ class LengthGroup:
     """[K], their indices in `columns`."""
     begins: bool
     """Whether each piece is the first of its sequence, and longer than a token."""
+    packed: bool
+    """Whether the pieces lie one after the other in one row."""
 
 
-def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterator[LengthGroup]:
+def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool, packs: bool = False) -> Iterator[LengthGroup]:
     """Groups of pieces of equal length, in an order in which every piece follows those before it in its sequence.
 
     First pieces are apart from others, as some layers compute a prompt from its beginning by another function than what
@@ -45,31 +47,39 @@ def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterat
         keep: [K] packed positions whose logits are wanted.
         continues: whether a chunk of several tokens goes on from the state before it; if not, such chunks that are not
             the first of their sequence are computed token by token.
+        packs: whether first pieces of different lengths can be computed in one row.
     """
     member, begin, length, turn = _pieces(rows, continues)
     piece_of = np.searchsorted(begin, keep, side="right") - 1
     begins = (rows.positions[begin] == 0) & (length > 1)
-    for now, size, first in sorted(set(zip(turn.tolist(), length.tolist(), begins.tolist(), strict=True))):
-        chosen = np.flatnonzero((turn == now) & (length == size) & (begins == first))
+    # 0 stands for any length.
+    sizes = np.where(begins & (packs and len(np.unique(length[begins])) > 1), 0, length)
+    for now, size, first in sorted(set(zip(turn.tolist(), sizes.tolist(), begins.tolist(), strict=True))):
+        chosen = np.flatnonzero((turn == now) & (sizes == size) & (begins == first))
+        packed = not size
         places = np.flatnonzero(np.isin(piece_of, chosen))
-        columns, column = np.unique(keep[places] - begin[piece_of[places]], return_inverse=True)
-        positions = begin[chosen][:, None] + np.arange(size)
-        offsets = np.arange(len(chosen) + 1) * size
+        row = np.searchsorted(chosen, piece_of[places])
+        offsets = np.concatenate([[0], np.cumsum(length[chosen])])
+        positions = np.repeat(begin[chosen] - offsets[:-1], length[chosen]) + np.arange(offsets[-1])
+        kept = keep[places] - begin[piece_of[places]] + (offsets[row] if packed else 0)
+        columns, column = np.unique(kept, return_inverse=True)
+        shaped = positions.reshape(1 if packed else len(chosen), -1)
         yield LengthGroup(
             members=member[chosen],
-            positions=positions,
+            positions=shaped,
             rows=PagedRows(
                 offsets,
-                rows.positions[positions].ravel(),
+                rows.positions[positions],
                 rows.tables[member[chosen]],
                 rows.block_size,
                 others=tuple(tables[member[chosen]] for tables in rows.others),
             ),
-            columns=columns if len(columns) else np.array([size - 1]),
+            columns=columns if len(columns) else np.array([shaped.shape[1] - 1]),
             places=places,
-            row=np.searchsorted(chosen, piece_of[places]),
+            row=row * 0 if packed else row,
             column=column,
             begins=first,
+            packed=packed,
         )
 
 

@@ -1,8 +1,7 @@
 """Model runner: scheduled work to tensors, forward, sampled tokens. Owns tensors, knows no queues.
 
 The positions of one step travel as one packed row [1, P]: decoding sequences first, then prefill chunks. A model with
-recurrent states runs one forward [B, L] per length L instead, since its layers tell sequences apart by rows only: all
-decodes together, and prefill chunks of equal length together.
+recurrent states runs one forward [B, L] per length L instead (`recurrent_forward`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.decode_runs import DecodeRuns
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
-from rollout.engine.forward.length_groups import length_groups
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
-from rollout.engine.forward.recurrent_states import StateRows
+from rollout.engine.forward.recurrent_forward import forward_by_length
+from rollout.engine.forward.recurrent_states import States
 from rollout.engine.forward.routers import Routers
 from rollout.engine.forward.step_rows import pack
 from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
@@ -327,7 +326,7 @@ class ModelRunner:
                 slots = np.arange(len(rows), dtype=np.int32) if states is None else states
                 if fused is not None:
                     return fused.run(ids, rows, keep, slots)
-                return self._forward_by_length(self.states, ids, rows, keep, slots, images)
+                return forward_by_length(self._module_forward, self.layout, self.states, ids, rows, keep, slots, images)
             if self.exact and fused is None:
                 self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
@@ -339,33 +338,12 @@ class ModelRunner:
                 return fused.run(ids, rows, keep)
             return self._module_forward(ids[None], rows, keep, images=images)[0]
 
-    def _forward_by_length(
-        self,
-        pool: StatePool,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        keep: NDArray[np.int64],
-        states: NDArray[np.int32],
-        images: StepImages | None,
-    ) -> Tensor:
-        parts, places = [], []
-        for group in length_groups(rows, keep, continues=self.layout.continues):
-            cache = StateRows(pool, states[group.members], begins=group.begins)
-            pictured = None if images is None else images.part(group.positions.ravel())
-            logits = self._module_forward(ids[group.positions], group.rows, group.columns, cache, pictured)
-            cache.flush()
-            row, column = upload_together((group.row, group.column), self.layout.device)
-            parts.append(logits[row, column])
-            places.append(group.places)
-        order = np.argsort(np.concatenate(places), kind="stable")
-        return torch.cat(parts).index_select(0, upload(order, self.layout.device))
-
     def _module_forward(
         self,
         ids: NDArray[np.int64],
         rows: PagedRows,
         keep: NDArray[np.int64],
-        states: StateRows | None = None,
+        states: States | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
         """Logits [B, len(keep), V] of the module's own forward of `ids` [B, L] at positions `keep` (none: the last) of
@@ -385,7 +363,7 @@ class ModelRunner:
         batch = PagedBatch(
             self.cache, layout.layer_of, slots, attention, layout.mask_windows, layout.chunks, write, causal
         )
-        cache = {} if states is None else {layout.cache_argument: states}
+        cache = {} if states is None else {layout.cache_argument: states, **states.arguments}
         with ExitStack() as around:
             around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}

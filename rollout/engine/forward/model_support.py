@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -23,10 +22,11 @@ from torch.nn.modules import module as torch_module
 from rollout.engine.forward.attention import SINKS, Installation, forward_with
 from rollout.engine.forward.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
 from rollout.engine.forward.recurrent_layers import RecurrentLayers
-from rollout.engine.forward.recurrent_states import ProbedStates, StateRows
+from rollout.engine.forward.recurrent_probes import continues, packs
+from rollout.engine.forward.recurrent_states import ProbedStates
 from rollout.engine.memory.kv_cache import LayerShape
 from rollout.engine.memory.layer_groups import LayerGroups, layer_groups
-from rollout.engine.memory.state_pool import StatePool, StateShape
+from rollout.engine.memory.state_pool import StateShape
 from rollout.errors import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ class ModelLayout:
     """Argument of the forward that takes the cache of these states."""
     continues: bool = True
     """Whether a chunk of several tokens goes on from recurrent states (Mamba 1 begins anew); one token always does."""
+    packs: bool = False
+    """Whether kernels of the model's own keep the states of several prompts in one row apart."""
 
     @property
     def reach(self) -> int | None:
@@ -203,7 +205,8 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
         ),
         states=shapes,
         cache_argument=recurrent.cache_argument,
-        continues=_continues(model, embedding.device, shapes, recurrent.cache_argument),
+        continues=continues(model, embedding.device, shapes, recurrent.cache_argument),
+        packs=packs(model, embedding.device, shapes, recurrent.cache_argument),
     )
 
 
@@ -261,26 +264,6 @@ def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedSta
             "model (…ForCausalLM) that honours logits_to_keep"
         )
     return watcher
-
-
-def _continues(model: nn.Module, device: torch.device, shapes: Sequence[StateShape], argument: str) -> bool:
-    """Whether recurrent states matter to a chunk of two tokens."""
-    recurrent = [each.key for each in shapes if each.key.kind == "recurrent"]
-    if not recurrent:
-        return True
-    pool = StatePool(shapes, 2, device)
-    for key in recurrent:
-        pool.state(key)[1] = 1
-    ids, keep = torch.arange(2, device=device)[None], torch.tensor([1], device=device)
-    with Installation(model, implementation=PROBE):
-        zeros, ones = (
-            forward_with(
-                _Watcher(), model, input_ids=ids, position_ids=ids, logits_to_keep=keep,
-                **{argument: StateRows(pool, np.array([slot], np.int32))},
-            ).logits
-            for slot in range(2)
-        )  # fmt: skip
-    return not torch.equal(zeros, ones)
 
 
 def _innermost(model: nn.Module, exc: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 Layers that keep a state per sequence ask the forward's cache for it (`get_conv_state`, `get_recurrent_state`) and hand back
 the next one, or change it in place. `StateRows` answers with rows of the engine's state pool. A sequence without tokens has
-a state of zeros, so every forward continues one. K and V of attention layers pass through: the paged attention keeps them.
+a state of zeros, so every forward continues one; `PackedStates` takes those that the model's own kernels make of several
+sequences in one row. K and V of attention layers pass through: the paged attention keeps them.
 
 MiniMax's lightning attention asks by names of its own (`get_linear_cache`, `set_linear_cache`); given a state it computes
 position by position, and a prompt in blocks only where there is none.
@@ -10,6 +11,8 @@ position by position, and a prompt in blocks only where there is none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,13 @@ from rollout.engine.memory.state_pool import StateKey, StatePool, StateShape
 
 
 class _NoKV(Cache):  # type: ignore[misc]
-    """A cache whose attention layers get back what they give it."""
+    """A cache whose attention layers get back what they give it.
+
+    Attributes:
+        arguments: of the forward, beside the cache.
+    """
+
+    arguments: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -153,7 +162,7 @@ class StateRows(_NoKV):
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def flush(self) -> None:
-        """Write gathered states back into the pool."""
+        """Write gathered states back into the pool, after the forward."""
         if self._index is not None:
             for key, row in self._rows.items():
                 self._pool.state(key).index_copy_(0, self._index, row)
@@ -165,3 +174,57 @@ class StateRows(_NoKV):
             row = state[self._place] if self._index is None else state.index_select(0, self._index)
             self._rows[key] = row
         return row
+
+
+class PackedStates(_NoKV):
+    """States that N sequences have after their first positions, which lie one after the other in the one row of a forward.
+
+    The model's kernels keep them apart by `arguments`. No state is before them.
+
+    Args:
+        slots: [N] their slots in the pool, all different.
+        offsets: [N + 1], where each begins in the row.
+    """
+
+    def __init__(self, pool: StatePool, slots: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
+        super().__init__()
+        self._pool, self._offsets = pool, offsets
+        owner = np.repeat(np.arange(len(slots)), np.diff(offsets)).astype(np.int32)
+        self._index = upload(slots.astype(np.int64), pool.device)
+        self.arguments = {
+            "cu_seq_lens_q": upload(offsets, pool.device),
+            "seq_idx": upload(owner[None], pool.device),
+        }
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """There is no state before the first token."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """None: there is no state before the first token."""
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """None: there is no state before the first token."""
+        return None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep the last inputs of each sequence of `conv_states` [1, channels, T]; returns these, as nothing is before."""
+        state = self._pool.state(StateKey(layer_idx, "conv", state_idx))
+        last = self._offsets[1:, None] + np.arange(-state.shape[-1], 0)
+        before = upload(last < self._offsets[:-1, None], conv_states.device)
+        inputs = conv_states[0][..., upload(np.maximum(last, 0), conv_states.device)].masked_fill(before, 0)
+        state.index_copy_(0, self._index, inputs.movedim(-2, 0).to(state.dtype))
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep the states [N, heads, ...]; returns them."""
+        state = self._pool.state(StateKey(layer_idx, "recurrent", state_idx))
+        state.index_copy_(0, self._index, recurrent_states.to(state.dtype))
+        return recurrent_states
+
+    def flush(self) -> None:
+        """Nothing to do: all states are in the pool."""
+
+
+States = StateRows | PackedStates

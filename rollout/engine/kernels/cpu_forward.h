@@ -220,13 +220,14 @@ struct Forward {
     // gate = activation(gate) * up
     void widen(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
-        const int64_t chunks = (layer.inner + CHUNK - 1) / CHUNK;
+        const int64_t chunk = chunk_of(P, layer.inner, m.hidden * sizeof(T), crew.threads);
+        const int64_t chunks = (layer.inner + chunk - 1) / chunk;
         const bool gated = layer.gate.weight;
         if (gated) lower({&layer.gate, &layer.up}, in, m.hidden);
         else lower({&layer.up}, in, m.hidden);
         crew.share(parts.count * chunks, [&](int64_t job) {
             const int64_t first = parts.first(job / chunks), count = parts.length(job / chunks);
-            const int64_t begin = job % chunks * CHUNK, end = std::min(begin + CHUNK, layer.inner);
+            const int64_t begin = job % chunks * chunk, end = std::min(begin + chunk, layer.inner);
             if (gated) linear(layer.gate, 0, in, first, count, begin, end, layer.inner, m.hidden, at.gate, layer.inner);
             linear(layer.up, gated, in, first, count, begin, end, layer.inner, m.hidden, gated ? at.up : at.gate, layer.inner);
             for (int64_t p = first; p < first + count; p++) {
@@ -265,11 +266,11 @@ struct Forward {
     // out [P, hidden] = in through a linear layer
     void transform(const Linear& l, const T* in, int64_t depth, T* out) const {
         const Parts parts(P, depth, sizeof(T));
-        const int64_t chunks = (m.hidden + CHUNK - 1) / CHUNK;
+        const int64_t chunk = chunk_of(P, m.hidden, depth * sizeof(T), crew.threads), chunks = (m.hidden + chunk - 1) / chunk;
         lower({&l}, in, depth);
         crew.share(parts.count * chunks, [&](int64_t job) {
-            const int64_t part = job / chunks, begin = job % chunks * CHUNK;
-            linear(l, 0, in, parts.first(part), parts.length(part), begin, std::min(begin + CHUNK, m.hidden), m.hidden, depth,
+            const int64_t part = job / chunks, begin = job % chunks * chunk;
+            linear(l, 0, in, parts.first(part), parts.length(part), begin, std::min(begin + chunk, m.hidden), m.hidden, depth,
                    out, m.hidden);
         });
     }

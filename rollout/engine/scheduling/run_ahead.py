@@ -11,7 +11,7 @@ from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray
 from rollout.engine.scheduling.step import ScheduledStep
 
-LONGEST_S = 0.025
+LONGEST_S = 0.03
 """Seconds that a run of steps may take: as long is what waits for its end kept waiting, as a stream for its next tokens."""
 MOST = 64
 """Steps of a run; also where the clock stands still."""
