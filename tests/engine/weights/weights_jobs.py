@@ -157,7 +157,8 @@ def lives_at_fixed_addresses(rank: int) -> dict[str, Any]:
             torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
             optimizer_alone.step()
             optimizer_alone.zero_grad()
-        told["captures"], told["replays"] = recorder.captures, recorder.replays
+        told["captured anew"] = recorder.captures - len(runner.graphs._graphs)
+        told["replays"] = recorder.replays
         told["explained"] = rollout.explain().model.weights
     return told | {"version": rollout.policy_version, "bytes": sum(each.nbytes for each in alone.parameters())}
 
