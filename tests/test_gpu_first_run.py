@@ -145,7 +145,12 @@ def test_outcomes_are_read_of_what_pytest_printed_before_it_was_killed() -> None
 [gw0] [  6%] FAILED tests/engine/test_a.py::test_two
 tests/engine/test_b.py::test_three[x] SKIPPED (needs a CUDA device)      [ 50%]
 tests/engine/test_b.py::test_four"""
-    assert outcomes(printed) == ({"passed": 1, "failed": 1, "skipped": 1}, ["tests/engine/test_a.py::test_two"])
+    failed = ["tests/engine/test_a.py::test_two"]
+    assert outcomes(printed) == ({"passed": 1, "failed": 1, "skipped": 1}, failed)
+    summary = (
+        "=== short test summary info ===\nFAILED tests/engine/test_a.py::test_two\nERROR tests/engine/test_c.py - no x"
+    )
+    assert outcomes(f"{printed}\n{summary}")[1] == [*failed, "tests/engine/test_c.py"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import psutil
 
 from tests.gpu_first_run.findings import Run
 
+ROOT = Path(__file__).parents[2]
 ONE_TEST_S = 200
 _OUTCOME = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 _NAME = re.compile(r"\S+::\S.*?(?= (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b|$)")
@@ -25,21 +26,22 @@ def gpu_tests(run: Run) -> None:
     Raises:
         AssertionError: some failed.
     """
+    # Other files may need packages that are not there, and collecting them takes each process long.
+    root = ROOT / run.tests
+    files = [path for path in (sorted(root.rglob("test_*.py")) or [root]) if "mark.gpu" in path.read_text("utf-8")]
     failed = 0
     for kind, marker in KINDS.items():
         workers = run.workers if kind == "together" else 0
-        failed += _run(run, kind, ["-m", marker, "-n", str(workers), "--dist", "load", run.tests])
+        failed += _run(run, kind, ["-m", marker, "-n", str(workers), "--dist", "load", *map(str, files)])
     assert not failed, f"{failed} tests failed"
 
 
 def _run(run: Run, kind: str, arguments: list[str]) -> int:
     log = run.out / f"tests-{kind}.txt"
-    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "-p", "no:schemathesis",
+               "--continue-on-collection-errors", "-o", f"timeout={ONE_TEST_S}", *arguments]  # fmt: skip
     with log.open("w", encoding="utf-8") as file:
-        tests = subprocess.Popen(
-            [*command, "-o", f"timeout={ONE_TEST_S}", *arguments],
-            cwd=Path(__file__).parents[2], stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        tests = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         try:
             tests.wait()
         finally:
@@ -62,14 +64,19 @@ def _kill(tests: subprocess.Popen[bytes]) -> None:
 
 
 def outcomes(text: str) -> tuple[dict[str, int], list[str]]:
-    """Numbers of tests by outcome, and the names of those that failed, of what `pytest -v` has printed so far."""
+    """Numbers of tests by outcome, and the names of those that failed, of what `pytest -v` has printed so far.
+
+    A file that cannot be imported is one that failed, by its own name.
+    """
     by: Counter[str] = Counter()
     failed = []
-    for line in text.partition("short test summary info")[0].splitlines():
+    printed, _, summary = text.partition("short test summary info")
+    for line in printed.splitlines():
         outcome, name = _OUTCOME.search(line), _NAME.search(line)
         if outcome is None or name is None or "::" not in line:
             continue
         by[outcome[1].lower()] += 1
         if outcome[1] in ("FAILED", "ERROR"):
             failed.append(name[0])
+    failed += [name for name in re.findall(r"^ERROR (\S+)", summary, re.MULTILINE) if "::" not in name]
     return dict(by), failed
