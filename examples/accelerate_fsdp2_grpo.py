@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from rollout import InferenceConfig, RolloutManager, SamplingParams
+from rollout.algorithms import group_advantages
 from trainer_hooks.accelerate import attach
 from trainer_hooks.wandb import WandbLogger
 
@@ -68,11 +69,9 @@ def grpo(
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
         batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
-        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=accelerator.device).view(
-            -1, GROUP
-        )
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        advantages, mask, staleness = advantages.view(-1, 1), batch.response_mask, []
+        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=accelerator.device)
+        advantages = group_advantages(rewards, batch.group_ids)[:, None]
+        mask, staleness = batch.response_mask, []
         with rollout.suspended():
             for epoch in range(EPOCHS):
                 # A forward of sharded weights is a call of all ranks: one for the whole batch, whatever its lengths are.

@@ -37,6 +37,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rollout import LLM, InferenceConfig, ServerConfig
+from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 
 GROUP = 8
@@ -220,8 +221,7 @@ def learn(model: PreTrainedModel, optimizer: AdamW, transcripts: Sequence[Transc
     Returns:
         The largest difference between a log-prob that came over HTTP and the trainer's own.
     """
-    groups = rewards.view(-1, GROUP)
-    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+    advantages = group_advantages(rewards, torch.arange(len(rewards), device=rewards.device) // GROUP)[:, None]
     sampled = _padded([torch.tensor(each.sampled) for each in transcripts], model)
     before = _padded([torch.tensor(each.log_probs) for each in transcripts], model)
     differences = []

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, RolloutManager, RunLog, SamplingParams, TraceConfig
 from rollout import report as write_report
+from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 from trainer_hooks.tree import attach as attach_tree
 from trainer_hooks.wandb import WandbLogger
@@ -51,9 +52,9 @@ def grpo(
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
         batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
-        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device).view(-1, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        advantages, mask, staleness = advantages.view(-1, 1), batch.response_mask, []
+        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device)
+        advantages = group_advantages(rewards, batch.group_ids)[:, None]
+        mask, staleness = batch.response_mask, []
         packed = batch.tree()
         with rollout.suspended():
             for epoch in range(EPOCHS):

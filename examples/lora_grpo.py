@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from rollout import InferenceConfig, RolloutManager, SamplingParams
+from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 from trainer_hooks.peft import adapter
 from trainer_hooks.wandb import WandbLogger
@@ -47,9 +48,9 @@ def grpo(
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
         batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
-        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device).view(-1, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        advantages, mask, staleness = advantages.view(-1, 1), batch.response_mask, []
+        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device)
+        advantages = group_advantages(rewards, batch.group_ids)[:, None]
+        mask, staleness = batch.response_mask, []
         with rollout.suspended():
             with adapter(rollout, None), torch.no_grad():
                 reference = token_logprobs(model, batch)

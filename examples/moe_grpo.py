@@ -29,6 +29,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParams, replay
+from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 
 GROUP = 8
@@ -90,15 +91,15 @@ def grpo(
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
         batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
-        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata))).view(-1, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)))
+        advantages = group_advantages(rewards, batch.group_ids)[:, None]
         with torch.no_grad():
             live = gap(token_logprobs(model, batch), batch)
         rerouted = own_routes(model, batch)
         with replay(batch, model):
             logprobs = token_logprobs(model, batch)
             ratio = (logprobs - batch.logprobs).exp()
-            loss = -(ratio * advantages.view(-1, 1))[batch.response_mask].mean()
+            loss = -(ratio * advantages)[batch.response_mask].mean()
             optimizer.zero_grad()
             loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)

@@ -29,6 +29,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, KVCacheManagementMode, PromptTask, RolloutManager, SamplingParams
+from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 from trainer_hooks.wandb import WandbLogger
 
@@ -58,13 +59,12 @@ def partial_rollouts(
             max_discarded=options.discard,
             progress=False,
         )
-        rewards = batch.rewards.view(-1, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
         with rollout.suspended():
             logprobs = token_logprobs(model, batch)
             rollout.observe_logprobs(batch, logprobs)
             weights = (logprobs.detach() - batch.logprobs).exp().clamp(max=HIGHEST_WEIGHT)
-            loss = -(weights * advantages.view(-1, 1) * logprobs)[batch.response_mask].mean()
+            loss = -(weights * advantages * logprobs)[batch.response_mask].mean()
             optimizer.zero_grad()
             loss.backward()
             clip_grad_norm_(model.parameters(), 1.0)

@@ -26,6 +26,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from rollout import LLM, InferenceConfig, RolloutBatch, SamplingParams, ServerConfig
+from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 
 GROUP = 8
@@ -68,9 +69,8 @@ def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse
             samples, policy_version=llm.policy_version, pad_token_id=llm.tokenizer.pad_token_id, device=model.device
         )
         answers = [problem.answer for problem in asked for _ in range(GROUP)]
-        rewards = torch.tensor(list(map(reward, batch.texts, answers)), device=model.device).view(-1, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        advantages, mask = advantages.view(-1, 1), batch.response_mask
+        rewards = torch.tensor(list(map(reward, batch.texts, answers)), device=model.device)
+        advantages, mask = group_advantages(rewards, batch.group_ids)[:, None], batch.response_mask
         # HTTP requests wait meanwhile: the trainer and the engine take turns with the module.
         with llm.suspended():
             for _ in range(EPOCHS):

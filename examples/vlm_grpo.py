@@ -30,6 +30,7 @@ from torch.optim import AdamW
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rollout import InferenceConfig, RolloutManager, SamplingParams
+from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 
 WORDS = ["<pad>", "<eos>", "<image>", "<video>", "<look>", "?", "1", "2", "3", "red", "green", "blue", "yellow"]
@@ -120,14 +121,13 @@ def grpo(
         batch = rollout.generate([processed(each) for each in drawings], sampling(GROUP), progress=False)
         asked = [drawing for drawing in drawings for _ in range(GROUP)]
         rewards = torch.tensor([reward(r.generated_tokens, d) for r, d in zip(batch, asked, strict=True)])
-        groups = rewards.view(-1, GROUP)
-        advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        advantages = group_advantages(rewards, batch.group_ids)[:, None]
         with rollout.suspended():
             logits = model(**batch.model_inputs(), use_cache=False).logits[:, :-1]
             logits[..., [IMAGE, VIDEO]] -= 100.0
             logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
             ratio = (logprobs - batch.logprobs[:, 1:]).exp()
-            loss = -(ratio * advantages.view(-1, 1))[batch.response_mask[:, 1:]].mean()
+            loss = -(ratio * advantages)[batch.response_mask[:, 1:]].mean()
             optimizer.zero_grad()
             loss.backward()
             clip_grad_norm_(model.parameters(), 1.0)

@@ -67,8 +67,9 @@ class InferenceConfig(Options):
     max_requests: int = 256
     """Maximum number of active (running) sequences. At least 1."""
 
-    max_tokens_per_step: int = 2048
-    """Token budget of one forward; decodes are scheduled first, prefill chunks use the rest. At least `max_requests`."""
+    max_tokens_per_step: int | None = None
+    """Token budget of one forward; decodes are scheduled first, prefill chunks use the rest. At least `max_requests`. None:
+    8192 on CUDA, 2048 elsewhere, or `max_requests` if that is more."""
 
     state_slots: int | None = None
     """Number of recurrent states kept, for models with such layers (linear attention, state spaces, short convolutions), at
@@ -162,8 +163,8 @@ class InferenceConfig(Options):
     """Deadline of a control call (pause, suspend, resume, ...), in seconds. Above 0."""
 
     _rules: ClassVar[Rules] = {
-        AT_LEAST_1: ("block_size_tokens", "max_requests", "max_tokens_per_step"),
-        or_none(AT_LEAST_1): ("kv_cache_blocks", "max_sequence_length", "state_slots"),
+        AT_LEAST_1: ("block_size_tokens", "max_requests"),
+        or_none(AT_LEAST_1): ("kv_cache_blocks", "max_sequence_length", "max_tokens_per_step", "state_slots"),
         or_none(ABOVE_0): ("kv_cache_memory_gb",),
         or_none(FINITE): ("kv_cache_host_memory_gb",),
         ABOVE_0: ("control_timeout_s",),
@@ -195,9 +196,14 @@ class InferenceConfig(Options):
         self._check("fused_forward", not self.exact or self.fused_forward, "True with exact=True")
         self._check(
             "max_tokens_per_step",
-            self.max_tokens_per_step >= self.max_requests,
+            self.step_tokens >= self.max_requests,
             f"at least max_requests={self.max_requests}, so that every active sequence can decode in one step",
         )
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_tokens_per_step`, or what it is on a CPU if that is None; an engine replaces None by the budget it has."""
+        return max(2048, self.max_requests) if self.max_tokens_per_step is None else self.max_tokens_per_step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import SkipTest
@@ -9,6 +10,7 @@ from unittest import SkipTest
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
@@ -183,3 +185,28 @@ def trainer_logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
         logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
     model.train(training)
     return logits[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:], device=logits.device)[:, None])[:, 0]
+
+
+class _InFloat64(TorchFunctionMode):
+    """Makes float64 of what a module's code takes for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def float64_logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens) - 1] float64 log-prob of each token after the first, computed in float64 throughout: the judge of two
+    float32 forwards that differ where the model is ill-conditioned."""
+    wide = copy.deepcopy(model).double().eval()
+    # The grouped products of experts have no float64.
+    wide.set_experts_implementation("eager")
+    with torch.no_grad(), _InFloat64():
+        logits = wide(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert logits.dtype == torch.float64
+    return logits[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu_first_run import __main__ as first_run
+from tests.gpu_first_run import report, supervisor
+from tests.gpu_first_run.findings import Run
+from tests.gpu_first_run.gpu_tests import gpu_tests, outcomes
+from tests.gpu_first_run.limits import LIMITS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
@@ -23,8 +29,8 @@ def findings(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
-    stages = ["env", "poison", "truth", "fused", "exact", "speed", "without", "ways", "top_p", "memory"]
-    assert first_run.main([*stages, "--out", str(tmp_path), *ON_A_CPU]) == 0
+    stages = [name for name in LIMITS if name not in ("kernels", "tune", "speed_small", "tests")]
+    assert first_run.main([*stages, "--out", str(tmp_path), *ON_A_CPU, "--here"]) == 0
     found = findings(tmp_path)
     assert [each["name"] for each in found if each["what"] == "stage"] == stages
     exact = [each for each in found if each["what"] == "log-probs" and each["dtype"] == "torch.float32"]
@@ -37,22 +43,114 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     assert fused == [(True, True), (False, True)] * 2
     labels = [each["label"] for each in found if each["what"] == "decode step"]
     assert labels == [
+        "fp32, autocast_dtype", "fp32, autocast around the call", "fp32, a bf16 copy", "fp32, autocast in the forward",
         "bf16, fused_forward=True", "bf16, fused_forward=False", "fp32, autocast_dtype, fused_forward=True",
         "fp32, autocast_dtype, fused_forward=False", "bf16", "2 samples a prompt, with all parts",
-        "fp32, autocast_dtype", "fp32, autocast around the call",
-        "fp32, a bf16 copy", "fp32, autocast in the forward",
     ]  # fmt: skip
     steps = [each for each in found if each["what"] == "decode step"]
     assert all(set(each["host_ms"]) == {"schedule", "update", "forward", "_sample"} for each in steps)
     assert [each["shrunk_by_blocks"] for each in found if each["what"] == "resume"] == [0, 0, 0]
 
 
-def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def supervise(names: list[str], command: Any, out: Path, *_: Any) -> int:
+        interpreter, _, module, *arguments = command(names)
+        assert (interpreter, module) == (sys.executable, first_run.__package__)
+        failed = first_run.main(arguments)
+        report.write(out)
+        return failed
+
+    monkeypatch.setattr(first_run, "supervise", supervise)
     assert first_run.main(["kernels", "top_p", "--out", str(tmp_path), *ON_A_CPU]) == 1
-    failed, *_, last = findings(tmp_path)
+    failed, last = report.of(tmp_path)
     assert (failed["name"], failed["ok"]) == ("kernels", False)
     assert "do not load" in failed["why"]
     assert (last["name"], last["ok"]) == ("top_p", True)
+    assert last["findings"]
+    assert json.loads((tmp_path / "findings.json").read_text(encoding="utf-8"))["stages"] == [failed, last]
+    text = (tmp_path / "findings.txt").read_text(encoding="utf-8")
+    assert "FAILED: RuntimeError: the Triton kernels do not load" in text
+    assert "sampler: batch 4, kind plain" in text
+
+
+TESTS = """
+import pytest
+@pytest.mark.gpu
+def test_that_passes(): pass
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["a b"])
+def test_that_fails(case): assert case == "c"
+@pytest.mark.gpu
+@pytest.mark.whole_device
+def test_that_needs_all_of_it(): pass
+def test_for_a_cpu(): assert False
+"""
+
+
+def test_the_tests_for_a_gpu_are_a_stage_and_those_that_fill_it_run_alone(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(TESTS, encoding="utf-8")
+    with pytest.raises(AssertionError, match="1 tests failed"):
+        gpu_tests(Run(torch.device("cpu"), tmp_path, ("tiny",), str(file), workers=0))
+    together, alone = findings(tmp_path)
+    assert (together["passed"], together["failed"], alone["passed"], alone["which_failed"]) == (1, 1, 1, [])
+    (name,) = together["which_failed"]
+    assert name.endswith("test_some.py::test_that_fails[a b]")
+    assert "assert 'a b' == 'c'" in (tmp_path / "tests-together.txt").read_text(encoding="utf-8")
+
+
+STAGE = """
+import json, os, sys, time
+for name in sys.argv[1:]:
+    print(json.dumps({"what": "begins", "name": name}), flush=True)
+    if name == "hangs":
+        time.sleep(1000)
+    if name == "dies":
+        os._exit(9)
+    print("not a finding", flush=True)
+    print(json.dumps({"what": "stage", "name": name, "ok": name != "fails", "seconds": 1.0, "why": ""}), flush=True)
+    if name == "loses":
+        break
+"""
+
+
+def test_a_stage_that_hangs_dies_or_loses_the_device_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
+    stages = ["one", "dies", "loses", "fails", "hangs", "last"]
+    limits = dict.fromkeys(stages, 600.0) | {"hangs": 0.5}
+    command = [sys.executable, "-I", "-c", STAGE]
+    assert supervisor.supervise(stages, lambda left: [*command, *left], tmp_path, limits) == 3
+    printed = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    ended = {each["name"]: (each["ok"], each["why"]) for each in printed if each["what"] == "stage"}
+    assert list(ended) == stages
+    assert [ok for ok, _ in ended.values()] == [True, False, True, False, False, True]
+    assert "status 9" in ended["dies"][1]
+    assert "hung" in ended["hangs"][1]
+
+
+def test_what_the_time_of_a_call_does_not_reach_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-c", STAGE, "hangs"]
+    limits = {"hangs": 600.0, "never": 600.0}
+    assert supervisor.supervise(["hangs", "never"], lambda left: command, tmp_path, limits, seconds=0.2) == 2
+    told = report.of(tmp_path)
+    assert [(each["name"], each["ok"]) for each in told] == [("hangs", False), ("never", False)]
+    assert "not run: the 0.2 s of this call were over" in told[1]["why"]
+
+
+def test_outcomes_are_read_of_what_pytest_printed_before_it_was_killed() -> None:
+    printed = """
+[gw1] [  3%] PASSED tests/engine/test_a.py::test_one[a b]
+[gw0] [  6%] FAILED tests/engine/test_a.py::test_two
+tests/engine/test_b.py::test_three[x] SKIPPED (needs a CUDA device)      [ 50%]
+tests/engine/test_b.py::test_four"""
+    failed = ["tests/engine/test_a.py::test_two"]
+    assert outcomes(printed) == ({"passed": 1, "failed": 1, "skipped": 1}, failed)
+    summary = (
+        "=== short test summary info ===\nFAILED tests/engine/test_a.py::test_two\nERROR tests/engine/test_c.py - no x"
+    )
+    assert outcomes(f"{printed}\n{summary}")[1] == [*failed, "tests/engine/test_c.py"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLImageProcessorPil,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -48,6 +49,14 @@ MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_s
 NO_MARKS = {IMAGE: -100.0, VIDEO: -100.0}
 """`logit_bias` under which no placeholder is sampled: the trainer's forward would take one for an image."""
 PATCHES = {"depth": 2, "hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+HYBRID = SMALL | MROPE | {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+HYBRID_SIGHT: dict[str, Any] = {
+    "vision_config": PATCHES | {"num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48,
+                                "num_position_embeddings": 16}, **MARKS,
+}  # fmt: skip
 SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
           "patch_size": 4}  # fmt: skip
 GEMMA4 = SMALL | {
@@ -76,12 +85,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         vision_config=PATCHES | {"num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48,
                                  "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     ),
-    "qwen3_5": lambda: Qwen3_5Config(
-        text_config=SMALL | MROPE | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                                     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-                                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-        vision_config=PATCHES | {"num_heads": 2, "intermediate_size": 48, "out_hidden_size": 48,
-                                 "num_position_embeddings": 16}, **MARKS,
+    "qwen3_5": lambda: Qwen3_5Config(text_config=HYBRID, **HYBRID_SIGHT),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+        text_config=HYBRID | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                              "shared_expert_intermediate_size": 48},
+        **HYBRID_SIGHT,
     ),
     "gemma3": lambda: Gemma3Config(
         text_config=SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16,
@@ -124,7 +132,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 def make_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random model whose logits are spread out, so that greedy choices are not ties."""
-    if name in ("qwen3_5", "lfm2_vl"):
+    if name in ("qwen3_5", "qwen3_5_moe", "lfm2_vl"):
         require_recurrent_cache()
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(CONFIGS[name](), dtype=torch.float32)

@@ -357,7 +357,7 @@ def pool_size(
     if groups is not None:
         shape, layers = PageShape(groups.whole, groups.limited, groups.reach), layers[: groups.places]
         # All sequences decode, or some compute a step's positions of their prompts instead.
-        step = groups.limited * -(-config.max_tokens_per_step // size)
+        step = groups.limited * -(-config.step_tokens // size)
         pages, useful = groups.count, config.max_requests * shape.needed(longest, 1, size) + step
     if config.kv_cache_blocks is not None:
         return config.kv_cache_blocks * pages

@@ -130,11 +130,24 @@ class TextGenerationController:
         try:
             inputs = self.processor(text=[text], **given, return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as exc:
+            self._refuse_picture([part.where for part in media if not part.video], pictures)
             raise InvalidRequestError(
                 f"{type(self.processor).__name__} refuses {len(pictures)} images and {len(clips)} videos with this text: "
                 f"{exc} (the chat template has to write one placeholder for each)"
             ) from exc
         return processed_prompt(inputs)
+
+    def _refuse_picture(self, places: list[str], pictures: list[Any]) -> None:
+        """Raises: InvalidRequestError: the image processor refuses one of the images alone; names its place."""
+        assert self.processor is not None
+        for where, picture in zip(places, pictures, strict=True):
+            try:
+                self.processor.image_processor(images=[picture], return_tensors="pt")
+            except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as exc:
+                raise InvalidRequestError(
+                    f"{where}: {type(self.processor.image_processor).__name__} refuses an image of {picture.width} x "
+                    f"{picture.height} pixels: {exc}"
+                ) from exc
 
     def _opened(self, media: Sequence[MediaPart]) -> tuple[list[Any], list[Clip]]:
         """The decoded images, and the frames of the videos."""
@@ -172,7 +185,14 @@ class TextGenerationController:
             if not videos.do_sample_frames:
                 return evenly(total, rate, FPS)
             found = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
-            return [int(index) for index in videos.sample_frames(metadata=found)]
+            try:
+                return [int(index) for index in videos.sample_frames(metadata=found)]
+            # Processors of transformers raise what they like, and a model may bring its own.
+            except Exception as exc:
+                raise InvalidRequestError(
+                    f"{part.where}: {type(videos).__name__} chooses no frames of {total} at {rate:g} per second "
+                    f"({type(exc).__name__}: {exc}); say how many per second (fps)"
+                ) from exc
 
         return open_video(part.source, self._image_folder, part.where, part.fps, choose)
 

@@ -13,6 +13,7 @@ from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
+from rollout.engine.multimodal.vision import EncodingError
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.state import FinishReason
@@ -48,6 +49,13 @@ class FailureContainment:
         keys = {sample.key for sample in self._scheduler.sequences_of(step)}
         self._ledger.fail(self._scheduler.remove(lambda key: key in keys), exc)
         self._count_failed_step(exc)
+
+    def fail_image(self, step: ScheduledStep, exc: EncodingError) -> None:
+        """The vision tower has raised: the request whose image it was fails, and the others of the step go on."""
+        cause = exc.__cause__
+        assert isinstance(cause, Exception)
+        self._scheduler.preemption.requeue_step(step, exc)
+        self._ledger.fail(self._scheduler.remove(lambda key: key[0] == exc.request_id), cause)
 
     def die(self, exc: Exception) -> None:
         """No step can be made any more: every unfinished request fails, and the KV cache is freed."""

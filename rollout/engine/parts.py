@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -64,6 +65,8 @@ from rollout.threads.turns import Turns
 from rollout.tracing.recorder import EngineTap
 
 VERIFY_TOKENS = 12
+CUDA_STEP_TOKENS = 8192
+"""`InferenceConfig.max_tokens_per_step` on CUDA, if it is None."""
 _log = logging.getLogger(__name__)
 _HOLD_LEVELS = dict.fromkeys(EngineState, 1) | {EngineState.RUNNING: 0, EngineState.SUSPENDED: 2}
 
@@ -131,8 +134,10 @@ class EngineParts:
         tokenizer, allocate = self._made_with
         layout = inspect_model(model, self.config.max_sequence_length)
         self.max_sequence_length = self.config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
+        if self.config.max_tokens_per_step is None:
+            self.config = replace(self.config, max_tokens_per_step=step_tokens(self.config, model, layout.device))
         refuse_growing_rope(model, self.max_sequence_length)
-        refuse_packed_temperature(model, max(self.max_sequence_length, self.config.max_tokens_per_step))
+        refuse_packed_temperature(model, max(self.max_sequence_length, self.config.step_tokens))
         routers = routers_of(model) if self.config.record_routes else None
         routes = None if routers is None else routers.shape
         if layout.states:
@@ -169,7 +174,7 @@ class EngineParts:
             model,
             layout.device,
             int(self.config.image_cache_memory_gb * 1024**3),
-            min(self.config.max_tokens_per_step, self.max_sequence_length),
+            min(self.config.step_tokens, self.max_sequence_length),
             together=None if self.leader is None else self.leader.encode,
         )
         # Collectives inside a forward are not captured.
@@ -217,7 +222,7 @@ class EngineParts:
         config = self.config
         # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
         if self.peers is None:
-            peak = peak_bytes(runner, config.max_tokens_per_step, self.max_sequence_length, config.max_requests)
+            peak = peak_bytes(runner, config.step_tokens, self.max_sequence_length, config.max_requests)
             self.context.keep_free(peak)
 
     def _keep_host_blocks(self, gib: float) -> None:
@@ -423,3 +428,12 @@ class EngineParts:
             EngineStateError: they were sharded, or moved to another device or dtype, after the engine was built.
         """
         self._guard.check(self.context.scheduler.version)
+
+
+def step_tokens(config: InferenceConfig, model: Any, device: torch.device) -> int:
+    """Token budget of a step where the configuration names none."""
+    if device.type != "cuda":
+        return config.step_tokens
+    # See `refuse_packed_temperature`.
+    floor = getattr(model.config.get_text_config(), "floor_scale", None)
+    return max(CUDA_STEP_TOKENS if floor is None else min(CUDA_STEP_TOKENS, int(floor) - 1), config.max_requests)

@@ -112,7 +112,7 @@ class Prefill:
         """An empty one over the engine's blocks, whose prefix cache it shares."""
         vocabulary = self._runner.layout.vocab_size
         # No logits of an image's positions are wanted.
-        most = max(1, longest_whole, min(self._config.max_tokens_per_step, LOGITS_BYTES // (4 * vocabulary)))
+        most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
         config = replace(
             self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most), speculation=False
         )

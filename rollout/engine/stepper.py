@@ -12,6 +12,7 @@ from rollout.engine.controller import TextGenerationController
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.ledger import Ledger
+from rollout.engine.multimodal.vision import EncodingError
 from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.step import ScheduledStep
@@ -97,6 +98,9 @@ class Stepper:
             self._lock.heard()
         except EngineDeadError as exc:
             self._failures.die(exc)
+            return
+        except EncodingError as exc:
+            self._failures.fail_image(step, exc)
             return
         except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
             if log is not None:

@@ -83,7 +83,7 @@ def score(
     Args:
         model: a causal language model of transformers.
         rollouts, prompt_lengths, temperature, top_k, entropy: see `RolloutManager.score`.
-        config: of the engine. None: the KV pool holds `max_tokens_per_step` tokens, or the longest sequence.
+        config: of the engine. None: the KV pool holds a step of 2048 tokens and the longest sequence.
 
     Raises:
         UnsupportedModelError: see `DynamicInferenceEngine`.
@@ -120,8 +120,9 @@ def score_by(
 def _just_enough(plan: _Plan) -> InferenceConfig:
     default = InferenceConfig()
     size, longest = default.block_size_tokens, max(map(len, plan.tokens), default=1)
-    total = max(default.max_tokens_per_step + longest, longest)
-    return InferenceConfig(kv_cache_blocks=blocks_for(total, total, size), verify_model=False)
+    step = default.step_tokens
+    blocks = blocks_for(step + longest, step + longest, size)
+    return InferenceConfig(kv_cache_blocks=blocks, max_tokens_per_step=step, verify_model=False)
 
 
 @dataclass(eq=False)

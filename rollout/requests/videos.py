@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -22,6 +22,8 @@ MIN_FRAMES, MAX_FRAMES = 4, 768
 """Frames sampled of a video, if it has as many."""
 MAX_LENGTH = 1 << 16
 """Frames of the longest video that is decoded."""
+MAX_ANIMATED_LENGTH = 1 << 12
+"""Frames of the longest animated picture, of which every frame is decoded before it is known how long they are shown."""
 MAX_VIDEO_PIXELS = 1 << 28
 """Width times height times number of the frames that are kept of a video."""
 
@@ -127,6 +129,10 @@ def _sampled(video: _Video, where: str, choose: Choose) -> Clip:
             f"{where}: a video of {video.total} frames at {video.fps} per second; 1 to {MAX_LENGTH} frames are decoded"
         )
     chosen = sorted({index for index in choose(video.total, video.fps) if 0 <= index < video.total})
+    if not chosen:
+        raise InvalidRequestError(
+            f"{where}: none of the {video.total} frames was chosen; say how many per second (fps)"
+        )
     _check_pixels(video.pixels, len(chosen), where)
     wanted, frames, indices = set(chosen), [], []
     for index, convert in enumerate(islice(video.decode(), chosen[-1] + 1)):
@@ -158,21 +164,33 @@ def _opened(data: bytes, where: str) -> Iterator[_Video]:
             yield video
         return
     with picture:
-        _check_pixels(picture.width * picture.height, 1, where)
-        total, milliseconds = int(getattr(picture, "n_frames", 1)), 0.0
+        pixels = picture.width * picture.height
+        _check_pixels(pixels, 1, where)
+        total, milliseconds = _shown(picture, pixels, where)
         if total == 1:
             raise InvalidRequestError(f"{where}: a picture that does not move: send it as an image")
-        if total <= MAX_LENGTH:
-            for index in range(total):
-                picture.seek(index)
-                milliseconds += float(picture.info.get("duration") or 100)
 
         def decode() -> Iterator[Callable[[], NDArray[np.uint8]]]:
             for index in range(total):
                 picture.seek(index)
                 yield lambda: np.asarray(picture.convert("RGB"), dtype=np.uint8)
 
-        yield _Video(total, 1000 * total / max(milliseconds, 1), picture.width * picture.height, decode)
+        yield _Video(total, 1000 * total / max(milliseconds, 1), pixels, decode)
+
+
+def _shown(picture: Any, pixels: int, where: str) -> tuple[int, float]:
+    """Frames of an animated picture, and the milliseconds they are shown."""
+    total, milliseconds = 0, 0.0
+    with suppress(EOFError):
+        while True:
+            picture.seek(total)
+            total, milliseconds = total + 1, milliseconds + float(picture.info.get("duration") or 100)
+            if total > MAX_ANIMATED_LENGTH or total * pixels > MAX_VIDEO_PIXELS:
+                raise InvalidRequestError(
+                    f"{where}: an animated picture of at least {total} frames of {pixels:,} pixels; {MAX_ANIMATED_LENGTH:,} "
+                    f"frames and {MAX_VIDEO_PIXELS:,} pixels are decoded at most: send a video file, or a list of frames"
+                )
+    return total, milliseconds
 
 
 @contextmanager

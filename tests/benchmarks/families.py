@@ -4,7 +4,8 @@
     python -m tests.benchmarks.families --families gemma2 mixtral --scale 0.25 --rounds 3
 
 16 sequences of 256 + 256 tokens, about 10 M parameters in bfloat16, peers in alternation, threads as torch has them. Quote
-ratios. `llama, lora` has live adapters (r = 16) in every projection, which vLLM is not given.
+ratios, or what there is of the machine's floor. `llama, lora` has live adapters (r = 16) in every projection, which vLLM is
+not given.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from rollout.engine.explain.rates import Rates
 from tests.benchmarks import report
-from tests.benchmarks.field import ALL, DECODE, Field, Rules
+from tests.benchmarks.field import Field, Rules
+from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Key, Ledger, save
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import SIZES, Subject
@@ -127,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Console(stderr=True, highlight=False)
     rules = Rules(options.rounds, 120.0, progress.print)
     ledger = Ledger()
+    machine = Rates.measure(torch.bfloat16, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         for family in options.families:
             subject = make_subject(family, options.size, Path(folder))
@@ -135,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             room = Room.of([workload])
             with Field(subject, peers, room, Interpreters(options.vllm_python, None), rules) as field:
                 key = (options.size, subject.dtype, family, workload.case)
-                field.race(workload, {metric: ledger.row(Key(*key, metric), "tokens/s") for metric in (ALL, DECODE)})
+                floors = Floor.of(subject, machine).of_workload(workload)
+                rows = {metric: ledger.row(Key(*key, metric), "tokens/s", floor) for metric, floor in floors.items()}
+                field.race(workload, rows)
             if options.json is not None:
                 save(options.json, ledger, {"threads": torch.get_num_threads()}, [])
     report.show(Console(), ledger, [])

@@ -22,13 +22,10 @@ from tests.benchmarks.peers import (
 )
 from tests.benchmarks.remote import Interpreters, open_remote
 from tests.benchmarks.subject import Subject
-from tests.benchmarks.workloads import Room, Tokens, Workload
+from tests.benchmarks.workloads import ALL, DECODE, Room, Tokens, Workload
 
 PEERS = ("ours", "generate", "cb", "vllm", "llama.cpp")
 """Every participant, as on the command line."""
-ALL = "all tokens"
-DECODE = "decode"
-"""The two rates: tokens over wall time, and without the time of the first token."""
 PATIENCE = 2.0
 """A peer is cut off, or not started at all, at this many times `--limit`."""
 WARM_UP_TOKENS = 8

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from rollout.engine.explain.rates import Rates
+from rollout.engine.explain.rates import Rates, Weights
 from tests.benchmarks.subject import Subject
-from tests.benchmarks.workloads import Workload
+from tests.benchmarks.workloads import ALL, DECODE, Workload
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -38,7 +38,7 @@ class Floor:
 
     machine: Rates
     weights: int
-    """Parameters that every token is multiplied by."""
+    """Parameters that one token is multiplied by."""
     head: int
     """Of these, the output projection, which only sampled positions need."""
     weight_bytes: int
@@ -46,13 +46,13 @@ class Floor:
 
     @classmethod
     def of(cls, subject: Subject, machine: Rates) -> Floor:
-        """The embedding is tied to the output projection, so every parameter is multiplied."""
-        config = subject.model.config
+        """Of a mixture of experts, all are read: a step of many sequences chooses nearly all."""
+        weights = Weights.of(subject.model)
         return cls(
             machine=machine,
-            weights=subject.parameters,
-            head=config.vocab_size * config.hidden_size,
-            weight_bytes=subject.parameters * subject.model.dtype.itemsize,
+            weights=weights.multiplied,
+            head=weights.head,
+            weight_bytes=weights.read_bytes,
             kv_bytes_per_token=subject.kv_bytes_per_token,
         )
 
@@ -97,6 +97,13 @@ class Floor:
                 for old, prompt, length in zip(before, turn.prompts, turn.lengths, strict=True)
             ]
         return turns
+
+    def of_workload(self, workload: Workload) -> dict[str, float]:
+        """Tokens per second at the floor, by metric."""
+        found = {ALL: workload.new_tokens / self.whole(workload)}
+        if workload.decode:
+            found[DECODE] = (workload.new_tokens - workload.sequences) / self.decode(workload)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON file."""

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import ContinuousBatchingConfig
 
 from rollout import DeadlineError, InferenceConfig, RolloutManager, SamplingParams
+from rollout.engine.parts import CUDA_STEP_TOKENS
 from tests.benchmarks.child import Late, PeerFailed
 from tests.benchmarks.floors import settle
 from tests.benchmarks.subject import Subject
@@ -184,11 +185,12 @@ class ContinuousBatching:
     def generate(self, prompts: Sequence[Tokens], lengths: Sequence[int], deadline_s: float) -> Reply:
         """One request per sample with its own `max_new_tokens`; prefix sharing on, as many tokens a step as ours."""
         default = ContinuousBatchingConfig()
+        tokens = CUDA_STEP_TOKENS if self._model.device.type == "cuda" else InferenceConfig().step_tokens
         # `page_size` since transformers 5.18.
         page = getattr(default, "page_size", None) or default.block_size
         config = ContinuousBatchingConfig(
             num_blocks=sum(-(-(len(prompt) + n) // page) + 1 for prompt, n in zip(prompts, lengths, strict=True)),
-            max_batch_tokens=InferenceConfig.max_tokens_per_step,
+            max_batch_tokens=tokens,
             return_logprobs=True,
         )
         options = GenerationConfig(

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from rollout.engine.explain.rates import Rates
 from tests.benchmarks import ledger as ledgers
 from tests.benchmarks import report, startup, step_profile
-from tests.benchmarks.field import ALL, DECODE, PEERS, Field, Measured, Rules, alternate
+from tests.benchmarks.field import PEERS, Field, Measured, Rules, alternate
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Cell, Key, Ledger, Row
 from tests.benchmarks.remote import Interpreters
@@ -114,14 +114,11 @@ class Race:
         return [each for make in chosen for each in make(vocab, self._scale, self.options.sequences)]
 
     def _rows(self, subject: Subject, workload: Workload, floor: Floor) -> dict[str, Row]:
-        floors = {ALL: workload.new_tokens / floor.whole(workload)}
-        if workload.decode:
-            floors[DECODE] = (workload.new_tokens - workload.sequences) / floor.decode(workload)
         return {
             metric: self.ledger.row(
                 Key(subject.size, subject.dtype, workload.name, workload.case, metric), "tokens/s", value
             )
-            for metric, value in floors.items()
+            for metric, value in floor.of_workload(workload).items()
         }
 
     def _training_step(self, subject: Subject) -> None:

@@ -6,6 +6,7 @@ compilers' caches on disk as earlier runs have left them.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -49,7 +50,9 @@ def _start(name: str, subject: Subject, interpreters: Interpreters) -> Child:
     if name not in ("ours", "generate"):
         return interpreters.start(name, subject.folder)
     command = [sys.executable, str(Path(__file__).with_name("peer_here.py"))]
-    return Child(command, clean_environment({"PYTHONPATH": str(ROOT)}), subject.folder / f"startup-{name}.log")
+    # The interpreter is this process's, and so are the packages that it was given.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return Child(command, clean_environment({"PYTHONPATH": path}), subject.folder / f"startup-{name}.log")
 
 
 def _convert(subject: Subject, interpreters: Interpreters, deadline_s: float) -> None:

@@ -48,10 +48,13 @@ class Subject:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers."""
+        """Bytes of K and V of one token in all layers that attend."""
         config = self.model.config
-        width = config.num_key_value_heads * config.head_dim
-        return int(2 * config.num_hidden_layers * width * self.model.dtype.itemsize)
+        kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attending = sum("linear" not in kind for kind in kinds)
+        return int(2 * attending * heads * size * self.model.dtype.itemsize)
 
 
 def make_subject(size: str, dtype: str, longest: int, folder: Path, device: torch.device | str = "cpu") -> Subject:

@@ -29,7 +29,7 @@ from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
 
 def make_engine(subject: Subject, requests: int, tokens: int, rounds: int) -> DynamicInferenceEngine:
     """An engine with `requests` of `tokens` prompt tokens each that have begun to decode and will not end in `rounds`."""
-    prefill_steps = -(-requests * tokens // InferenceConfig.max_tokens_per_step)
+    prefill_steps = -(-requests * tokens // InferenceConfig().step_tokens)
     new = (rounds + 2) * (2 * prefill_steps + 8)
     blocks = requests * (-(-(tokens + new) // InferenceConfig.block_size_tokens) + 1)
     config = InferenceConfig(

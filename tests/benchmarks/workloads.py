@@ -13,6 +13,9 @@ import numpy as np
 
 Tokens = list[int]
 
+ALL = "all tokens"
+DECODE = "decode"
+"""The two rates: tokens over wall time, and without the time of the first token."""
 BATCHED = ("ours", "generate", "cb", "vllm")
 SINGLE = (*BATCHED, "llama.cpp")
 CHATTING = ("ours", "ours, forgetting", "generate", "vllm")

@@ -175,6 +175,7 @@ def on_a_gpu(function: Any) -> Any:
 
 
 @on_a_gpu
+@pytest.mark.whole_device
 def test_on_a_device_that_is_nearly_full_requests_end_in_a_smaller_pool() -> None:
     model = make_model("qwen3").cuda()
     engine = make_engine(model, kv_cache_blocks=None, kv_cache_memory_gb=2.0, block_size_tokens=16)

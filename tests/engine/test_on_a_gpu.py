@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import exact
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import prefix_sharing
 from rollout.engine.forward.cuda_switches import SWITCHES, VARIABLE
+from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.sampling_params import SamplingParams
 from tests.engines import (
     assert_greedy,
@@ -24,6 +32,8 @@ from tests.engines import (
     pass_suspended,
     token_ids,
 )
+from tests.gpu_first_run import exactness
+from tests.gpu_first_run.findings import FINDINGS, Run
 from tests.models import make_model
 
 pytestmark = [
@@ -189,6 +199,7 @@ def test_a_decode_step_never_waits_for_the_device_but_for_its_tokens() -> None:
     assert captured(engine)
 
 
+@pytest.mark.whole_device
 def test_a_capture_without_memory_costs_that_size_until_memory_is_back() -> None:
     model = deep_model(torch.bfloat16, layers=2)
     engine = engine_of(model)
@@ -251,6 +262,60 @@ def test_an_engine_steps_beside_a_thread_that_uses_the_device() -> None:
     assert captured(engine)
     for request in requests:
         assert_greedy("qwen3", request, tolerance=1e-3)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A process group of this process alone, over NCCL."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        yield init_device_mesh("cuda", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+def test_fsdp2_weights_are_captured_once_over_steps_of_training(
+    name: str, policy: MixedPrecisionPolicy, one_rank: DeviceMesh
+) -> None:
+    """Gemma 3's own forward, and Qwen 3's fused one."""
+    model, alone = make_model(name).cuda(), make_model(name).cuda()
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=one_rank, mp_policy=policy)
+    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
+    engine = engine_of(model)
+    assert isinstance(engine.weights, MappedWeights)
+    kept: list[Any] = []
+    addresses: set[tuple[int, ...]] = set()
+    for _ in range(3):
+        with engine.whole_weights():
+            addresses.add(tuple(parameter.data_ptr() for parameter in model.parameters()))
+            (request,) = engine.generate([token_ids(9, 1)], greedily(12))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert captured(engine)
+        assert engine.controller.runner.graphs is not None
+        kept.append(dict(engine.controller.runner.graphs._graphs))
+        if policy.param_dtype is None:
+            assert_greedy(alone, request, tolerance=1e-3)
+        for each, step in ((model, optimizer), (alone, optimizer_alone)):
+            ids = torch.tensor([token_ids(12, 3)], device="cuda")
+            each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            step.step()
+            step.zero_grad()
+        engine.weights_updated()
+    assert len(addresses) == 1
+    assert all(kept[-1][size] is graph for size, graph in kept[0].items()), "none was captured anew"
+
+
+@pytest.mark.whole_device
+def test_kernels_read_pools_of_more_elements_than_32_bits_count(tmp_path: Path) -> None:
+    exactness.kernels(Run(torch.device("cuda", torch.cuda.current_device()), tmp_path, ("tiny",)))
+    found = [json.loads(line) for line in (tmp_path / FINDINGS).read_text(encoding="utf-8").splitlines()]
+    assert {each["what"] for each in found} == {"decode", "prefill", "shared prefix"}
+    assert all(each["worst"] < 2e-2 for each in found)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

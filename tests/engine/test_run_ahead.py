@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from rollout import LLM, RolloutManager
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.scheduling import run_ahead
 from rollout.engine.scheduling.draft_budget import StepCost
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.sampling_params import SamplingParams
@@ -217,9 +219,38 @@ def test_a_run_takes_no_longer_than_it_may_and_leaves_a_block_to_each_sequence()
     scheduler.cost = StepCost()
     assert scheduler.run_ahead(step).ahead == 1, "nothing is known of the time that a step takes"
     scheduler.cost.observe(1, 0.006)
-    assert scheduler.run_ahead(step).ahead == 4
+    assert scheduler.run_ahead(step).ahead == 5
     scheduler.cost = StepCost()
     scheduler.cost.observe(1, 0.0)
     assert scheduler.run_ahead(step).ahead == 38
     scheduler.allocator.allocate(scheduler.allocator.num_free - 1)
     assert scheduler.run_ahead(step).ahead == 38, "these blocks are reserved"
+
+
+@pytest.mark.parametrize("door", ["engine", "LLM", "manager"])
+def test_every_loop_that_runs_requests_to_their_end_makes_runs(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However slow the machine is.
+    monkeypatch.setattr(f"{run_ahead.__name__}.LONGEST_S", 1e9)
+    model, config = shared_model("qwen3"), InferenceConfig(kv_cache_blocks=80, block_size_tokens=4, verify_model=False)
+    maker: Any = {"engine": DynamicInferenceEngine, "LLM": LLM, "manager": RolloutManager}[door]
+    made = maker(model, None, config)
+    engine, calls = made if door == "engine" else made.engine, []
+    execute = engine.controller.runner.execute
+    monkeypatch.setattr(engine.controller.runner, "execute", lambda step: (calls.append(step), execute(step))[1])
+    made.generate([token_ids(5)], greedily(40))
+    if door != "engine":
+        getattr(made, "shutdown" if door == "LLM" else "close")()
+    assert engine.stats()["steps"] == 40
+    assert len(calls) < 10, "no run was made"
+
+
+def test_what_reaches_the_thread_of_an_llm_ends_the_run_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    config = InferenceConfig(kv_cache_blocks=80, block_size_tokens=4, verify_model=False)
+    with LLM(shared_model("qwen3"), None, config) as llm:
+        monkeypatch.setattr(llm.engine, "ask_for_boundary", lambda: asked.append(True))
+        future = llm.submit(token_ids(5), greedily(20))
+        assert asked
+        asked.clear()
+        future.cancel()
+        assert asked

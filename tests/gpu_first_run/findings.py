@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 
+FINDINGS = "findings.jsonl"
 HEAD_DIM = 128
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -42,12 +43,16 @@ class Run:
     """One call of the script.
 
     Attributes:
-        lost: the device cannot be used any more.
+        tests: folder or file of the tests for a GPU.
+        workers: processes that run them.
+        lost: the device cannot be used any more in this process.
     """
 
     device: torch.device
     out: Path
     sizes: tuple[str, ...]
+    tests: str = "tests"
+    workers: int = 8
     lost: bool = False
 
     @property
@@ -57,10 +62,7 @@ class Run:
 
     def say(self, what: str, **found: Any) -> None:
         """Print one finding, and append it to the file."""
-        line = json.dumps({"what": what} | found, default=str)
-        print(line, flush=True)
-        with (self.out / "findings.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        say(self.out, what, **found)
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -119,6 +121,14 @@ class Run:
             torch.cuda.empty_cache()
 
 
+def say(out: Path, what: str, **found: Any) -> None:
+    """Print one finding as a line of JSON, and append it to `findings.jsonl` in `out`."""
+    line = json.dumps({"what": what} | found, default=str)
+    print(line, flush=True)
+    with (out / FINDINGS).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
 def gib(size: float) -> float:
     """Bytes as GiB, rounded."""
     return round(size / 2**30, 3)
@@ -137,5 +147,6 @@ def captured(engine: DynamicInferenceEngine) -> dict[str, Any]:
     if graphs is None:
         return {"graphs": 0, "why_not": "no CUDA device, Triton, or fixed addresses"}
     fused = sum(size.fused is not None for size in graphs._graphs)
-    counts = {"graphs": len(graphs._graphs), "fused_graphs": fused}
+    shares, chunks = (sum(bool(getattr(size, name)) for size in graphs._graphs) for name in ("shares", "tokens"))
+    counts = {"graphs": len(graphs._graphs), "fused_graphs": fused, "sharing_graphs": shares, "chunk_graphs": chunks}
     return counts | {"why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes)}

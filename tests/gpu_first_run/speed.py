@@ -87,6 +87,13 @@ def speed(run: Run) -> None:
         run.collect()
 
 
+def speed_small(run: Run) -> None:
+    """Decode steps of the first size in its first case."""
+    model = run.model(run.sizes[0])
+    batch, context = CASES[0] if run.cuda else (2, 16)
+    decode_steps(run, model, run.sizes[0], batch, context, "bf16")
+
+
 def ways(run: Run) -> None:
     """The step of float32 weights under autocast: by the option, around the call, and inside of the forward."""
     size, (batch, context) = run.sizes[0], CASES[0] if run.cuda else (2, 16)

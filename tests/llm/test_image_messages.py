@@ -16,7 +16,14 @@ from PIL import Image
 from rollout import LLM, InferenceConfig, RolloutManager, SamplingParams
 from rollout.config import ServerConfig
 from rollout.errors import InvalidRequestError
-from tests.vision_models import NO_MARKS, greedy_with_images, make_processor, make_vision_model, shared_vision_model
+from tests.vision_models import (
+    NO_MARKS,
+    greedy_with_images,
+    make_processor,
+    make_qwen_processor,
+    make_vision_model,
+    shared_vision_model,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -111,6 +118,17 @@ def test_a_manager_reads_messages_and_what_the_processor_returned_alike(expected
 def test_an_image_that_cannot_be_read_is_named_by_its_place(llm: LLM, source: Any, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=rf"messages\[0\].content\[1\].*{says}"):
         llm.generate(asked("what", source), GREEDY)
+
+
+def test_an_image_that_the_processor_refuses_is_named_by_its_place() -> None:
+    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
+    with (
+        RolloutManager(shared_vision_model("qwen2_5_vl"), make_qwen_processor(), config) as manager,
+        pytest.raises(
+            InvalidRequestError, match=r"^prompts\[0\]: messages\[0\].content\[2\]: .* 400 x 1 pixels: .*ratio"
+        ),
+    ):
+        manager.generate([asked(data_url(RED), "what", data_url(Image.new("RGB", (400, 1))))], GREEDY)
 
 
 def test_an_image_needs_the_processor_and_a_model_that_sees() -> None:

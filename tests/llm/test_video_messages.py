@@ -46,9 +46,9 @@ KEPT = [0, 2, 5, 7]
 """Two frames per second of eight at four per second."""
 
 
-def gif() -> bytes:
+def gif(frames: int = len(FRAMES)) -> bytes:
     buffer = io.BytesIO()
-    FRAMES[0].save(buffer, "GIF", save_all=True, append_images=FRAMES[1:], duration=250)
+    FRAMES[0].save(buffer, "GIF", save_all=True, append_images=FRAMES[1:frames], duration=250)
     return buffer.getvalue()
 
 
@@ -187,6 +187,25 @@ def test_images_and_videos_of_a_prompt_are_decoded_up_to_a_limit(llm: LLM, monke
         llm.generate([{**message, "content": [*message["content"], parts[1], parts[1], parts[2]]}], GREEDY)
 
 
+def test_what_a_processor_raises_while_it_chooses_frames_is_not_taken_for_a_damaged_video() -> None:
+    class Choosy(FramesProcessor):
+        do_sample_frames = True
+
+        def sample_frames(self, metadata: Any) -> list[int]:
+            if metadata.total_num_frames > 4:
+                raise KeyError("num_frames")
+            return []
+
+    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
+    with RolloutManager(shared_vision_model("qwen2_5_vl"), make_qwen_processor(Choosy()), config) as manager:
+        for source, says in (
+            (gif(), r"Choosy chooses no frames of 8 at 4 per second \(KeyError: 'num_frames'\); say .* \(fps\)"),
+            (gif(3), "none of the 3 frames was chosen"),
+        ):
+            with pytest.raises(InvalidRequestError, match=rf"messages\[0\].content\[1\]: {says}"):
+                manager.generate([asked({"type": "video", "video": source})], GREEDY)
+
+
 def test_a_video_needs_a_video_processor_and_a_model_that_takes_it() -> None:
     config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
     part = {"type": "video", "video": FRAMES}
@@ -211,6 +230,10 @@ def test_frames_are_chosen_by_the_processor_and_a_video_too_large_is_refused(mon
     assert [tuple(frame[0, 0].tolist()) for frame in clip.frames] == [COLORS[1], COLORS[6]]
     monkeypatch.setattr("rollout.requests.videos.MAX_VIDEO_PIXELS", 1000)
     with pytest.raises(InvalidRequestError, match="here: 4 frames of 256 pixels; 1,000 are decoded at most"):
+        open_video(film(), None, "here", 2.0, lambda total, fps: [])
+    with pytest.raises(
+        InvalidRequestError, match="here: an animated picture of at least 4 frames of 256 pixels; 4,096 fr"
+    ):
         open_video(gif(), None, "here", 2.0, lambda total, fps: [])
     with pytest.raises(InvalidRequestError, match="here: 4 frames of 256 pixels; 1,000 are decoded at most"):
         # The others are not decoded first: all together they may not fit into memory.

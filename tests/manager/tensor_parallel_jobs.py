@@ -146,7 +146,7 @@ def load_vision(folder: str) -> PreTrainedModel:
 
 def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
     """Prompts with images, a video and none, in flight over an update, and the trainer's forward of what came back."""
-    last = ["c", 4, "clip", 2] if "qwen" in name or "gemma4" in name else ["c", 4]
+    last = ["c", 4, "clip", 2] if "qwen" in name else ["c", 4]
     prompts = [picture_prompt(name, [2, "a", 3, "b"]), PROMPTS[0], picture_prompt(name, last)]
     params = SamplingParams(n=2, max_tokens=8, ignore_eos=True, seed=4, logit_bias=NO_MARKS)
     runs: list[int] = []
@@ -156,6 +156,7 @@ def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
         if path.endswith(("visual", "vision_tower", "vision_model"))
     )
     tower.register_forward_hook(lambda *_: runs.append(1))
+    split = any(isinstance(each, DTensor) for each in tower.parameters())
     told = [shown(rollout.generate(prompts, params, min_groups=1))]
     with rollout.suspended(), torch.no_grad():
         for parameter in rollout.model.parameters():
@@ -163,7 +164,7 @@ def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
         rollout.weights_updated()
     batch = rollout.generate(prompts[:1], params, min_groups=rollout.groups_in_flight + 1)
     pixels = {key: float(value.sum()) for key, value in batch.model_inputs().items() if "pixel" in key}
-    return {"told": [*told, shown(batch)], "pixels": pixels, "runs": len(runs)}
+    return {"told": [*told, shown(batch)], "pixels": pixels, "runs": len(runs), "split": split}
 
 
 def sees_in_a_group(rank: int, folders: dict[str, str]) -> dict[str, Any]:

@@ -37,6 +37,31 @@ def test_a_thread_that_waits_gets_it_before_its_holder_has_it_again() -> None:
     assert order == ["first turn", "the one who waited", "second turn"]
 
 
+def test_its_holder_sees_without_the_interpreter_that_another_thread_waits() -> None:
+    lock, done = FairLock(), threading.Event()
+
+    def wait() -> None:
+        with lock:
+            done.set()
+
+    with lock:
+        assert lock.asked.value == 0
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        deadline = time.monotonic() + 120
+        while not lock.asked.value:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        # What it has heard of, and what it is still wanted for.
+        lock.heard()
+        assert lock.asked.value == 0
+        assert lock.wanted
+    assert done.wait(120)
+    waiter.join(120)
+    lock.ask()
+    assert lock.asked.value == 1
+
+
 def test_its_holder_may_take_it_again_while_others_wait() -> None:
     lock = FairLock()
     inside = threading.Event()

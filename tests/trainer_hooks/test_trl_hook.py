@@ -161,8 +161,9 @@ class BrokenForward:
     def __init__(self, rollout: RolloutManager, broken: set[int]) -> None:
         self.seen = -1
         self._broken = broken
-        self._forward = rollout.engine.controller.runner.forward
-        rollout.engine.controller.runner.forward = self  # type: ignore[method-assign,assignment]
+        runner = rollout.engine.controller.runner
+        self._forward = runner.forward
+        runner.forward, runner.runs = self, None  # type: ignore[method-assign,assignment]
 
     def __call__(self, *args: Any) -> torch.Tensor:
         self.seen += 1

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
+
+from rollout.engine.kernels import cpu_exact, cpu_library
 
 BUFFER_BYTES, LARGE_BUFFER_BYTES = 2**28, 2**32
 SIDE, LARGE_SIDE = 2048, 8192
@@ -25,21 +28,39 @@ class Rates:
     bandwidth: float
     """Bytes read per second."""
     matmul: float
-    """Floating point operations per second of a large matrix product in the model's dtype."""
+    """Floating point operations per second of large matrix products in the model's dtype, the fastest there is."""
 
     @classmethod
     def measure(cls, dtype: torch.dtype, device: torch.device) -> Rates:
-        """Best of five reads of many megabytes, best of three products of large matrices; about half a second."""
+        """Best of ten reads of many megabytes, and of the products in `products`; about half a second."""
         large = device.type == "cuda"
         count, side = (LARGE_BUFFER_BYTES, LARGE_SIDE) if large else (BUFFER_BYTES, SIDE)
         buffer = torch.ones(count // 4, device=device)
-        square = torch.randn(side, side, device=device).to(dtype)
         with torch.no_grad():
-            _seconds(lambda: square @ square, device)
             return cls(
-                bandwidth=count / min(_seconds(buffer.sum, device) for _ in range(5)),
-                matmul=2 * side**3 / min(_seconds(lambda: square @ square, device) for _ in range(3)),
+                bandwidth=count / min(_seconds(buffer.sum, device) for _ in range(10)),
+                # The first of the four is for warming up.
+                matmul=max(
+                    operations / min(_seconds(run, device) for _ in range(4))
+                    for operations, run in products(dtype, device, side)
+                ),
             )
+
+
+def products(dtype: torch.dtype, device: torch.device, side: int) -> list[tuple[int, Callable[[], torch.Tensor]]]:
+    """Matrix products and the floating point operations of each: torch's of two shapes and, on a CPU, our own kernels'.
+
+    On some processors the library that torch multiplies float32 with reaches half of what ours do.
+    """
+    square = torch.randn(side, side, device=device).to(dtype)
+    flat = square[: side // 2].contiguous().view(side, side // 2)
+    made: list[tuple[int, Callable[[], torch.Tensor]]] = [
+        (2 * side**3, lambda: square @ square),
+        (side**3, lambda: linear(flat, flat)),
+    ]
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and cpu_library.load() is not None:
+        made.append((side**3, lambda: cpu_exact.linear(flat, flat, None)))
+    return made
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -60,6 +81,8 @@ class Weights:
     multiplied: int
     """Of these, what one token is multiplied by: of a mixture of experts those of the chosen ones."""
     multiplied_bytes: int
+    read_bytes: int
+    """What a step of many tokens reads: of a mixture of experts all."""
     head: int
     """Of these, the output projection, which only sampled positions need."""
 
@@ -79,17 +102,23 @@ class Weights:
         chosen = getattr(text, "num_experts_per_tok", None) or experts
         named = dict(model.named_parameters())
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        looked_up = None if head is not None and head.weight is embedding.weight else embedding.weight
+        tables = [embedding.weight, *(each.weight for each in model.modules() if type(each) is nn.Embedding)]
+        looked_up = [each for each in tables if head is None or each is not head.weight]
         multiplied = multiplied_bytes = 0.0
+        read_bytes = 0
         for name, parameter in named.items():
-            share = 0.0 if parameter is looked_up else chosen / experts if experts and ".experts." in name else 1.0
+            if any(parameter is each for each in looked_up):
+                continue
+            share = chosen / experts if experts and ".experts." in name else 1.0
             multiplied += share * parameter.numel()
             multiplied_bytes += share * parameter.numel() * parameter.itemsize
+            read_bytes += parameter.numel() * parameter.itemsize
         return cls(
             parameters=sum(parameter.numel() for parameter in named.values()),
             parameter_bytes=sum(parameter.numel() * parameter.itemsize for parameter in named.values()),
             multiplied=int(multiplied),
             multiplied_bytes=int(multiplied_bytes),
+            read_bytes=read_bytes,
             head=0 if head is None else head.weight.numel(),
         )
 

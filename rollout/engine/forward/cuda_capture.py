@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 WARM_UP_RUNS = 2
 """Runs before a capture: compiled kernels, library handles and workspaces cannot be created during it."""
@@ -167,3 +168,17 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def no_kept_casts() -> Iterator[None]:
+    """Let autocast drop the cast of a weight after the module that uses it.
+
+    A graph whose forward enters autocast itself (accelerate) would keep a cast copy of all weights in its memory pool.
+    """
+    hook = register_module_forward_hook(lambda *_: torch.clear_autocast_cache())
+    try:
+        yield
+    finally:
+        hook.remove()
+        torch.clear_autocast_cache()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from rollout.engine.forward.chunk_state import ChunkInputs
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.forward.fused_binding import Bound
@@ -86,7 +87,7 @@ class _Eager:
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    inputs: DecodeInputs
+    inputs: DecodeInputs | ChunkInputs
     kernels: TritonDecode
 
     def slots(self, layer: int) -> Tensor:
@@ -151,14 +152,15 @@ class CudaForward(BoundForward):
         attention = [self._attention(each) for each in groups]
         return self._logits(tokens, positions, _Eager(self._cache, list(zip(slots, attention, strict=True))), kept)
 
-    def decode(self, inputs: DecodeInputs) -> Tensor:
-        """Logits [B, V] of a step that can be captured: everything that changes is read from `inputs` and the cache."""
+    def decode(self, inputs: DecodeInputs | ChunkInputs) -> Tensor:
+        """Logits of a step that can be captured, [B, V] or at `keep`: everything that changes is read from `inputs` and the
+        cache."""
         assert self._decode is not None
         cached = torch.is_autocast_cache_enabled()
         # A graph that keeps casts of the weights would hold a copy of the model, and of the weights of now.
         torch.set_autocast_cache_enabled(False)
         try:
-            return self._logits(inputs.ids, inputs.positions, _Captured(inputs, self._decode), None)
+            return self._logits(inputs.ids, inputs.positions, _Captured(inputs, self._decode), inputs.keep)
         finally:
             torch.set_autocast_cache_enabled(cached)
 

@@ -1,19 +1,19 @@
-"""CUDA graphs of decode steps: capture once per batch size, replay.
+"""CUDA graphs of steps: capture once per batch size, replay.
 
-A decode step of a small batch takes less time on the device than Python needs to launch its thousands of kernels; a
-replay launches them together. A graph is captured for a number of rows, rounded up, when a step first needs it, and for the
-autocast in force; how long its rows are hardly matters, as programs share out the parts of keys that there are. Its inputs
-are the `DecodeState` that all graphs share, and it reads the address of the KV pool from `KVCache.addresses`, so it outlives
-a suspend. Weights changed in place are read as they are, under autocast too: the casts are part of the graph. Other changes
-of the model are looked for whenever the trainer may have modified it (`signature_of`), and invalidate all graphs. A model
-that cannot be captured runs its own forward.
+A step of a small batch takes less time on the device than Python needs to launch its thousands of kernels; a replay
+launches them together. A graph is captured for a number of rows, rounded up, when a step first needs it, and for the
+autocast in force; how long its rows are hardly matters, as programs share out the parts of keys that there are. Prefill
+chunks of a step are padded to one of a few numbers of tokens and have a graph of their own, replayed beside that of the
+step's decodes. Inputs are a `DecodeState` and a `ChunkState` that all graphs share, and the address of the KV pool is read
+from `KVCache.addresses`, so a graph outlives a suspend. Weights changed in place are read as they are, under autocast too:
+the casts are part of the graph. Other changes of the model are looked for whenever the trainer may have modified it
+(`signature_of`), and invalidate all graphs. A model that cannot be captured runs its own forward.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
-from rollout.engine.forward.attention import SINKS, forward_with
-from rollout.engine.forward.cuda_capture import Device, Uncapturable
+from rollout.engine.forward.attention import forward_with
+from rollout.engine.forward.chunk_state import MOST_CHUNKS, SIZES, ChunkInputs, ChunkState, padded_tokens
+from rollout.engine.forward.cuda_capture import Device, Uncapturable, no_kept_casts
 from rollout.engine.forward.cuda_switches import switched_on
-from rollout.engine.forward.decode_kernels import DecodeKernels
+from rollout.engine.forward.decode_kernels import CapturedBatch, DecodeKernels
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
+from rollout.engine.forward.graph_signature import signature_of
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
 from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
 from rollout.engine.kernels.decode_parts import num_splits
@@ -48,12 +49,6 @@ MAX_WASTED = 8
 """Consecutive invalidations before `WORTHWHILE` replays, after which capturing is given up."""
 MAX_FAILED = 3
 """Sizes whose capture fails, although that of others did not, after which capturing is given up."""
-_SMALL = 64
-_OF_NO_FORWARD = frozenset(
-    {"gradient_checkpointing", "_gradient_checkpointing_func", "training", "_state_dict_hooks", "_state_dict_pre_hooks",
-     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
-)  # fmt: skip
-"""Attributes of modules that act only in training, and in saving and loading."""
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +67,11 @@ class _Size:
     """Whether prefixes that rows share are read once."""
     parts: int
     """Room for the parts of keys of all rows; 0: the fused forward does not need it."""
+    tokens: int = 0
+    """Of prefill chunks; 0: the rows decode."""
+
+    def __str__(self) -> str:
+        return f"prefill steps of {self.tokens} tokens" if self.tokens else f"decode steps of {self.rows} rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,41 +87,15 @@ class DecodeForward(Protocol):
     numbers: tuple[float, ...]
     """What a captured step has fixed beside the addresses of parameters."""
     by_kernels: bool
-    """Whether its attention is that of the `DecodeKernels`."""
+    """Whether its attention is that of the `DecodeKernels`; prefill chunks are captured only then."""
 
-    def decode(self, inputs: DecodeInputs) -> Tensor:
-        """Logits [B, V]; reads nothing that changes between steps but `inputs` and the cache."""
-
-
-class _Batch:
-    """`AttentionBatch` of a captured forward."""
-
-    def __init__(self, kernels: DecodeKernels, layout: ModelLayout, inputs: DecodeInputs) -> None:
-        self._kernels = kernels
-        self._layout = layout
-        self._inputs = inputs
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        arguments: dict[str, Any],
-    ) -> Tensor:
-        """Attention of one layer by the graph's kernels; see `AttentionBatch`."""
-        out = self._kernels(
-            self._layout.layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=self._layout.mask_windows.get(module, arguments.get("sliding_window")),
-            softcap=arguments.get("softcap"), chunk=self._layout.chunks.get(module), sinks=arguments.get(SINKS),
-        )  # fmt: skip
-        return out[None]
+    def decode(self, inputs: Any) -> Tensor:
+        """Logits of `DecodeInputs`, [B, V], or of `ChunkInputs` at their `keep`; reads nothing that changes between steps
+        but the inputs and the cache."""
 
 
 class GraphedDecode:
-    """Runs the decode steps of one model as CUDA graphs.
+    """Runs the decode steps of one model as CUDA graphs, and its prefill chunks.
 
     Args:
         cache: holds K and V.
@@ -129,6 +103,7 @@ class GraphedDecode:
         kernels: the attention of the module's forward.
         fused: captured in place of the module's forward where `run` says that it is ready.
         alone: capture nothing else.
+        chunked: capture prefill chunks too.
     """
 
     def __init__(
@@ -142,6 +117,7 @@ class GraphedDecode:
         fused: DecodeForward | None = None,
         *,
         alone: bool = False,
+        chunked: bool = True,
     ) -> None:
         self.fused = fused
         self._alone = alone
@@ -155,9 +131,12 @@ class GraphedDecode:
         self._listed = switched_on("parts")
         self._least_parts = _least_parts(layout, max_rows)
         self._sharing = PrefixSharing(token_bytes(layout) * (kernels.shares and switched_on("prefixes")))
+        self._chunked = chunked and switched_on("chunks")
         self._state: DecodeState | None = None
+        self._chunks: ChunkState | None = None
         self._graphs: dict[_Size, _Graph] = {}
-        self._logits: dict[torch.dtype, Tensor] = {}
+        self._logits: dict[tuple[torch.dtype, bool], Tensor] = {}
+        """By dtype, and whether they are those of chunks."""
         self._module_epoch = -1
         self._signature: list[object] = []
         self._replays = self._wasted = 0
@@ -177,8 +156,8 @@ class GraphedDecode:
     def graph_bytes(self) -> int:
         """Device memory of all graphs, of their workspace and inputs, and of the logits they write."""
         logits = sum(each.nbytes for each in self._logits.values())
-        state = 0 if self._state is None else self._state.nbytes
-        return self._device.graph_bytes + self._kernels.nbytes + logits + state
+        states = sum(each.nbytes for each in (self._state, self._chunks) if each is not None)
+        return self._device.graph_bytes + self._kernels.nbytes + logits + states
 
     def run(
         self,
@@ -190,12 +169,12 @@ class GraphedDecode:
         *,
         fused: bool = False,
     ) -> Tensor | None:
-        """Run one decode step as a graph, within an active `Installation`; K and V go into the cache.
+        """Run one step as one graph or two, within an active `Installation`; K and V go into the cache.
 
         Args:
             ids: [P] token ids.
             rows: the P positions.
-            keep: packed positions whose logits are wanted, each once and ascending.
+            keep: packed positions whose logits are wanted, each once; those of decoding rows come first.
             module_epoch: changes whenever the trainer may have modified the module.
             rotary: see `DecodeState.send`.
             fused: whether the fused forward computes what the module does now.
@@ -203,12 +182,41 @@ class GraphedDecode:
         Returns:
             Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
         """
-        if not len(ids) == len(rows) == len(keep) <= self._max_rows or not self._ready(module_epoch):
+        decodes = _decodes(rows, keep)
+        chunked = decodes < len(rows)
+        if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self._ready(module_epoch):
             return None
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
             return None
-        by_kernels = numbers is None or self.fused is None or self.fused.by_kernels
+        rotary, sizes = rows.positions if rotary is None else rotary, list[tuple[_Size | None, int]]()
+        if decodes:
+            part = rows.select(np.arange(decodes))[0] if chunked else rows
+            sizes.append((self._decoding(ids[:decodes], part, rotary[:decodes], numbers), decodes))
+        if chunked:
+            part, chosen = rows.select(np.arange(decodes, len(rows)))
+            kept = keep[decodes:] - decodes
+            sizes.append((self._prefilling(ids[chosen], part, kept, rotary[chosen], numbers), len(kept)))
+        return self._replayed(sizes)
+
+    def _replayed(self, sizes: list[tuple[_Size | None, int]]) -> Tensor | None:
+        """Logits of the graphs of these sizes, the first so many of each; None: there is one without a graph."""
+        # A capture that failed has forgotten the other graph too.
+        graphs = [(size, self._graphs[size], count) for size, count in sizes if size in self._graphs]
+        if len(graphs) < len(sizes):
+            return None
+        self._replays += 1
+        logits = []
+        for size, graph, count in graphs:
+            graph.replay()
+            logits.append(self._logits[graph.dtype, size.tokens > 0][:count])
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _decoding(
+        self, ids: NDArray[np.int64], rows: PagedRows, rotary: NDArray[np.int64], numbers: tuple[float, ...] | None
+    ) -> _Size | None:
+        """Send decoding rows, and capture their step if there is no graph; None: they must run the module's forward."""
+        by_kernels = self._by_kernels(numbers)
         shared = self._sharing.of(rows) if by_kernels else None
         padded, columns = padded_rows(len(ids)), self._columns(rows)
         state, parts = self._state_of(columns), 0
@@ -220,12 +228,33 @@ class GraphedDecode:
         if size in self._failed or size in self._short:
             return None
         state.send(ids, rows, rotary, shared)
-        graph = self._graphs.get(size) or self._capture(size, state)
-        if graph is None:
+        return self._captured_as(
+            size, lambda: state.inputs(padded, columns, parts, shares=size.shares, spread=not self._listed)
+        )
+
+    def _prefilling(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        rotary: NDArray[np.int64],
+        numbers: tuple[float, ...] | None,
+    ) -> _Size | None:
+        """Send prefill chunks, and capture their step if there is no graph; None: they must run the module's forward."""
+        # A model whose decode steps cannot be captured is not tried again.
+        if not self._by_kernels(numbers) or self._precision() not in self._captured:
             return None
-        self._replays += 1
-        graph.replay()
-        return self._logits[graph.dtype][: len(ids)]
+        columns, tokens = self._state_of(self._columns(rows)).columns, padded_tokens(len(ids))
+        if self._chunks is None:
+            self._chunks = ChunkState(SIZES[-1], columns, self._layout.device, self._groups)
+        size, chunks = _Size(MOST_CHUNKS, columns, self._precision(), numbers, False, 0, tokens), self._chunks
+        if not tokens or not chunks.serves(rows, keep) or size in self._short:
+            return None
+        chunks.send(ids, rows, keep, rotary)
+        return self._captured_as(size, lambda: chunks.inputs(tokens))
+
+    def _by_kernels(self, numbers: tuple[float, ...] | None) -> bool:
+        return numbers is None or self.fused is None or self.fused.by_kernels
 
     def retry(self) -> None:
         """Capture again what there was no memory for: some has been freed."""
@@ -269,27 +298,36 @@ class GraphedDecode:
             )  # fmt: skip
         return self._state
 
-    def _capture(self, size: _Size, state: DecodeState) -> _Graph | None:
+    def _captured_as(self, size: _Size, inputs: Callable[[], DecodeInputs | ChunkInputs]) -> _Size | None:
+        """Capture a step of this size if there is no graph; None: that failed."""
+        if size in self._graphs:
+            return size
         written: list[torch.dtype] = []
         try:
-            with _no_kept_casts():
-                replay = self._device.capture(lambda: written.append(self._forward(size, state)))
+            with no_kept_casts():
+                replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
         except torch.OutOfMemoryError as exc:
             self._short.add(size)
-            _log.warning("no memory to capture decode steps of %d rows until the next suspend: %s", size.rows, exc)
+            _log.warning("no memory to capture %s until the next suspend: %s", size, exc)
             return None
         except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
             self._fail(size, exc)
             return None
         self._captured.add(size.precision)
-        graph = self._graphs[size] = _Graph(replay, written[-1])
-        return graph
+        self._graphs[size] = _Graph(replay, written[-1])
+        return size
 
     def _fail(self, size: _Size, exc: Exception) -> None:
         """Give up this size; or the model, if no size could be captured or too many could not."""
         why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
         # Of a failed capture's memory nothing is left only when no graph of its pool is.
         self._forget()
+        if size.tokens:
+            self._chunked = False
+            _log.warning(
+                "steps with prefill chunks run eagerly, since %s cannot be captured as a CUDA graph: %s", size, why
+            )
+            return
         if size.fused is not None and not self._alone:
             self.fused = None
             _log.warning("the fused forward cannot be captured as a CUDA graph, so the module's own is: %s", why)
@@ -300,7 +338,7 @@ class GraphedDecode:
             self._refused[size.precision] = why
             self._say_why_not(why)
         else:
-            _log.warning("decode steps of %d rows cannot be captured as a CUDA graph: %s", size.rows, why)
+            _log.warning("%s cannot be captured as a CUDA graph: %s", size, why)
 
     def _change(self) -> None:
         if self._graphs:
@@ -311,30 +349,27 @@ class GraphedDecode:
             self._given_up = "its parameters or modules change every few steps"
             self._say_why_not(self._given_up)
 
-    def _forward(self, size: _Size, state: DecodeState) -> torch.dtype:
+    def _forward(self, size: _Size, made: Callable[[], DecodeInputs | ChunkInputs]) -> torch.dtype:
         """Run the forward and keep its logits; returns their dtype."""
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
-        inputs = state.inputs(size.rows, size.columns, size.parts, shares=size.shares, spread=not self._listed)
+        inputs = made()
         fused = self.fused if size.fused is not None else None
         logits = self._module_logits(inputs) if fused is None else fused.decode(inputs)
-        if logits.dtype not in self._logits:
+        key = logits.dtype, size.tokens > 0
+        if key not in self._logits:
             # Shared by all graphs: logits are the largest tensor of a small batch.
-            largest = padded_rows(self._max_rows)
+            largest = MOST_CHUNKS if size.tokens else padded_rows(self._max_rows)
             with torch.inference_mode(False):
-                self._logits[logits.dtype] = torch.empty(
-                    largest, logits.shape[1], dtype=logits.dtype, device=logits.device
-                )
-        self._logits[logits.dtype][: size.rows].copy_(logits)
+                self._logits[key] = torch.empty(largest, logits.shape[1], dtype=logits.dtype, device=logits.device)
+        self._logits[key][: len(logits)].copy_(logits)
         return logits.dtype
 
-    def _module_logits(self, inputs: DecodeInputs) -> Tensor:
+    def _module_logits(self, inputs: DecodeInputs | ChunkInputs) -> Tensor:
+        keep = torch.arange(len(inputs.ids), device=self._layout.device) if inputs.keep is None else inputs.keep
+        batch = CapturedBatch(self._kernels, self._layout, inputs)
         output = forward_with(
-            _Batch(self._kernels, self._layout, inputs),
-            self._model,
-            input_ids=inputs.ids[None],
-            position_ids=inputs.positions[None],
-            logits_to_keep=torch.arange(len(inputs.slots), device=self._layout.device),
+            batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
         )
         logits: Tensor = output.logits[0]
         return logits
@@ -349,30 +384,23 @@ class GraphedDecode:
 
     def _forget(self) -> None:
         self._graphs.clear()
-        self._state = None
+        self._state = self._chunks = None
         self._logits.clear()
         self._device.forget()
         self._kernels.release()
-
-
-@contextmanager
-def _no_kept_casts() -> Iterator[None]:
-    """Let autocast drop the cast of a weight after the module that uses it.
-
-    A graph whose forward enters autocast itself (accelerate) would keep a cast copy of all weights in its memory pool.
-    """
-    hook = register_module_forward_hook(lambda *_: torch.clear_autocast_cache())
-    try:
-        yield
-    finally:
-        hook.remove()
-        torch.clear_autocast_cache()
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
     """Parts of keys that every graph has room for: what fits into `LEAST_WORKSPACE`, or `rows` of `STATE_LENGTH` have."""
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
+
+
+def _decodes(rows: PagedRows, keep: NDArray[np.int64]) -> int:
+    """Number of leading rows of one position whose logits are wanted, before all others; -1: some are in no such order."""
+    single = int(np.append(rows.counts == 1, False).argmin())
+    count = int(np.append(keep[:single] == np.arange(len(keep[:single])), False).argmin())
+    return count if (keep[count:] >= count).all() else -1
 
 
 def padded_rows(count: int) -> int:
@@ -390,35 +418,3 @@ def _power_of_two(number: int) -> int:
 def padded_length(tokens: int) -> int:
     """Length of the graph for sequences of up to `tokens` tokens."""
     return max(LEAST_LENGTH, _power_of_two(tokens))
-
-
-def signature_of(model: nn.Module) -> list[object]:
-    """Everything that a graph of `model` has fixed: a graph can be replayed while it compares equal.
-
-    Of each module: its identity, its class's forward, addresses of its parameters and buffers, its hooks, replaced methods,
-    and its bools, strings and floats (an adapter that is merged, disabled or scaled). Ints are counters and left out.
-    """
-    found: list[object] = []
-    for module in model.modules():
-        found.append((id(module), type(module).forward))
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers"):
-                found += [
-                    (key, each.data_ptr(), each.dtype, each.shape) for key, each in value.items() if each is not None
-                ]
-            elif name in _OF_NO_FORWARD:
-                continue
-            elif name == "_modules":
-                found += [(key, id(each)) for key, each in value.items()]
-            else:
-                found.append((name, _plain(value)))
-    return found
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, bool | str | float):
-        return value
-    if isinstance(value, list | tuple | dict) and len(value) <= _SMALL:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return tuple((key, _plain(each)) for key, each in items)
-    return id(value) if callable(value) else None

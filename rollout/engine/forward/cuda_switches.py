@@ -19,6 +19,7 @@ SWITCHES = {
     "prefixes": "a prefix that rows share is read once for all of them; off: once for each row",
     "parts": "the programs of decode attention share out the parts of keys that there are, whatever the length; off: one "
     "program for every part there could be, and graphs for each length",
+    "chunks": "steps with prefill chunks are replayed as CUDA graphs; off: they run eagerly",
 }
 """Name of each part and what it does."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollout.engine.forward.attention import SINKS
+from rollout.engine.forward.chunk_state import ChunkInputs
 from rollout.engine.forward.cuda_capture import Uncapturable
 from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.forward.model_support import ModelLayout
@@ -25,7 +27,13 @@ class DecodeKernels(Protocol):
         """Whether `DecodeInputs.shared` is obeyed."""
 
     def __call__(
-        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
+        self,
+        layer: int,
+        inputs: DecodeInputs | ChunkInputs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **rules: Unpack[Rules],
     ) -> Tensor:
         """Write K and V of every row, then attend.
 
@@ -46,6 +54,33 @@ class DecodeKernels(Protocol):
         """Free the workspace; no captured call is replayed any more."""
 
 
+class CapturedBatch:
+    """`AttentionBatch` of a captured forward."""
+
+    def __init__(self, kernels: DecodeKernels, layout: ModelLayout, inputs: DecodeInputs | ChunkInputs) -> None:
+        self._kernels = kernels
+        self._layout = layout
+        self._inputs = inputs
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        """Attention of one layer by the graph's kernels; see `AttentionBatch`."""
+        out = self._kernels(
+            self._layout.layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=self._layout.mask_windows.get(module, arguments.get("sliding_window")),
+            softcap=arguments.get("softcap"), chunk=self._layout.chunks.get(module), sinks=arguments.get(SINKS),
+        )  # fmt: skip
+        return out[None]
+
+
 class TritonDecode:
     """`DecodeKernels` by the Triton kernels.
 
@@ -63,7 +98,13 @@ class TritonDecode:
         return self._paged.shares
 
     def __call__(
-        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
+        self,
+        layer: int,
+        inputs: DecodeInputs | ChunkInputs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **rules: Unpack[Rules],
     ) -> Tensor:
         """Write K and V, then attend, by the Triton kernels; see `DecodeKernels`."""
         place = self.place(layer)
@@ -81,18 +122,23 @@ class TritonDecode:
             raise Uncapturable("16 does not divide the bytes of its KV blocks")
         return Place(keys, values, self._cache.addresses[2 * layer : 2 * layer + 2])
 
-    def slots(self, layer: int, inputs: DecodeInputs) -> Tensor:
-        """[B] int32 slot mapping of a layer."""
+    def slots(self, layer: int, inputs: DecodeInputs | ChunkInputs) -> Tensor:
+        """[P] int32 slot mapping of a layer."""
         return inputs.groups[self._cache.group_of(layer)][0]
 
-    def attend(self, layer: int, inputs: DecodeInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
+    def attend(self, layer: int, inputs: DecodeInputs | ChunkInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
         """Attention of [B, H, D], in the dtype of the cache, over K and V that are written."""
         place, window, chunk = self.place(layer), rules.get("window"), rules.get("chunk")
+        table, softcap, sinks = inputs.groups[self._cache.group_of(layer)][1], rules.get("softcap"), rules.get("sinks")
+        if isinstance(inputs, ChunkInputs):
+            return self._paged.prefill(
+                query, place.keys, place.values, table, inputs.begins, inputs.starts, window, rules["scaling"],
+                softcap=softcap, chunk=chunk, sinks=sinks, cells=place.cells,
+            )  # fmt: skip
         out, _ = self._paged.decode_with_lse(
-            query, place.keys, place.values, inputs.groups[self._cache.group_of(layer)][1], inputs.seen,
-            window, rules["scaling"], softcap=rules.get("softcap"), chunk=chunk, sinks=rules.get("sinks"),
+            query, place.keys, place.values, table, inputs.seen, window, rules["scaling"], softcap=softcap, chunk=chunk,
             # With a window or a chunk, hardly any of the keys are in the prefix.
-            shared=inputs.shared if window is None and chunk is None else None, cells=place.cells,
+            sinks=sinks, shared=inputs.shared if window is None and chunk is None else None, cells=place.cells,
             parts=inputs.parts,
         )  # fmt: skip
         return out

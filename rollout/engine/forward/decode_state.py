@@ -40,6 +40,8 @@ class DecodeInputs:
     """Of each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
     parts: DecodeParts
     """Of the keys of each row, for the Triton kernels."""
+    keep: None = None
+    """The logits of all rows are computed."""
 
     @property
     def shared(self) -> SharedPrefixes | None:

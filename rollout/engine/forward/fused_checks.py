@@ -108,7 +108,11 @@ def _only_gathers(hook: Any) -> bool:
     owner = getattr(hook, "__self__", None)
     owner = getattr(owner, "fsdp_state", owner)  # `MappedWeights` puts its own hook in the place of FSDP2's.
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
-    return ours and owner._mp_policy.output_dtype is None  # type: ignore[union-attr]
+    if not ours:
+        return False
+    policy: Any = owner._mp_policy  # type: ignore[union-attr]
+    # What is computed with parameters of that dtype has it already (accelerate sets both).
+    return policy.output_dtype in (None, policy.param_dtype)
 
 
 def _only_marks(hook: Any) -> bool:

@@ -154,7 +154,7 @@ class ModelRunner:
         Prompt log-probs of the step's prefill chunks are appended to the sequences that want them.
         """
         self.move_states(step.state_moves)
-        if step.ahead > 1 and self.runs is not None:
+        if step.ahead and self.runs is not None:
             return self.runs.run(step)
         ids, packed = pack(step, self.table)
         entries, repeats = step.distinct_entries()

@@ -17,7 +17,7 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
     np.cumsum(step.counts, out=offsets[1:])
     entries = np.repeat(np.arange(len(step.rows)), step.counts)
     positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
-    width = -(-(int((step.starts + step.counts).max()) + step.ahead - 1) // table.block_size)
+    width = -(-(int((step.starts + step.counts).max()) + max(0, step.ahead - 1)) // table.block_size)
     tables, *others = table.block_tables(step.rows, width)
     ids = table.tokens[step.rows[entries], positions].astype(np.int64)
     lines = step.rows.astype(np.int64)

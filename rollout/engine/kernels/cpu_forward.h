@@ -163,10 +163,18 @@ struct Forward {
         else adapter_up(l.adapter, static_cast<const T*>(low(index)), first, count, begin, end, columns, out, stride);
     }
 
+    // Columns of a layer per job: of Conv1D's weight too more while memory is waited for, of which the columns of a row lie side
+    // by side in memory, in whole cache lines.
+    int64_t columns_per_job(const Linear& l, int64_t columns, int64_t depth) const {
+        if (!l.stride) return chunk_of(P, columns, depth * sizeof(T), crew.threads);
+        if (P > STREAMED_ROWS) return CHUNK;
+        return std::clamp(columns / (STREAMED_JOBS * crew.threads) / CHUNK * CHUNK, CHUNK, 4 * CHUNK);
+    }
+
     // Queries, keys, values and gates; the job that computes the last piece of a head normalises, rotates and caches it.
     void project(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
-        const int64_t pieces = (D + CHUNK - 1) / CHUNK;
+        const int64_t some = layer.query.stride ? columns_per_job(layer.query, H * D, m.hidden) : CHUNK, pieces = (D + some - 1) / some;
         const bool whole = m.norm_whole && layer.query_norm.weight;
         std::vector<std::atomic<int32_t>> missing(pieces > 1 ? parts.count * heads : 0);
         for (auto& each : missing) each.store(static_cast<int32_t>(pieces), std::memory_order_relaxed);
@@ -178,7 +186,7 @@ struct Forward {
             const Linear& l = kind == 0 ? layer.query : kind == 1 ? layer.key : layer.value;
             // A head's place among the columns of its projection.
             const int64_t own = head < H ? head * (1 + m.gated) : head < H + 2 * K ? (head - H) % K : 2 * (head - H - 2 * K) + 1;
-            const int64_t begin = own * D + piece * CHUNK, end = own * D + std::min(D, (piece + 1) * CHUNK);
+            const int64_t begin = own * D + piece * some, end = own * D + std::min(D, (piece + 1) * some);
             linear(l, kind, in, first, count, begin, end, (kind == 0 ? (1 + m.gated) * H : K) * D, m.hidden,
                    at.projected + (head - own) * D, width);
             if (whole || head >= H + 2 * K) return;
@@ -220,13 +228,13 @@ struct Forward {
     // gate = activation(gate) * up
     void widen(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
-        const int64_t chunks = (layer.inner + CHUNK - 1) / CHUNK;
+        const int64_t some = columns_per_job(layer.up, layer.inner, m.hidden), chunks = (layer.inner + some - 1) / some;
         const bool gated = layer.gate.weight;
         if (gated) lower({&layer.gate, &layer.up}, in, m.hidden);
         else lower({&layer.up}, in, m.hidden);
         crew.share(parts.count * chunks, [&](int64_t job) {
             const int64_t first = parts.first(job / chunks), count = parts.length(job / chunks);
-            const int64_t begin = job % chunks * CHUNK, end = std::min(begin + CHUNK, layer.inner);
+            const int64_t begin = job % chunks * some, end = std::min(begin + some, layer.inner);
             if (gated) linear(layer.gate, 0, in, first, count, begin, end, layer.inner, m.hidden, at.gate, layer.inner);
             linear(layer.up, gated, in, first, count, begin, end, layer.inner, m.hidden, gated ? at.up : at.gate, layer.inner);
             for (int64_t p = first; p < first + count; p++) {
@@ -265,11 +273,11 @@ struct Forward {
     // out [P, hidden] = in through a linear layer
     void transform(const Linear& l, const T* in, int64_t depth, T* out) const {
         const Parts parts(P, depth, sizeof(T));
-        const int64_t chunks = (m.hidden + CHUNK - 1) / CHUNK;
+        const int64_t some = columns_per_job(l, m.hidden, depth), chunks = (m.hidden + some - 1) / some;
         lower({&l}, in, depth);
         crew.share(parts.count * chunks, [&](int64_t job) {
-            const int64_t part = job / chunks, begin = job % chunks * CHUNK;
-            linear(l, 0, in, parts.first(part), parts.length(part), begin, std::min(begin + CHUNK, m.hidden), m.hidden, depth,
+            const int64_t part = job / chunks, begin = job % chunks * some;
+            linear(l, 0, in, parts.first(part), parts.length(part), begin, std::min(begin + some, m.hidden), m.hidden, depth,
                    out, m.hidden);
         });
     }

@@ -178,17 +178,30 @@ static inline float sum(vec v) {
 }
 
 static inline float largest(vec v) {
+#if WIDE
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float out = v[0];
     for (int i = 1; i < LANES; i++) out = v[i] > out ? v[i] : out;
+    return out;
+#endif
+}
+
+// 0, 1, 2, ...
+static inline ivec lane_numbers() {
+    ivec out = {};
+    for (int i = 0; i < LANES; i++) out[i] = i;
     return out;
 }
 
 // exp(x): 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes expf, S. Moshier). Below -87: 0. Above 88: inf. NaN stays NaN.
+// SMALL: x is at most 88.
+template <bool SMALL = false>
 static inline vec exponential(vec x) {
     const vec low = vec{} - 87.0f, high = vec{} + 88.0f;
     const ivec vanishes = x < low, overflows = x > high;
     vec bounded = vanishes ? low : x;
-    bounded = overflows ? high : bounded;
+    if constexpr (!SMALL) bounded = overflows ? high : bounded;
     const vec t = bounded * 1.44269504088896341f + 12582912.0f;
     const vec n = t - 12582912.0f;
     vec r = bounded - n * 0.693359375f;
@@ -207,7 +220,8 @@ static inline vec exponential(vec x) {
     std::memcpy(&scale, &bits, sizeof(scale));
     p = p * scale;
     p = vanishes ? vec{} : p;
-    return overflows ? vec{} + INFINITY : p;
+    if constexpr (SMALL) return p;
+    else return overflows ? vec{} + INFINITY : p;
 }
 
 // tanh(x), accurate near 0 too: a polynomial below 0.625, 1 - 2 / (exp(2|x|) + 1) above (Cephes tanhf, S. Moshier).

@@ -23,9 +23,9 @@ from functools import cache
 from pathlib import Path
 
 _SOURCES = (
-    "cpu_kernels.cpp", "cpu_attention.h", "cpu_decode.h", "cpu_delta.h", "cpu_exact.h", "cpu_experts.h",
-    "cpu_forward.h", "cpu_lanes.h", "cpu_linear.h", "cpu_matmul.h", "cpu_rows.h", "cpu_sampling.h", "cpu_team.h",
-    "cpu_tree_attention.h",
+    "cpu_kernels.cpp", "cpu_attention.h", "cpu_attention_plan.h", "cpu_decode.h", "cpu_delta.h", "cpu_exact.h",
+    "cpu_experts.h", "cpu_forward.h", "cpu_lanes.h", "cpu_linear.h", "cpu_matmul.h", "cpu_prefetch.h", "cpu_rows.h",
+    "cpu_sampling.h", "cpu_team.h", "cpu_tree_attention.h",
 )  # fmt: skip
 COMPILE_TIMEOUT_S = 600
 """Takes 5 s, and over two minutes where many others want the same cores."""

@@ -2,10 +2,12 @@
 
 #pragma once
 
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
 #include "cpu_matmul.h"
+#include "cpu_prefetch.h"
 #include "cpu_rows.h"
 
 struct Adapter {
@@ -64,10 +66,10 @@ struct Across<bf16> {
 };
 #endif
 
-// sums[M][ACROSS] += M rows of a times `deep` rows of b, taken as `block`. Fetches `rows_ahead` rows from `ahead` on per step.
+// sums[M][ACROSS] += M rows of a times `deep` rows of b, taken as `block`.
 template <int M, typename T>
 static inline void tile_across(const T* a, int64_t a_stride, const typename Across<T>::Operand (*block)[2], int64_t deep, float* sums,
-                               const T* ahead, int64_t rows_ahead, int64_t b_stride) {
+                               Ahead& ahead) {
     typedef Across<T> A;
     vec low[M], high[M];
     for (int m = 0; m < M; m++) low[m] = load(sums + m * ACROSS), high[m] = load(sums + m * ACROSS + LANES);
@@ -82,52 +84,58 @@ static inline void tile_across(const T* a, int64_t a_stride, const typename Acro
     };
     int64_t k = 0;
     for (; k + A::TOGETHER <= deep; k += A::TOGETHER) {
-        for (int64_t i = 0; i < rows_ahead; i++, ahead += b_stride)
-            for (int64_t line = 0; line < ACROSS; line += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(ahead + line);
+        ahead.step();
         step(k, A::TOGETHER);
     }
     if (k < deep) step(k, deep - k);
     for (int m = 0; m < M; m++) store(sums + m * ACROSS, low[m]), store(sums + m * ACROSS + LANES, high[m]);
 }
 
-constexpr int64_t DEEP = 128;  // rows of b that stay in the first-level cache while all rows of a are multiplied with them
+constexpr int64_t DEEP = 64;  // rows of b per block
 
 // Like `product`, with b [depth, columns] whose rows are `stride` apart; use(row, n, vector of sums from n on, how many are
-// real). While a block of b is multiplied the next one is fetched: a row of it in every step of the first tiles of a.
+// real). A block of b stays in the first-level cache while all rows of a are multiplied with it and the next one is fetched,
+// row by row: of lines that do not lie side by side memory reads half as many in the same time.
 template <typename T, typename Use>
 static void product_across(const T* a, int64_t first, int64_t count, const T* b, int64_t stride, int64_t begin, int64_t end,
                            int64_t depth, Use&& use) {
     typedef Across<T> A;
     typename A::Operand block[DEEP / A::TOGETHER][2];
-    float* sums = team::scratch<float>(count * ACROSS);
-    for (int64_t n = begin; n < end; n += ACROSS) {
-        const int64_t columns = std::min(ACROSS, end - n);
-        std::fill(sums, sums + count * ACROSS, 0.0f);
-        for (int64_t k = 0; k < depth; k += DEEP) {
-            const int64_t deep = std::min(DEEP, depth - k);
+    const int64_t panels = (end - begin + ACROSS - 1) / ACROSS;
+    float* all = team::scratch<float>(panels * count * ACROSS);
+    std::fill(all, all + panels * count * ACROSS, 0.0f);
+    const int64_t tiles = (count + 7) / 8, bytes = sizeof(T);
+    int64_t rows[DEEP];
+    std::iota(rows, rows + DEEP, 0);
+    Ahead ahead;
+    for (int64_t k = 0; k < depth; k += DEEP) {
+        const int64_t deep = std::min(DEEP, depth - k), next = depth - k - DEEP, steps = panels * tiles * deep / A::TOGETHER;
+        // Behind the last block comes another job's, by then probably the next but one: its start.
+        const T* from = next > 0 ? b + (k + DEEP) * stride + begin : b + 2 * end - begin;
+        const int64_t left = next > 0 ? std::min(DEEP, next) : 3 * end - 2 * begin <= stride ? std::min(DEEP, depth) : 0;
+        ahead.begin({reinterpret_cast<const char*>(from), (end - begin) * bytes, stride * bytes}, rows, left, steps);
+        for (int64_t panel = 0; panel < panels; panel++) {
+            const int64_t n = begin + panel * ACROSS, columns = std::min(ACROSS, end - n);
+            float* sums = all + panel * count * ACROSS;
             for (int64_t i = 0; i < deep; i += A::TOGETHER)
                 A::take(b + (k + i) * stride + n, stride, std::min(A::TOGETHER, deep - i), columns, block[i / A::TOGETHER]);
-            // Behind the last block comes another job's, by then probably the next but one: its start is fetched.
-            const int64_t next = depth - k - DEEP;
-            const T* ahead = next > 0 ? b + (k + DEEP) * stride + n : b + n + 2 * ACROSS;
-            int64_t row = 0, left = next > 0 ? std::min(DEEP, next) : n + 2 * ACROSS < stride ? std::min(DEEP, depth) : 0;
+            int64_t row = 0;
             const auto each = [&](auto m) {
                 constexpr int M = decltype(m)::value;
-                for (; row + M <= count; row += M) {
-                    const int64_t steps = (deep + A::TOGETHER - 1) / A::TOGETHER;
-                    const int64_t some = left ? (row + M < count ? 1 : (left + steps - 1) / steps) : 0;
-                    tile_across<M>(a + (first + row) * depth + k, depth, block, deep, sums + row * ACROSS, ahead, some, stride);
-                    ahead += some * steps * stride;
-                    left = std::max<int64_t>(0, left - some * steps);
-                }
+                for (; row + M <= count; row += M)
+                    tile_across<M>(a + (first + row) * depth + k, depth, block, deep, sums + row * ACROSS, ahead);
             };
             if constexpr (TILE_ROWS > 4) each(std::integral_constant<int, 8>{});
             each(std::integral_constant<int, 4>{});
             each(std::integral_constant<int, 2>{});
             each(std::integral_constant<int, 1>{});
         }
+    }
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const int64_t n = begin + panel * ACROSS, columns = std::min(ACROSS, end - n);
         for (int64_t row = 0; row < count; row++) {
-            vec low = load(sums + row * ACROSS), high = load(sums + row * ACROSS + LANES);
+            const float* sums = all + (panel * count + row) * ACROSS;
+            vec low = load(sums), high = load(sums + LANES);
             A::order(low, high);
             use(first + row, n, low, std::min<int64_t>(LANES, columns));
             if (columns > LANES) use(first + row, n + LANES, high, columns - LANES);

@@ -95,7 +95,7 @@ __attribute__((always_inline)) static inline void tiles(const T* a, int64_t a_st
 }
 
 constexpr int64_t CACHED_BYTES = 1 << 19;  // of the second-level cache, for the rows of a that are reused
-constexpr int64_t CHUNK = 32;              // rows of b per job
+constexpr int64_t CHUNK = 32;              // rows of b per job, at least
 constexpr int64_t QUADS = 2;               // times 4 rows of b that stay in the first-level cache with a tile of a
 
 // use(row, n, four sums of n to n + 3, how many of them are real) for rows [first, first + count) of a and [begin, end) of b,
@@ -110,6 +110,19 @@ static inline void product(const T* a, int64_t first, int64_t count, const T* b,
         tiles(a + first * depth, depth, count, rows_of_b, quads, depth, n + 8 * QUADS <= columns ? 4 * QUADS * depth : 0,
               [&](int64_t row, int64_t q, vec4 v) { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); });
     }
+}
+
+constexpr int64_t STREAMED_ROWS = 64;        // of a: the memory is waited for, or nearly so
+constexpr int64_t STREAMED_BYTES = 1 << 19;  // of b per job, at most
+constexpr int64_t STREAMED_JOBS = 4;         // per thread
+
+// Rows of b per job. The memory gives more the longer a thread reads on in one place (10 to 20 % with few rows of a), so jobs
+// are as large as leaves each thread the same number of them.
+inline int64_t chunk_of(int64_t rows, int64_t columns, int64_t row_bytes, int64_t threads) {
+    if (rows > STREAMED_ROWS) return CHUNK;
+    const int64_t unit = 4 * QUADS, jobs = threads * STREAMED_JOBS;
+    const int64_t even = (columns + jobs - 1) / jobs, most = STREAMED_BYTES / row_bytes;
+    return std::max(CHUNK, (std::min(even, most) + unit - 1) / unit * unit);
 }
 
 // One job: the rows of a, in parts that stay in the cache.
@@ -127,9 +140,9 @@ struct Parts {
 template <typename T, typename Use>
 static void matmul(const T* a, int64_t rows, const T* b, int64_t columns, int64_t depth, const team::Crew& crew, Use&& use) {
     const Parts parts(rows, depth, sizeof(T));
-    const int64_t chunks = (columns + CHUNK - 1) / CHUNK;
+    const int64_t chunk = chunk_of(rows, columns, depth * sizeof(T), crew.threads), chunks = (columns + chunk - 1) / chunk;
     crew.share(parts.count * chunks, [&](int64_t job) {
-        const int64_t part = job / chunks, begin = job % chunks * CHUNK;
-        product(a, parts.first(part), parts.length(part), b, begin, std::min(begin + CHUNK, columns), columns, depth, use);
+        const int64_t part = job / chunks, begin = job % chunks * chunk;
+        product(a, parts.first(part), parts.length(part), b, begin, std::min(begin + chunk, columns), columns, depth, use);
     });
 }

@@ -198,6 +198,7 @@ class TritonPaged:
         softcap: float | None = None,
         chunk: int | None = None,
         sinks: Tensor | None = None,
+        cells: Tensor | None = None,
     ) -> Tensor:
         """Attention of chunks of several sequences, whose own K and V are already in the cache.
 
@@ -211,18 +212,22 @@ class TritonPaged:
             table: [R, width], block ids.
             begins: [R + 1] int32 or int64, offset of each chunk in `query`; empty chunks are padding.
             starts: [R] int32 or int64, position of each chunk's first query in its sequence.
+            cells: see `decode_with_lse`.
 
         Returns:
-            [P, H, Dv] in the dtype of the query; rows from begins[-1] on are not written.
+            [P, H, Dv] in the dtype of the query; with `cells` rows from begins[-1] on are zeros, otherwise undefined.
         """
-        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+        # What is behind the last chunk goes through the rest of a model in a captured step.
+        make = query.new_empty if cells is None else query.new_zeros
+        out = make(query.shape[0], query.shape[1], value_cache.shape[3])
         if len(query) and len(starts):
-            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk, None)
+            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk, cells)
             plan, tokens = call.plan("prefill"), self._tokens("prefill", call)
             with device_of(query):
                 self._kernels.attend_chunks[(len(query) // tokens + len(starts), key_cache.shape[2])](
-                    query, key_cache, value_cache, begins, table, starts, begins, begins if sinks is None else sinks, out,
-                    len(starts), call.scale, *call.strides, moves=False, tokens=tokens, sunk=sinks is not None,
+                    query, key_cache, value_cache, begins if cells is None else cells, table, starts, begins,
+                    begins if sinks is None else sinks, out, len(starts), call.scale, *call.strides,
+                    moves=cells is not None, tokens=tokens, sunk=sinks is not None,
                     rows=plan.rows, span=plan.span, **call.constants, num_warps=plan.warps, num_stages=plan.stages,
                 )  # fmt: skip
         return out

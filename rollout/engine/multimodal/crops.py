@@ -32,8 +32,8 @@ class CropFamily(Family):
             raise InvalidRequestError(
                 f"{PIXELS} of shape {list(pixels.shape)}: must be [images, {channels}, {side}, {side}]"
             )
-        for crop in torch.split(pixels, 1):
-            yield {PIXELS: crop}, self.config.mm_tokens_per_image
+        for crop in pixels:
+            yield {PIXELS: crop[None]}, self.config.mm_tokens_per_image
 
 
 class TileFamily(Family):

@@ -18,12 +18,24 @@ from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.scheduling.prompt_images import PromptImages, image_keys, is_video
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.errors import InvalidRequestError
+from rollout.errors import EngineDeadError, InvalidRequestError
 from rollout.requests.images import ImageInputs
 
 Encode = Callable[[ImageItem], Embeddings]
 VIDEO = 2
 """Kind of a video's placeholder, as models mark it in their token types; 1: an image's."""
+
+
+class EncodingError(Exception):
+    """The vision tower has raised its `__cause__`.
+
+    Attributes:
+        request_id: whose image it was.
+    """
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__(f"the vision tower failed at an image of request {request_id}")
+        self.request_id = request_id
 
 
 class Vision:
@@ -167,22 +179,25 @@ class Vision:
         Args:
             offsets: [R + 1] of the rows' packed positions.
             positions: [P].
+
+        Raises:
+            EncodingError: the vision tower has raised.
         """
         shifts = table.position_shift[step.rows]
         pictured = [
-            (entry, sequence.images)
+            (entry, sequence.images, sequence.record.request_id)
             for entry, sequence in enumerate(step.prefills, step.num_decodes)
             if sequence.images is not None
         ]
         if not pictured and not shifts.any():
             return None
         rotary = positions + np.repeat(shifts, step.counts)
-        if any(images.positions is not None for _, images in pictured):
+        if any(images.positions is not None for _, images, _ in pictured):
             rotary = np.stack([positions, rotary, rotary, rotary])
-        seen = positions.copy() if any(images.whole for _, images in pictured) else None
+        seen = positions.copy() if any(images.whole for _, images, _ in pictured) else None
         index: list[NDArray[np.int64]] = []
         parts: list[list[Tensor]] = []
-        for entry, images in pictured:
+        for entry, images, number in pictured:
             packed = slice(offsets[entry], offsets[entry + 1])
             start = int(step.starts[entry])
             stop = start + int(step.counts[entry])
@@ -192,7 +207,12 @@ class Vision:
                 seen[packed] = images.seen(start, stop)
             low, high = np.searchsorted(images.places, (start, stop)).tolist()
             index.append(images.places[low:high] - start + offsets[entry])
-            parts += self._embeddings(images.items, low, high)
+            try:
+                parts += self._embeddings(images.items, low, high)
+            except (EngineDeadError, torch.OutOfMemoryError):
+                raise
+            except Exception as exc:
+                raise EncodingError(number) from exc
         joined = [torch.cat(layer) for layer in zip(*parts, strict=True)]
         return StepImages(np.concatenate([*index, np.zeros(0, np.int64)]), joined, rotary, seen)
 

@@ -57,7 +57,7 @@ class StepPlanner:
             queues.decode_rows(), np.array([each.row for each in queues.prefilling], np.int32)
         )
         self._reserve_for_decodes()
-        budget = self._config.max_tokens_per_step - len(queues.decoding)
+        budget = self._config.step_tokens - len(queues.decoding)
         chunks: list[Chunk] = []
         for sequence in list(queues.prefilling):
             if budget <= 0:
@@ -114,7 +114,7 @@ class StepPlanner:
         """The step of these decodes with draft tokens; None where no draft is made."""
         if self._drafter is None:
             return None
-        drafts = self._drafter.draft(decodes, self._config.max_tokens_per_step - len(decodes))
+        drafts = self._drafter.draft(decodes, self._config.step_tokens - len(decodes))
         if drafts is None:
             return None
         counts = drafts + 1

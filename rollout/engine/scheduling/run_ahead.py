@@ -11,7 +11,7 @@ from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray
 from rollout.engine.scheduling.step import ScheduledStep
 
-LONGEST_S = 0.025
+LONGEST_S = 0.03
 """Seconds that a run of steps may take: as long is what waits for its end kept waiting, as a stream for its next tokens."""
 MOST = 64
 """Steps of a run; also where the clock stands still."""
@@ -37,7 +37,7 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = M
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
     # What is evicted for it may be kept on the host.
-    return replace(step, ahead=most, copies=(*step.copies, *queues.blocks.take_copies())) if most > 1 else step
+    return replace(step, ahead=max(1, most), copies=(*step.copies, *queues.blocks.take_copies()))
 
 
 def _reserve(queues: Queues, rows: IntArray, count: int) -> bool:

@@ -132,7 +132,7 @@ class Scheduler(Queues):
         """Blocks, or pages, for the KV of `length` tokens, `prompt` of them to be prefilled."""
         size, pages = self.config.block_size_tokens, self.allocator.pages
         blocks = blocks_for(prompt, length, size)
-        return blocks if pages is None else pages.shape.needed(blocks, self.config.max_tokens_per_step, size)
+        return blocks if pages is None else pages.shape.needed(blocks, self.config.step_tokens, size)
 
     @property
     def longest(self) -> int:
@@ -140,7 +140,7 @@ class Scheduler(Queues):
         size, pages = self.config.block_size_tokens, self.allocator.pages
         if pages is None:
             return size * self.allocator.num_blocks
-        return size * pages.shape.most_blocks(pages.num_pages, self.config.max_tokens_per_step, size)
+        return size * pages.shape.most_blocks(pages.num_pages, self.config.step_tokens, size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
         """Remove and return every sequence whose (request_id, sample_index) matches; their blocks are released.

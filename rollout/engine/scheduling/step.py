@@ -39,8 +39,9 @@ class ScheduledStep:
     """[K] int32, how many draft tokens precede the token; those of an entry are side by side, from 0 on. None: the step has
     no drafts, and the last position of every sampled entry is sampled."""
 
-    ahead: int = 1
-    """Most decode steps of these rows that may be made in one call: there are blocks for them, and no row gets too long."""
+    ahead: int = 0
+    """Most decode steps of these rows that may be made in one call: there are blocks for them, and no row gets too long. 0:
+    Python is needed after the first."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
     """(source, destination) state slots to copy before the forward, all read before any is written; a negative source:

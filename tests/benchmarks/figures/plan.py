@@ -49,6 +49,9 @@ FIGURES: dict[str, Figure] = {
     "families": Figure(
         "tests.benchmarks.families", "--scale 0.25 --rounds 3", {"families": tables.families}, ("vllm",),
     ),
+    "families-100m": Figure(
+        "tests.benchmarks.families", "--size 100m --scale 0.25 --rounds 1", {"families-100m": tables.families}, ("vllm",),
+    ),
     "coordinator": Figure(
         "tests.benchmarks.coordinator", "latency throughput core long_tail",
         {"coordinator": tables.coordinator, "long-tail": tables.long_tail},

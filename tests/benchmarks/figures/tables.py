@@ -107,14 +107,24 @@ FAMILIES = {
 
 
 def families(found: Mapping[str, Any]) -> str:
-    """Tokens per second by family and peer, with the prompts and of the decode alone; without peers that did not run."""
+    """Tokens per second by family and peer, with the prompts and of the decode alone, and ours of the floor where it was
+    measured; without peers that did not run."""
     rows = {(row["workload"], row["metric"]): row for row in found["rows"]}
     ran = {name for row in rows.values() for name, cell in row["peers"].items() if cell["median"] is not None}
     columns = [(metric, peer) for metric in ("all tokens", "decode") for peer in PEERS if peer in ran]
+    bounded = ["all tokens", "decode"] if any(row["floor"] for row in rows.values()) else []
     return table(
-        ["", *(metric if peer == "ours" else PEERS[peer] for metric, peer in columns)],
         [
-            [FAMILIES[family], *(_against(rows[family, metric], peer) for metric, peer in columns)]
+            "",
+            *(metric if peer == "ours" else PEERS[peer] for metric, peer in columns),
+            *(f"{metric}: of the floor" for metric in bounded),
+        ],
+        [
+            [
+                FAMILIES[family],
+                *(_against(rows[family, metric], peer) for metric, peer in columns),
+                *(_floor(rows[family, metric]) for metric in bounded),
+            ]
             for family in dict.fromkeys(family for family, _ in rows)
         ],
     )

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rollout import RolloutManager, SamplingParams
+from rollout.engine.explain import rates
 from rollout.engine.explain.machine import busy_processes, usable_cores
-from rollout.engine.explain.rates import Bound, Rates, Weights
+from rollout.engine.explain.rates import Bound, Rates, Weights, products
 from rollout.engine.explain.trial import decode_trial
 from rollout.engine.kernels import cpu_library
 from tests.engines import make_engine, shared_model
@@ -102,13 +103,27 @@ def test_a_pool_that_is_too_small_and_too_many_threads_are_advised_against(monke
 
 
 def test_bounds_follow_from_bytes_and_multiplications():
-    weights = Weights(parameters=1000, parameter_bytes=4000, multiplied=1000, multiplied_bytes=4000, head=200)
+    weights = Weights(
+        parameters=1000, parameter_bytes=4000, multiplied=1000, multiplied_bytes=4000, read_bytes=4000, head=200
+    )
     bound = Bound(Rates(bandwidth=4e6, matmul=1e6), weights, kv_bytes_per_token=0)
     assert bound.decode(1, 10) == pytest.approx(500)  # 2,000 operations take longer than 4,000 bytes
     assert bound.decode(4, 10) == pytest.approx(500)
     assert bound.prefill() == pytest.approx(1e6 / 1600)
     narrow = replace(bound, rates=Rates(bandwidth=4e6, matmul=1e9), kv_bytes_per_token=400)
     assert narrow.decode(1, 10) == pytest.approx(1 / 0.002)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rate_of_products_is_that_of_our_kernels_where_torch_is_slower(dtype, monkeypatch):
+    torch_square, torch_flat, ours = products(dtype, torch.device("cpu"), 64)
+    assert (torch_square[0], torch_flat[0], ours[0]) == (2 * 64**3, 64**3, 64**3)
+    torch.testing.assert_close(ours[1](), torch_flat[1](), atol=0.05, rtol=0.02)
+    seconds = iter([1.0] * 10 + [8.0] * 8 + [1.0] * 4)
+    monkeypatch.setattr(rates, "SIDE", 64)
+    monkeypatch.setattr(rates, "_seconds", lambda run, device: next(seconds))
+    assert Rates.measure(dtype, torch.device("cpu")).matmul == 64**3
 
 
 def test_of_a_mixture_of_experts_only_the_chosen_ones_count_and_a_tied_embedding_once():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import families, prefix_sharing
+from rollout.engine.forward import chunk_state, cuda_graphs, families, prefix_sharing
 from rollout.engine.forward.cuda_forward import FAMILIES, CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
@@ -78,8 +78,8 @@ def small(name: str, **changes: Any) -> Any:
     return make_model(name, head_dim=16, **(few | changes)).to(DEVICE)
 
 
-def engine_of(model: Any, **options: Any) -> DynamicInferenceEngine:
-    """An engine on the Triton kernels, captured steps included."""
+def engine_of(model: Any, *, chunked: bool = False, **options: Any) -> DynamicInferenceEngine:
+    """An engine on the Triton kernels, captured decode steps included, and steps with chunks if `chunked`."""
     engine = make_engine(model, block_size_tokens=8, max_tokens_per_step=16, max_requests=2, **options)
     if INTERPRETED:
         runner, cache = engine.controller.runner, engine.cache
@@ -87,7 +87,9 @@ def engine_of(model: Any, **options: Any) -> DynamicInferenceEngine:
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
         runner.fused = CudaForward(runner.model, runner.layout, cache, runner._attention, decode)
-        runner.graphs = GraphedDecode(runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused)
+        runner.graphs = GraphedDecode(
+            runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused, chunked=chunked
+        )
     return engine
 
 
@@ -223,6 +225,27 @@ def test_a_prefix_that_samples_share_is_read_once_by_captured_steps(monkeypatch)
     assert runner_of(engine).graphs._state.lengths.tolist()[:2] == [16, 16]
     assert any(size.shares for size in runner_of(engine).graphs._graphs)
     for request in requests:
+        assert_greedy(model, request, tolerance=1e-5 if INTERPRETED else 1e-3)
+
+
+@on_the_device
+@pytest.mark.parametrize("fused", [True, False])
+def test_captured_chunks_give_the_tokens_of_generate(fused, monkeypatch) -> None:
+    monkeypatch.setattr(chunk_state, "SIZES", (16,))
+    for module in (chunk_state, cuda_graphs):
+        monkeypatch.setattr(module, "MOST_CHUNKS", 2)
+    model = small("qwen3")
+    engine = engine_of(model, chunked=True)
+    runner = runner_of(engine)
+    if not fused:
+        runner.drop_fused("")
+    engine.generate([token_ids(3, 1)], greedily(2))
+    for seed in range(2):
+        engine.add_request(token_ids(5 + 7 * seed, seed), greedily(3 if INTERPRETED else 40))
+    done = finish(engine)
+    assert {size.tokens for size in runner.graphs._graphs} == {0, 16}
+    assert captured(engine) == [fused] * len(captured(engine))
+    for request in done.values():
         assert_greedy(model, request, tolerance=1e-5 if INTERPRETED else 1e-3)
 
 

@@ -20,7 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import cuda_graphs, prefix_sharing
+from rollout.engine.forward import chunk_state, cuda_graphs, prefix_sharing
+from rollout.engine.forward.chunk_state import ChunkInputs
 from rollout.engine.forward.cuda_capture import WARM_UP_RUNS, Uncapturable
 from rollout.engine.forward.cuda_graphs import (
     LEAST_LENGTH,
@@ -30,12 +31,13 @@ from rollout.engine.forward.cuda_graphs import (
     GraphedDecode,
     padded_length,
     padded_rows,
-    signature_of,
 )
 from rollout.engine.forward.cuda_switches import VARIABLE
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
+from rollout.engine.forward.graph_signature import signature_of
 from rollout.engine.kernels import decode_parts
+from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
@@ -115,12 +117,20 @@ class Plain:
         self.released += 1
 
     def __call__(
-        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, *,
+        self, layer: int, inputs: DecodeInputs | ChunkInputs, query: Tensor, key: Tensor, value: Tensor, *,
         scaling: float, window: int | None, softcap: float | None, chunk: int | None, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        self.rows = len(inputs.slots)
+        self.rows = len(inputs.ids)
         cells = self._cache.addresses[2 * layer : 2 * layer + 2]
         slots, tables = inputs.groups[self._cache.group_of(layer)]
+        if isinstance(inputs, ChunkInputs):
+            places = torch.arange(len(inputs.ids))
+            row = torch.searchsorted(inputs.begins[1:], places, right=True).clamp(max=len(tables) - 1)
+            seen = inputs.starts[row] + places - inputs.begins[row]
+            arrays = (slots, torch.where(places < inputs.begins[-1], seen, -1), tables[row])
+            return decode(
+                cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks, []
+            )
         arrays = (slots, inputs.seen, tables)
         shared = [] if inputs.shared is None or window else list(vars(inputs.shared).values())
         return decode(
@@ -181,14 +191,16 @@ class FailingDevice:
         return replay
 
 
-def graphed(model: Any, *, shares: bool = False, **options: Any) -> tuple[DynamicInferenceEngine, Recorder]:
-    """An engine whose decode steps are recorded on a pretended device."""
+def graphed(
+    model: Any, *, shares: bool = False, chunked: bool = False, **options: Any
+) -> tuple[DynamicInferenceEngine, Recorder]:
+    """An engine whose decode steps are recorded on a pretended device, and its prefill chunks if `chunked`."""
     engine = make_engine(model, fused_forward=False, **options)
     runner = engine.controller.runner
     recorder = Recorder(engine.cache)
     runner.graphs = GraphedDecode(
         runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder,
-        Plain(engine.cache, shares=shares),
+        Plain(engine.cache, shares=shares), chunked=chunked,
     )  # fmt: skip
     return engine, recorder
 
@@ -279,6 +291,55 @@ def test_steps_whose_rows_share_a_prefix_have_a_graph_that_reads_it_once(name: s
     start(engine, 2)
     finish_exact(engine, name, 2)
     assert not list(engine.controller.runner.graphs._graphs)[-1].shares
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_prefill_chunks_are_replayed_padded_beside_the_decodes_of_their_step(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(chunk_state, "SIZES", (16, 40))
+    engine, recorder = graphed(name, chunked=True, max_tokens_per_step=24)
+    engine.add_request(token_ids(3), greedily(12))
+    steps(engine, 2)
+    assert recorder.replays == 1, "until a decode step was captured, chunks run eagerly"
+    for seed, length in enumerate((30, 7, 1)):
+        engine.add_request(token_ids(length, seed + 1), greedily(3 + seed))
+    steps(engine, 2)
+    assert recorder.replays == 1 + 2 * 2, "a graph of decodes and one of chunks"
+    finish_exact(engine, name, 4)
+    graphs = engine.controller.runner.graphs
+    assert {size.tokens for size in graphs._graphs} == {0, 16, 40}
+    captures = recorder.captures
+    pass_suspended(engine, "recompute")
+    start(engine)
+    finish_exact(engine, name)
+    assert recorder.captures == captures
+
+
+def test_decodes_of_a_step_are_its_leading_rows_whose_logits_come_first() -> None:
+    def decodes(counts: list[int], keep: list[int]) -> int:
+        offsets = np.cumsum([0, *counts])
+        rows = PagedRows(offsets, np.zeros(offsets[-1], np.int64), np.zeros((len(counts), 1), np.int64), 4)
+        return cuda_graphs._decodes(rows, np.array(keep, np.int64))
+
+    assert decodes([1, 1, 1], [0, 1, 2]) == 3
+    assert decodes([1, 1, 5], [0, 1, 6]) == decodes([1, 1, 5, 1], [0, 1, 6, 7, 3]) == 2
+    assert decodes([5], [4]) == decodes([5], []) == decodes([1], []) == 0
+    assert decodes([1, 1], [0]) == 1, "the last chunk of a prompt but one, of a token"
+    assert decodes([1, 1], [1]) == 0
+    assert decodes([1, 4], [0, 3, 0]) == -1
+
+
+def test_chunks_that_cannot_be_captured_run_eagerly_and_decodes_stay_graphs(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(chunk_state, "SIZES", (16, 40))
+    engine, recorder = graphed("qwen3", chunked=True)
+    failing = FailingDevice(engine, recorder, {16: RuntimeError("operation not permitted")})
+    with caplog.at_level(logging.WARNING):
+        for seed in range(3):
+            engine.add_request(token_ids(6, seed), greedily(3))
+            engine.add_request(token_ids(7, 10 + seed), greedily(3))
+            finish_exact(engine, "qwen3", 2)
+    assert failing.asked == [2, 16, 2]
+    assert len(caplog.records) == 1
+    assert "prefill steps of 16 tokens cannot be captured" in caplog.text
 
 
 # --- what a graph outlives --------------------------------------------------------------------------------------------

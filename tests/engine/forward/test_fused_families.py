@@ -88,18 +88,18 @@ def test_in_bfloat16_it_is_as_close_to_exact_as_the_module_is(name: str) -> None
 
 @families
 def test_every_cut_gives_greedy_tokens_and_logprobs_of_the_module(name: str) -> None:
-    # Short queries and keys are made unit vectors: in float32 the module itself is as far from float64.
-    tolerance = 5e-5 if name in HYBRID else 1e-5
+    # Queries and keys of almost no length are made unit vectors, which multiplies what float32 has rounded off.
+    judged = name in HYBRID
     engine = make_engine(name, max_tokens_per_step=3, max_requests=3, kv_cache_blocks=12)
     stem = token_ids(9, 4)
     for prompt in (stem, stem[:5], [*stem, 7, 8]):
         engine.add_request(prompt, greedily(8))
     for request in finish(engine).values():
-        assert_greedy(name, request, tolerance)
+        assert_greedy(name, request, judged=judged)
     # Of cached prefixes, and forked.
     engine.add_request([*stem, 7, 8, 9], greedily(5, n=2))
     for request in finish(engine).values():
-        assert_greedy(name, request, tolerance)
+        assert_greedy(name, request, judged=judged)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "olmo2", "glm", "mixtral", "gpt2", "qwen3_next"])
@@ -119,8 +119,9 @@ def test_a_recurrence_gets_the_same_bits_however_its_prompt_is_cut() -> None:
     assert all(torch.equal(logits(engine, tokens, *cuts), whole) for cuts in ((1, 2, 3), (64,), (67, 130, 199)))
 
 
-def test_text_for_a_model_of_text_and_images_is_fused_and_the_modules() -> None:
-    engine = make_engine(make_vision_model("qwen3_5"), max_tokens_per_step=512)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_text_for_a_model_of_text_and_images_is_fused_and_the_modules(name: str) -> None:
+    engine = make_engine(make_vision_model(name), max_tokens_per_step=512)
     assert fused(engine)
     assert_equal(engine)
 

@@ -16,7 +16,8 @@ from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import recurrent_layers
 from rollout.engine.forward.recurrent_layers import RecurrentLayers
-from rollout.errors import UnsupportedModelError
+from rollout.engine.parts import step_tokens
+from rollout.errors import ConfigError, UnsupportedModelError
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
 from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model
 from tests.vision_models import POOLED
@@ -243,6 +244,20 @@ def test_the_pool_is_sized_by_blocks_or_by_memory() -> None:
     assert engine.cache.num_blocks == 2 * 512 / 4, "never more than its requests can use"
     with pytest.raises(ValueError, match=r"does not hold one block.*raise kv_cache_memory_gb"):
         DynamicInferenceEngine(model, None, InferenceConfig(block_size_tokens=4, kv_cache_memory_gb=1e-9))
+
+
+def test_the_token_budget_of_a_step_follows_the_device_unless_it_is_given() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model, max_tokens_per_step=None)
+    assert engine.config.max_tokens_per_step == engine.context.scheduler.config.step_tokens == 2048
+    assert InferenceConfig(max_requests=5000).step_tokens == 5000
+    cuda = torch.device("cuda")
+    assert step_tokens(InferenceConfig(), model, cuda) == 8192
+    assert step_tokens(InferenceConfig(max_requests=9000), model, cuda) == 9000
+    llama4 = make_model("llama4", floor_scale=4096)
+    assert step_tokens(InferenceConfig(), llama4, cuda) == 4095, "it refuses more, see refuse_packed_temperature"
+    with pytest.raises(ConfigError, match="max_tokens_per_step=64: must be at least max_requests=256"):
+        InferenceConfig(max_tokens_per_step=64)
 
 
 def test_a_model_of_one_position_at_a_time_is_served() -> None:

@@ -375,6 +375,7 @@ def driver_free() -> int:
 
 
 @on_a_gpu
+@pytest.mark.whole_device
 @pytest.mark.parametrize("virtual", [True, False])
 def test_on_a_device_a_suspended_pool_is_with_the_driver_and_comes_back_bit_for_bit(virtual: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
@@ -404,6 +405,7 @@ def test_on_a_device_a_suspended_pool_is_with_the_driver_and_comes_back_bit_for_
 
 
 @on_a_gpu
+@pytest.mark.whole_device
 def test_on_a_device_three_steps_with_adam_leave_the_pool_whole() -> None:
     model = make_model("qwen3").cuda()
     share = int(0.6 * driver_free())

@@ -293,7 +293,7 @@ def test_blocks_that_were_given_up_meanwhile_do_not_come_back() -> None:
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=gpu)])
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=[*gpu, pytest.mark.whole_device])])
 def test_on_a_device_the_pool_comes_back_bit_for_bit_and_its_memory_is_free_meanwhile(marked: None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     shapes = [LayerShape(2, 64, 64)] * 12

@@ -348,6 +348,10 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "crops of another size": (
         "gemma3", picture_prompt("gemma3", ["a"]) | {"pixel_values": torch.zeros(1, 3, 8, 8)}, r"be \[images, 3, 16, 16",
     ),
+    "no crop": (
+        "gemma3", picture_prompt("gemma3", ["a"]) | {"pixel_values": torch.zeros(0, 3, 16, 16)},
+        r"its images become 0 embeddings \(0 images",
+    ),
     "tiles without their mask": (
         "smolvlm",
         picture_prompt("smolvlm", ["a"]) | {"pixel_attention_mask": torch.ones(1, 2, 16, 16)},
@@ -371,6 +375,29 @@ def test_images_that_do_not_fit_are_refused_and_nothing_is_queued(case: str, eng
 @pytest.fixture(scope="module")
 def engines() -> dict[str, DynamicInferenceEngine]:
     return {}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_an_image_at_which_the_tower_fails_harms_no_other_request(name: str) -> None:
+    model = make_vision_model(name)
+    engine = make_engine(model)
+    tower = next(each for path, each in model.named_modules() if path.endswith(("visual", "vision_tower")))
+
+    def fail(_: Any, args: Any, arguments: dict[str, Any]) -> None:
+        if any(each.isinf().any() for each in (*args, *arguments.values()) if torch.is_tensor(each)):
+            raise ArithmeticError("no such colour")
+
+    tower.register_forward_pre_hook(fail, with_kwargs=True)
+    engine.add_request(token_ids(6), greedily(TOKENS))
+    steps(engine, 3)
+    inputs = picture_prompt(name, ["b", 2])
+    engine.add_request(picture_prompt(name, PARTS), likeliest())
+    engine.add_request(inputs | {"pixel_values": torch.full_like(inputs["pixel_values"], torch.inf)}, likeliest(n=2))
+    done = finish(engine)
+    assert_greedy(model, done[0, 0])
+    assert_as_generate(name, PARTS, done[1, 0], model)
+    assert [done[2, sample].error for sample in range(2)] == ["ArithmeticError: no such colour"] * 2
+    assert engine.stats()["preemptions"] == 0
 
 
 def test_padding_is_taken_off_and_a_processed_text_is_a_text() -> None:

@@ -157,7 +157,8 @@ def lives_at_fixed_addresses(rank: int) -> dict[str, Any]:
             torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
             optimizer_alone.step()
             optimizer_alone.zero_grad()
-        told["captures"], told["replays"] = recorder.captures, recorder.replays
+        told["captured anew"] = recorder.captures - len(runner.graphs._graphs)
+        told["replays"] = recorder.replays
         told["explained"] = rollout.explain().model.weights
     return told | {"version": rollout.policy_version, "bytes": sum(each.nbytes for each in alone.parameters())}
 
@@ -302,7 +303,9 @@ def _raise_once() -> Any:
 
 def samples_in_the_policys_dtype(rank: int) -> tuple[Any, ...]:
     """bfloat16 forwards of fp32 shards: the engine's KV and log-probs are the trainer's own forward."""
-    model = sharded(make_model("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = sharded(
+        make_model("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    )
     with a_manager(model) as rollout:
         (request,) = rollout.generate([[5, 6, 7]], SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
         with rollout.engine.whole_weights():
