@@ -124,7 +124,7 @@ def require_recurrent_cache() -> None:
         )
 
 
-RECURRENT = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "lfm2"})
+RECURRENT = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "lfm2", "minimax"})
 
 
 def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:

@@ -107,11 +107,8 @@ class DecodeState:
         """
         count, size = len(ids), _FIELDS * self.rows
         lines = self._lines(rows)
-        width = min(rows.tables.shape[1], self.columns)
-        tables = np.stack([each[:, :width] for each in (rows.tables, *rows.others)])
-        changed = np.nonzero(tables != self._known[:, lines, :width])
-        where = changed[0], lines[changed[1]], changed[2]
-        changes = len(changed[0])
+        where, blocks = self._changed(rows, lines)
+        changes = len(blocks)
         few = changes <= self._most
         message = np.zeros(size + 2 * changes * few, np.int32)
         header = message[:size].reshape(_FIELDS, self.rows)
@@ -125,17 +122,17 @@ class DecodeState:
                 field[: len(values)] = values
         if few:
             entries = message[size:].reshape(2, changes)
-            entries[0], entries[1] = np.ravel_multi_index(where, self._known.shape), tables[changed]
+            entries[0], entries[1] = np.ravel_multi_index(where, self._known.shape), blocks
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
         if not few:
             whole = self._known.astype(np.int32)
-            whole[where] = tables[changed]
+            whole[where] = blocks
             self.tables.copy_(staged(whole, self._device), non_blocking=True)
         elif changes:
-            places, blocks = self._flat[size : len(message)].view(2, changes)
-            self.tables.view(-1).index_put_((places.long(),), blocks)
+            places, new = self._flat[size : len(message)].view(2, changes)
+            self.tables.view(-1).index_put_((places.long(),), new)
         # Last: after an exception on the way, the device is taken to have less than it has, never more.
-        self._known[where] = tables[changed]
+        self._known[where] = blocks
 
     def inputs(
         self, count: int, columns: int, capacity: int = 0, *, shares: bool = False, spread: bool = False
@@ -160,6 +157,22 @@ class DecodeState:
             shared = SharedPrefixes(self.members[:count], self.begins[: count // 2 + 1], self.lengths[:count])
         parts = DecodeParts(seen, capacity, shared, spread=spread)
         return DecodeInputs(self.ids[:count].long(), self.positions[:count].long(), seen, groups, parts)
+
+    def _changed(
+        self, rows: PagedRows, lines: NDArray[np.int64]
+    ) -> tuple[tuple[NDArray[np.int64], ...], NDArray[np.int64]]:
+        """(group, line, column) of the entries of block tables that the device has not, and what they are."""
+        width, count = min(rows.tables.shape[1], self.columns), len(lines)
+        in_order = bool((lines == np.arange(count)).all())
+        found = []
+        for group, each in enumerate((rows.tables, *rows.others)):
+            known, table = self._known[group], each[:, :width]
+            # Flat: several times as fast as looking for places in several dimensions.
+            at = np.flatnonzero(table != (known[:count, :width] if in_order else known[lines, :width]))
+            row, column = np.divmod(at, width)
+            found.append((np.full(len(at), group), lines[row], column, table[row, column]))
+        groups, places, columns, blocks = (np.concatenate(part) for part in zip(*found, strict=True))
+        return (groups, places, columns), blocks
 
     def _lines(self, rows: PagedRows) -> NDArray[np.int64]:
         if rows.lines is None or int(rows.lines.max(initial=0)) >= self.rows:

@@ -13,6 +13,9 @@ from transformers import DynamicCache, cache_utils
 from rollout.engine.memory.state_pool import StateShape
 from rollout.errors import UnsupportedModelError
 
+WITHOUT_STATE = ("mlp", "moe")
+"""Types of layers to which the cache of transformers 5.21 and 5.22 gives a place for a state; later it is a `DummyLayer`."""
+
 
 @dataclass(frozen=True)
 class RecurrentLayers:
@@ -31,20 +34,21 @@ class RecurrentLayers:
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:
         """Those of a text model's configuration; none where this version of transformers has no cache protocol for them."""
-        kinds = [getattr(cache_utils, name, None) for name in ("LinearAttentionCacheLayerMixin", "DummyLayer")]
         layers: Sequence[object] = ()
-        if None not in kinds:
+        if hasattr(DynamicCache, "get_conv_state"):
             try:
                 layers = DynamicCache(config=config).layers
             except (KeyError, TypeError, ValueError, AttributeError):
                 # A type of layer that transformers' own cache does not know either.
                 layers = ()
-        stateful, stateless = (
-            frozenset(index for index, layer in enumerate(layers) if kind is not None and isinstance(layer, kind))
-            for kind in kinds
-        )
+        names = getattr(config, "layer_types", None) or ()
+        dummies = {index for index, layer in enumerate(layers) if type(layer).__name__ == "DummyLayer"}
+        stateless = dummies | {index for index, name in enumerate(names) if name in WITHOUT_STATE}
+        with_state = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+        stateful = {index for index, layer in enumerate(layers) if isinstance(layer, with_state)} - stateless
         arguments = inspect.signature(model.forward).parameters
-        return cls(stateful, stateless, "cache_params" if "cache_params" in arguments else "past_key_values")
+        argument = "cache_params" if "cache_params" in arguments else "past_key_values"
+        return cls(frozenset(stateful), frozenset(stateless), argument)
 
     def __bool__(self) -> bool:
         return bool(self.stateful)

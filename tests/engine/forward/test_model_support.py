@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from torch import nn
+from transformers import cache_utils
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import recurrent_layers
+from rollout.engine.forward.recurrent_layers import RecurrentLayers
 from rollout.engine.parts import step_tokens
 from rollout.errors import ConfigError, UnsupportedModelError
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
-from tests.models import SMALL, VOCAB, make_model
+from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model
 from tests.vision_models import POOLED
 from tests.zoo.small_models import build as small
 
@@ -261,3 +265,22 @@ def test_a_model_of_one_position_at_a_time_is_served() -> None:
     (request,) = engine.generate([[5]], greedily(1))
     assert len(request.generated_tokens) == 1
     assert logprob_error("qwen3", request) <= 1e-5
+
+
+@pytest.mark.parametrize("dummy", ["DummyLayer", "LinearAttentionLayer"])
+def test_layers_without_a_state_are_told_apart_in_every_version_of_transformers(
+    dummy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(cache_utils, dummy):
+        pytest.skip(f"transformers {hf.__version__} has no {dummy}")
+
+    class Cache(hf.DynamicCache):
+        def __init__(self, config: Any) -> None:
+            names = {"conv": "LinearAttentionLayer", "mlp": dummy, "full_attention": "DynamicLayer"}
+            self.layers = [getattr(cache_utils, names[each])() for each in config.layer_types]
+
+    monkeypatch.setattr(recurrent_layers, "DynamicCache", Cache)
+    config = SimpleNamespace(layer_types=["mlp", "conv", "full_attention"])
+    found = RecurrentLayers.of(make_model("qwen3"), config)
+    assert found.stateless == {0}
+    assert found.stateful == ({1} if RECURRENT_CACHE else frozenset())

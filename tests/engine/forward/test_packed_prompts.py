@@ -12,7 +12,7 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
-from tests.models import make_model
+from tests.models import make_model, require_recurrent_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -53,6 +53,7 @@ def delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_recurrent_cache()
     for module in MODULES.values():
         monkeypatch.setattr(module, "causal_conv1d_fn", convolution(module.causal_conv1d_fn))
     own = modeling_qwen3_next.torch_chunk_gated_delta_rule
