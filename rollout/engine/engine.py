@@ -274,7 +274,7 @@ class DynamicInferenceEngine(GroupMember):
         """Let a `step(ahead=True)` that is being made end as soon as it can; from any thread, without waiting."""
         self._lock.ask()
 
-    def _step(self, *, ahead: bool = True) -> None:
+    def _step(self, *, ahead: bool) -> None:
         """Leaves the records that have ended in the ledger."""
         with self._lock:
             if self._lifecycle.cause_of_death is not None and self._ledger.ended:
@@ -313,7 +313,7 @@ class DynamicInferenceEngine(GroupMember):
             with self.whole_weights(), self.installation:
                 while not mine.isdisjoint(self._ledger.live):
                     self.refuse_when_nothing_can_run()
-                    self._step()
+                    self._step(ahead=True)
             taken = self.take_ended(lambda key: key[0] in mine)
         ended = {(record.request_id, record.sample_index): record for record in taken}
         samples = range((sampling_params or SamplingParams()).n)

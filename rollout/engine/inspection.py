@@ -53,7 +53,7 @@ class EngineInspection(EngineParts):
 
     @property
     def last_step_count(self) -> int:
-        """How many decode steps the last call of `step` that ran anything has made; 1 where it had prefill chunks."""
+        """How many decode steps the last call of `step` has made; 1 where it had prefill chunks, 0 where nothing ran."""
         return self._stepper.made
 
     def refuse_when_nothing_can_run(self) -> None:

@@ -218,7 +218,9 @@ class EngineParts:
         self._assemble(model)
         if self.config.verify_model:
             room = min(self.max_sequence_length, blocks // self.cache.num_groups * self.config.block_size_tokens)
-            self.controller.verify_model(min(VERIFY_TOKENS, room))
+            peers = self.peers
+            all_ranks = bool if peers is None else lambda holds: peers.least(int(holds)) == 1
+            self.controller.verify_model(min(VERIFY_TOKENS, room), all_ranks)
         config = self.config
         # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
         if self.peers is None:

@@ -34,7 +34,7 @@ class Stepper:
 
     Attributes:
         last: the step that was scheduled last; None: there was nothing to run.
-        made: how many decode steps the last call that ran anything has made; 1 where it had prefill chunks.
+        made: how many decode steps the last call has made; 1 where it had prefill chunks, 0 where nothing ran or it failed.
     """
 
     _scheduler: Scheduler
@@ -48,7 +48,7 @@ class Stepper:
     _make_room: Callable[[BaseException], bool]
     _lock: FairLock
     last: ScheduledStep | None = None
-    made: int = 1
+    made: int = 0
 
     def step(self, *, ahead: bool = False) -> None:
         """Schedule, execute, update; records that end are in the ledger.
@@ -56,14 +56,14 @@ class Stepper:
         Args:
             ahead: make several decode steps in one call where nothing needs Python in between.
         """
-        log = self._tap.log
+        log, self.made = self._tap.log, 0
         if log is not None:
             log.step_begins()
         try:
             variant = self.follow_forward()
             step = self._scheduler.schedule()
             runs = self._controller.runner.runs if ahead and not self._lock.wanted else None
-            if step is not None and runs is not None and runs.serve(step, self._controller.constraints):
+            if step is not None and runs is not None and runs.serves(step, self._controller.constraints):
                 step = self._scheduler.run_ahead(step)
             self.last = step
             if step is None and not self._ledger.ended and self._scheduler.has_work(variant):

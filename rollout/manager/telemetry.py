@@ -43,15 +43,16 @@ class RolloutMetrics(MetricsRecorder):
             recorder.phase(self, phase, before)
 
     def step(self, samples_missing: int) -> None:
-        """Record the gauges and the size of a step, after every step, so that peaks are exact. Costs about 15 µs.
+        """Record the gauges, and the size of each step made, after every call of the engine. Costs about 15 µs.
 
         Args:
             samples_missing: samples that are still to come; those not running wait.
         """
         self._set_gauges(samples_missing)
         if (step := self._engine.last_step) is not None:
-            self.observe("rollout/step_requests", len(step.rows))
-            self.observe("rollout/step_tokens", step.num_tokens)
+            for _ in range(self._engine.last_step_count):
+                self.observe("rollout/step_requests", len(step.rows))
+                self.observe("rollout/step_tokens", step.num_tokens)
 
     def sync(self, samples_missing: int, groups_in_flight: int) -> None:
         """Bring counters and gauges up to date with the engine's."""

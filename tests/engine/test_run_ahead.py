@@ -20,6 +20,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling import run_ahead
 from rollout.engine.scheduling.draft_budget import StepCost
 from rollout.engine.scheduling.step import ScheduledStep
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.engines import at_random, greedily, pass_suspended, shared_model, token_ids
 from tests.models import make_model, make_tokenizer
@@ -51,6 +52,15 @@ def results(engine: Any, ahead: bool, params: SamplingParams) -> dict[Any, Any]:
         engine.context.scheduler.check()
     assert engine.context.allocator.num_used == 0, "a block leaked"
     return found
+
+
+def only_sample(engine: DynamicInferenceEngine) -> DynamicInferenceRequest:
+    """What the only request that is unfinished brings, in runs."""
+    ended = []
+    while engine.has_unfinished:
+        ended += engine.step(ahead=True)
+    [record] = ended
+    return record.merge()
 
 
 def assert_same(
@@ -89,6 +99,37 @@ def test_a_stop_string_cuts_what_was_computed_beyond_it() -> None:
     first = results(engine_for(tokenizer=tokenizer), False, greedily(30))[0, 0]
     text = tokenizer.decode(first[0])
     assert_same(greedily(30, stop=[text[20:22]], n=2), tokenizer=tokenizer)
+
+
+def test_a_state_is_kept_only_with_the_tokens_that_led_to_it() -> None:
+    tokenizer = make_tokenizer()
+    options = {"model": "qwen3_next", "tokenizer": tokenizer, "block_size_tokens": 32}
+    engine = engine_for(**options)
+    text = tokenizer.decode(results(engine_for(**options), False, greedily(30))[0, 0][0])
+    engine.add_request(token_ids(7, 0), greedily(30, stop=[text[20:22]]))
+    told = [*token_ids(7, 0), *only_sample(engine).generated_tokens, 3, 4, 5]
+    found = []
+    for each in (engine, engine_for(**options)):
+        each.add_request(told, greedily(6))
+        found.append(only_sample(each))
+    assert engine.stats()["prefill_tokens_saved"] > 0
+    assert found[0].generated_tokens == found[1].generated_tokens
+    assert found[0].generated_log_probs == pytest.approx(found[1].generated_log_probs, abs=1e-5)
+
+
+def test_what_a_run_that_was_asked_to_end_has_reserved_is_free_again() -> None:
+    engine = engine_for(kv_cache_blocks=24)
+    engine.add_request(token_ids(6, 0), greedily(80))
+    engine.step()
+    engine.ask_for_boundary()
+    engine.step(ahead=True)
+    assert engine.last_step_count == 1
+    assert engine.context.allocator.num_used == 2
+    engine.step(ahead=True)
+    assert engine.last_step_count > 1
+    only_sample(engine)
+    engine.step(ahead=True)
+    assert engine.last_step_count == 0
 
 
 def test_between_looks_for_drafts_runs_are_made_and_drafts_still_come() -> None:

@@ -42,16 +42,20 @@ class DecodeRuns:
         self._installation = installation
         self._asked = asked
 
-    def serve(self, step: ScheduledStep, constraints: Constraints | None) -> bool:
+    def serves(self, step: ScheduledStep, constraints: Constraints | None) -> bool:
         """Whether steps of these rows can follow one another without Python.
 
-        That is: decodes without drafts, images and named adapters, through the fused forward as it is in the model's present
-        state, whose tokens are drawn from the logits over the temperature, and which ask for no more than log-probs.
+        That is: decodes without drafts, named adapters and images that shift later positions, through the fused forward as
+        it is in the model's present state, whose tokens are drawn from the logits over the temperature, and which ask for no
+        more than log-probs.
         """
         table, rows = self._table, step.rows
         if step.prefills or step.depths is not None:
             return False
         if table.position_shift[rows].any() or self._adapters.of(rows) is not None:
+            return False
+        if self._forward.has_states and not table.plain[rows].all():
+            # A row whose text ends it within a run would leave a state that is further than its tokens.
             return False
         if constraints is not None and constraints.constrains(rows):
             return False
@@ -64,7 +68,7 @@ class DecodeRuns:
             return self._forward.ready(self._installation.module_epoch)
 
     def run(self, step: ScheduledStep) -> StepTokens:
-        """Make up to `step.ahead` steps, which `serve` has agreed to."""
+        """Make up to `step.ahead` steps, which `serves` has agreed to."""
         table, rows = self._table, step.rows
         ids, packed = pack(step, table)
         if step.copies:

@@ -74,6 +74,11 @@ class BoundForward(ABC):
         return self._bound is not None and self._bypassed() is None
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self._states is not None
+
+    @property
     def why_not(self) -> str:
         """Why the last `ready` was False."""
         return self._why or self._bypassed() or ""

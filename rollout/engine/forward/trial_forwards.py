@@ -21,16 +21,20 @@ from rollout.engine.sampling.sampler import token_logprobs
 
 
 def difference(
-    runner: ModelRunner, tokens: list[int], cuts: Sequence[int], own: Callable[[list[int]], Tensor], allowed: float
+    runner: ModelRunner,
+    tokens: list[int],
+    cuts: Sequence[int],
+    own: Callable[[list[int]], Tensor],
+    fine: Callable[[float], bool],
 ) -> float:
     """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and `own(tokens)`, over the
     largest of these (at least 1).
 
-    If that is more than `allowed` and the model has routers, the two are compared along the same routes, with `own` taking
-    those of the chunks, whose scores count too: by how much the chosen ones are lower, over the largest score.
+    If that is not `fine` and the model has routers, the two are compared along the same routes, with `own` taking those of
+    the chunks, whose scores count too: by how much the chosen ones are lower, over the largest score.
     """
     found = _over_largest(paged_logits(runner, tokens, *cuts), own(tokens))
-    if found <= allowed:
+    if fine(found):
         return found
     routes = Routes()
     paged = paged_logits(runner, tokens, *cuts, routes=routes)

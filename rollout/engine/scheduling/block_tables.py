@@ -75,6 +75,17 @@ class BlockTables:
         table.num_blocks[row] = have + fresh
         return True
 
+    def release_reserved(self, rows: IntArray) -> None:
+        """Release the blocks of these rows behind the one that their next position goes to."""
+        table = self.table
+        needed = table.computed[rows] // table.block_size + 1
+        for at in np.flatnonzero(table.num_blocks[rows] > needed).tolist():
+            row, first = rows.item(at), needed.item(at)
+            unused = table.blocks[row, first : table.num_blocks.item(row)].copy()
+            self.allocator.unview(unused, verified=False)
+            self.allocator.release(unused)
+            table.num_blocks[row] = first
+
     def release(self, row: int) -> None:
         """Release all blocks of a row, and its state."""
         if self.states is not None and self.table.state[row] != NO_SLOT:

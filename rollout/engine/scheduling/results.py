@@ -31,12 +31,18 @@ class StepResults:
 
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Apply the results of a step that began at `since`; returns the sequences that ended, records complete."""
+        host, blocks = self._queues.allocator.host, self._queues.blocks
+        if host is not None:
+            host.settle()
+        ended = self._apply(step, sampled, since)
+        if step.ahead > sampled.steps:
+            blocks.release_reserved(step.rows)
+        return ended
+
+    def _apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         queues, table, counters = self._queues, self._queues.table, self._queues.counters
-        allocator = queues.allocator
-        if allocator.host is not None:
-            allocator.host.settle()
         copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
-        counters["kv_blocks_copied"] += copied // allocator.pages_per_block
+        counters["kv_blocks_copied"] += copied // queues.allocator.pages_per_block
         if sampled.steps > 1:
             return self._apply_run(step, sampled, since)
         if step.depths is not None:

@@ -14,7 +14,9 @@ from rollout.engine.scheduling.step import ScheduledStep
 LONGEST_S = 0.03
 """Seconds that a run of steps may take: as long is what waits for its end kept waiting, as a stream for its next tokens."""
 MOST = 64
-"""Steps of a run; also where the clock stands still."""
+"""Steps of a run at most, however short a step is measured."""
+MOST_WITH_TEXT = 8
+"""Steps of a run with rows that their text may end: what lies behind the end is computed for nothing."""
 
 
 def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = MOST) -> ScheduledStep:
@@ -30,6 +32,8 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = M
     seconds = cost.step(len(rows))
     most = most if seconds <= 0 else min(most, int(LONGEST_S / seconds))
     most = min(most, int((table.max_length[rows] - table.length[rows]).min()))
+    if not table.plain[rows].all():
+        most = min(most, MOST_WITH_TEXT)
     if queues.blocks.states is not None:
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
     if not cost.known:
@@ -41,7 +45,8 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = M
 
 
 def _reserve(queues: Queues, rows: IntArray, count: int) -> bool:
-    """Reserve blocks for the next `count` positions of every row; False, reserving none, if too few are free."""
+    """Reserve blocks for the next `count` positions of every row, whose present block is its own; False, reserving none, if
+    too few are free."""
     table = queues.table
     fresh = -(-(table.computed[rows] + count) // table.block_size) - table.num_blocks[rows]
     if not (fresh > 0).any():

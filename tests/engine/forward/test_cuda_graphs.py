@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import chunk_state, cuda_graphs, prefix_sharing
-from rollout.engine.forward.chunk_state import ChunkInputs
-from rollout.engine.forward.cuda_capture import WARM_UP_RUNS, Uncapturable
+from rollout.engine.forward.cuda_capture import Uncapturable
 from rollout.engine.forward.cuda_graphs import (
     LEAST_LENGTH,
     MAX_FAILED,
@@ -34,7 +31,7 @@ from rollout.engine.forward.cuda_graphs import (
 )
 from rollout.engine.forward.cuda_switches import VARIABLE
 from rollout.engine.forward.decode_kernels import TritonDecode
-from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
+from rollout.engine.forward.decode_state import DecodeState
 from rollout.engine.forward.graph_signature import signature_of
 from rollout.engine.kernels import decode_parts
 from rollout.engine.kernels.rows import PagedRows
@@ -42,6 +39,7 @@ from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
 from rollout.errors import ConfigError
+from tests.engine.forward.recorded_graphs import Plain, Recorder
 from tests.engines import (
     assert_greedy,
     at_random,
@@ -58,116 +56,6 @@ from tests.models import make_model
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 CPU = torch.device("cpu")
-POOLS: dict[int, tuple[Tensor, Tensor]] = {}
-"""Address of a layer's K in a pool that exists → its K and V."""
-
-
-@torch.library.custom_op("rollout_tests::decode", mutates_args=())
-def decode(
-    cells: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, seen: Tensor, tables: Tensor,
-    scaling: float, window: int, softcap: float, chunk: int, sinks: Tensor | None, shared: list[Tensor],
-) -> Tensor:  # fmt: skip
-    """Write and attend, row by row, in the pool that is at the address in `cells` now; a prefix by its first row's table."""
-    keys, values = POOLS[int(cells[0])]
-    assert int(cells[1]) == values.data_ptr()
-    out = torch.zeros(*query.shape[:2], values.shape[3])
-    block_size, groups = keys.shape[1], query.shape[1] // keys.shape[2]
-    for row in range(len(query)):
-        if slots[row] < 0:
-            assert seen[row] < 0
-            continue
-        for cache, own in ((keys, key), (values, value)):
-            cache.flatten(0, 1)[int(slots[row])] = own[row]
-    tables = tables.clone()
-    if shared:
-        members, begins, lengths = shared
-        for low, high in pairwise(begins.tolist()):
-            for member in members[low:high].tolist():
-                tables[member, : int(lengths[member]) // block_size] = tables[int(members[low])][
-                    : int(lengths[member]) // block_size
-                ]
-    for row in range(len(query)):
-        last = int(seen[row])
-        if last < 0:
-            continue
-        first = max(0, last + 1 - window) if window else last // chunk * chunk if chunk else 0
-        positions = torch.arange(first, last + 1)
-        places = tables[row, positions // block_size].long() * block_size + positions % block_size
-        k, v = (cache.flatten(0, 1)[places].repeat_interleave(groups, 1) for cache in (keys, values))
-        scores = torch.einsum("hd,shd->hs", query[row], k) * scaling
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None]], dim=1)
-        out[row] = torch.einsum("hs,shd->hd", scores.softmax(-1)[:, : len(positions)], v)
-    return out.to(query.dtype)
-
-
-class Plain:
-    """`DecodeKernels` that are one operation to whoever records."""
-
-    nbytes = 1000
-
-    def __init__(self, cache: KVCache, *, shares: bool = False) -> None:
-        self.rows = self.released = 0
-        self.shares = shares
-        self._cache = cache
-
-    def release(self) -> None:
-        self.released += 1
-
-    def __call__(
-        self, layer: int, inputs: DecodeInputs | ChunkInputs, query: Tensor, key: Tensor, value: Tensor, *,
-        scaling: float, window: int | None, softcap: float | None, chunk: int | None, sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        self.rows = len(inputs.ids)
-        cells = self._cache.addresses[2 * layer : 2 * layer + 2]
-        slots, tables = inputs.groups[self._cache.group_of(layer)]
-        if isinstance(inputs, ChunkInputs):
-            places = torch.arange(len(inputs.ids))
-            row = torch.searchsorted(inputs.begins[1:], places, right=True).clamp(max=len(tables) - 1)
-            seen = inputs.starts[row] + places - inputs.begins[row]
-            arrays = (slots, torch.where(places < inputs.begins[-1], seen, -1), tables[row])
-            return decode(
-                cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks, []
-            )
-        arrays = (slots, inputs.seen, tables)
-        shared = [] if inputs.shared is None or window else list(vars(inputs.shared).values())
-        return decode(
-            cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks, shared
-        )
-
-
-class Recorder:
-    """A device whose records are made of the operations of torch."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.captures = self.replays = self.forgotten = 0
-        self.graph_bytes = 0
-        self._cache = cache
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._find_pool()
-        for _ in range(WARM_UP_RUNS):
-            work()
-        record = make_fx(work)()
-        self.captures += 1
-        return lambda: self._replay(record)
-
-    def forget(self) -> None:
-        self.forgotten += 1
-
-    def _replay(self, record: torch.nn.Module) -> None:
-        self._find_pool()
-        self.replays += 1
-        record()
-
-    def _find_pool(self) -> None:
-        POOLS.clear()
-        if self._cache.on_device:
-            for index in range(len(self._cache.addresses) // 2):
-                keys, values = self._cache.layer(index)
-                POOLS[keys.data_ptr()] = keys, values
 
 
 class FailingDevice:

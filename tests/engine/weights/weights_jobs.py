@@ -26,7 +26,7 @@ from rollout.errors import ConfigError, DeadlineError, EngineStateError, Invalid
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.engine.forward.test_cuda_graphs import Plain, Recorder
+from tests.engine.forward.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import Driver
 from tests.models import greedy, make_model
 from trainer_hooks.optimizer import attach
