@@ -51,7 +51,8 @@ from trainer_hooks.optimizer import attach
 
 PATIENCE_S = 60.0
 """Guards against hanging, no more."""
-ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, top_p=0.99)
+"""With a filter each token is a step of its own, a tenth of a second together; without one they may be there at once."""
 
 
 def options(**changes: Any) -> InferenceConfig:
@@ -651,7 +652,7 @@ CTRL_C = """
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=press).start()
-    endless = SamplingParams(max_tokens=500, ignore_eos=True)
+    endless = SamplingParams(max_tokens=500, ignore_eos=True, top_p=0.99)
     try:
         while True:
             llm.generate(["abc"] * 8, endless)

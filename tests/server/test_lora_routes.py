@@ -116,7 +116,7 @@ def test_unloading_ends_the_requests_of_an_adapter_by_name(
 ) -> None:
     load(http, "a", folders["a"])
     ended: list[httpx.Response] = []
-    body = {"model": "a", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+    body = {"model": "a", "prompt": PROMPT, "max_tokens": 2000, "top_p": 0.99, "ignore_eos": True}
     asking = threading.Thread(target=lambda: ended.append(http.post("/v1/completions", json=body)))
     asking.start()
     until(lambda: llm.engine.load[0] > 0)
