@@ -130,6 +130,7 @@ class GraphedDecode:
         self._resident = switched_on("tables")
         self._listed = switched_on("parts")
         self._least_parts = _least_parts(layout, max_rows)
+        self._most_columns = table_columns(STATE_LENGTH, self._block_size)
         self._sharing = PrefixSharing(token_bytes(layout) * (kernels.shares and switched_on("prefixes")))
         self._chunked = chunked and switched_on("chunks")
         self._state: DecodeState | None = None
@@ -303,9 +304,9 @@ class GraphedDecode:
             if self._state is not None:
                 # Graphs read the one there was.
                 self._forget()
-            columns = max(columns, table_columns(STATE_LENGTH, self._block_size))
+            self._most_columns = max(self._most_columns, columns)
             self._state = DecodeState(
-                padded_rows(self._max_rows), columns, self._block_size, self._layout.device, self._groups,
+                padded_rows(self._max_rows), self._most_columns, self._block_size, self._layout.device, self._groups,
                 resident=self._resident,
             )  # fmt: skip
         return self._state

@@ -632,6 +632,10 @@ def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeyp
     columns = [size.columns for size in engine.controller.runner.graphs._graphs]
     assert columns == [32], "the graph of 64 tokens read other tables"
     assert recorder.captures == 2
+    engine.controller.runner.graphs.release()
+    engine.add_request(token_ids(60, 2), greedily(12))
+    finish_exact(engine, "qwen3", 1)
+    assert recorder.captures == 3, "the tables are as wide again from the start"
 
 
 def test_the_addresses_of_a_pool_follow_it() -> None:
