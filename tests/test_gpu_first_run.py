@@ -101,16 +101,22 @@ def test_the_tests_for_a_gpu_are_a_stage_and_those_that_fill_it_run_alone(tmp_pa
 
 STAGE = """
 import json, os, sys, time
+failed = 0
 for name in sys.argv[1:]:
+    if name == "leaves":
+        sys.exit(0)
     print(json.dumps({"what": "begins", "name": name}), flush=True)
     if name == "hangs":
         time.sleep(1000)
     if name == "dies":
         os._exit(9)
     print("not a finding", flush=True)
-    print(json.dumps({"what": "stage", "name": name, "ok": name != "fails", "seconds": 1.0, "why": ""}), flush=True)
+    ok = name not in ("fails", "loses")
+    print(json.dumps({"what": "stage", "name": name, "ok": ok, "seconds": 1.0, "why": ""}), flush=True)
+    failed += not ok
     if name == "loses":
         break
+sys.exit(failed)
 """
 
 
@@ -118,15 +124,17 @@ def test_a_stage_that_hangs_dies_or_loses_the_device_costs_itself_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
-    stages = ["one", "dies", "loses", "fails", "hangs", "last"]
+    stages = ["one", "dies", "loses", "fails", "leaves", "hangs", "last"]
     limits = dict.fromkeys(stages, 600.0) | {"hangs": 0.5}
     command = [sys.executable, "-I", "-c", STAGE]
-    assert supervisor.supervise(stages, lambda left: [*command, *left], tmp_path, limits) == 3
+    assert supervisor.supervise(stages, lambda left: [*command, *left], tmp_path, limits) == 5
     printed = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     ended = {each["name"]: (each["ok"], each["why"]) for each in printed if each["what"] == "stage"}
     assert list(ended) == stages
-    assert [ok for ok, _ in ended.values()] == [True, False, True, False, False, True]
+    assert [ok for ok, _ in ended.values()] == [True, False, False, False, False, False, True]
     assert "status 9" in ended["dies"][1]
+    assert [ended[name][1] for name in ("loses", "fails")] == ["", ""], "they ended by themselves"
+    assert "status 0" in ended["leaves"][1], "not started for ever"
     assert "hung" in ended["hangs"][1]
 
 
