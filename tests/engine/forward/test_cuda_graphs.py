@@ -654,6 +654,12 @@ def test_the_option_is_true_or_false() -> None:
         InferenceConfig(cuda_graphs=1)  # type: ignore[arg-type]
 
 
+def test_a_wrong_name_of_a_part_to_switch_off_is_refused_where_nothing_is_captured(monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, "prefixes, table")
+    with pytest.raises(ConfigError, match=r"ROLLOUT_CUDA_WITHOUT=table: there is no such part; did you mean tables\?"):
+        make_engine("qwen3")
+
+
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
