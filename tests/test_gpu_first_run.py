@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu_first_run import __main__ as first_run
-from tests.gpu_first_run import report, supervisor
+from tests.gpu_first_run import exactness, report, supervisor
 from tests.gpu_first_run.findings import Run
 from tests.gpu_first_run.gpu_tests import gpu_tests, outcomes
 from tests.gpu_first_run.limits import LIMITS
@@ -36,6 +38,9 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     exact = [each for each in found if each["what"] == "log-probs" and each["dtype"] == "torch.float32"]
     assert len(exact) == 4
     assert all(each["max"] < 1e-4 for each in exact)
+    prefilled = [each for each in found if each["what"] == "log-probs, captured prefill"]
+    assert len(prefilled) == 3 + 4, "of stages truth and fused"
+    assert all(each["max"] < 0.1 for each in prefilled)
     same = [each["same_bits"] for each in found if each["what"] == "exact"]
     assert same == [True] * 12
     assert {each["work"] for each in found if each["what"] == "price"} == {"sampling", "training"}
@@ -50,6 +55,16 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     steps = [each for each in found if each["what"] == "decode step"]
     assert all(set(each["host_ms"]) == {"schedule", "update", "forward", "_sample"} for each in steps)
     assert [each["shrunk_by_blocks"] for each in found if each["what"] == "resume"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_truth_fails_on_a_gpu_that_captures_no_prefill_chunks(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = iter([True, False, True])
+    monkeypatch.setattr(exactness, "_truth", lambda *_: next(captures))
+    run: Any = SimpleNamespace(cuda=cuda, sizes=("tiny",), model=lambda *_: None, collect=lambda: None)
+    with pytest.raises(RuntimeError, match="captured in 1 of 3 cases") if cuda else nullcontext():
+        exactness.truth(run)
+    assert not list(captures), "after all cases"
 
 
 def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
