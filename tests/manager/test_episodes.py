@@ -506,8 +506,12 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, na
 
 
 def test_a_manager_with_episodes_in_play_saves_its_other_groups_beside_them(small):
+    gate = threading.Event()
+
     async def play(episode):
         await episode.sample([4, 5], tokens(300))
+        while not gate.is_set():
+            await asyncio.sleep(0.001)
         return 0.0
 
     with pytest.raises(DeadlineError):
@@ -518,4 +522,5 @@ def test_a_manager_with_episodes_in_play_saves_its_other_groups_beside_them(smal
         other.load_state_dict(state)
         assert (other.groups_in_flight, other.episode_groups_in_play) == (1, 1)
         assert len(other.generate([], min_groups=1)) == 1
+        gate.set()
         assert other.run([], play).response_mask.sum() == 300
