@@ -130,7 +130,8 @@ class InferenceConfig(Options):
     the output is that of plain decoding."""
 
     cuda_graphs: bool = True
-    """On CUDA, capture decode steps as CUDA graphs and replay them. False: run the module's forward in every step."""
+    """On CUDA, capture decode steps and prefill chunks of up to 4,096 tokens as CUDA graphs and replay them. False: run the
+    module's forward in every step."""
 
     release_cuda_graphs: bool = False
     """Free the memory of CUDA graphs (`graph_bytes` of the statistics) at every suspend that takes the KV cache off the
@@ -138,8 +139,8 @@ class InferenceConfig(Options):
 
     virtual_memory: bool = True
     """On CUDA, map the KV pool by the driver's virtual memory calls: a suspend gives all of it back to the driver, and it
-    comes back at the same addresses. False, and where the driver lacks them: torch's allocator, its cache emptied at a
-    suspend."""
+    comes back at the same addresses. So do the weights that FSDP2 gathers. False, and where the driver lacks them: torch's
+    allocator, its cache emptied at a suspend; gathered weights have no fixed addresses."""
 
     verify_model: bool = True
     """At construction, compare a few tokens computed through the paged path with the model's own forward."""

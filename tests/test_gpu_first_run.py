@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu_first_run import __main__ as first_run
-from tests.gpu_first_run import report, supervisor
+from tests.gpu_first_run import exactness, report, supervisor
 from tests.gpu_first_run.findings import Run
 from tests.gpu_first_run.gpu_tests import gpu_tests, outcomes
 from tests.gpu_first_run.limits import LIMITS
@@ -36,6 +38,9 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     exact = [each for each in found if each["what"] == "log-probs" and each["dtype"] == "torch.float32"]
     assert len(exact) == 4
     assert all(each["max"] < 1e-4 for each in exact)
+    prefilled = [each for each in found if each["what"] == "log-probs, captured prefill"]
+    assert len(prefilled) == 3 + 4, "of stages truth and fused"
+    assert all(each["max"] < 0.1 for each in prefilled)
     same = [each["same_bits"] for each in found if each["what"] == "exact"]
     assert same == [True] * 12
     assert {each["work"] for each in found if each["what"] == "price"} == {"sampling", "training"}
@@ -50,6 +55,16 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     steps = [each for each in found if each["what"] == "decode step"]
     assert all(set(each["host_ms"]) == {"schedule", "update", "forward", "_sample"} for each in steps)
     assert [each["shrunk_by_blocks"] for each in found if each["what"] == "resume"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_truth_fails_on_a_gpu_that_captures_no_prefill_chunks(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = iter([True, False, True])
+    monkeypatch.setattr(exactness, "_truth", lambda *_: next(captures))
+    run: Any = SimpleNamespace(cuda=cuda, sizes=("tiny",), model=lambda *_: None, collect=lambda: None)
+    with pytest.raises(RuntimeError, match="captured in 1 of 3 cases") if cuda else nullcontext():
+        exactness.truth(run)
+    assert not list(captures), "after all cases"
 
 
 def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,16 +116,22 @@ def test_the_tests_for_a_gpu_are_a_stage_and_those_that_fill_it_run_alone(tmp_pa
 
 STAGE = """
 import json, os, sys, time
+failed = 0
 for name in sys.argv[1:]:
+    if name == "leaves":
+        sys.exit(0)
     print(json.dumps({"what": "begins", "name": name}), flush=True)
     if name == "hangs":
         time.sleep(1000)
     if name == "dies":
         os._exit(9)
     print("not a finding", flush=True)
-    print(json.dumps({"what": "stage", "name": name, "ok": name != "fails", "seconds": 1.0, "why": ""}), flush=True)
+    ok = name not in ("fails", "loses")
+    print(json.dumps({"what": "stage", "name": name, "ok": ok, "seconds": 1.0, "why": ""}), flush=True)
+    failed += not ok
     if name == "loses":
         break
+sys.exit(failed)
 """
 
 
@@ -118,15 +139,17 @@ def test_a_stage_that_hangs_dies_or_loses_the_device_costs_itself_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
-    stages = ["one", "dies", "loses", "fails", "hangs", "last"]
+    stages = ["one", "dies", "loses", "fails", "leaves", "hangs", "last"]
     limits = dict.fromkeys(stages, 600.0) | {"hangs": 0.5}
     command = [sys.executable, "-I", "-c", STAGE]
-    assert supervisor.supervise(stages, lambda left: [*command, *left], tmp_path, limits) == 3
+    assert supervisor.supervise(stages, lambda left: [*command, *left], tmp_path, limits) == 5
     printed = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     ended = {each["name"]: (each["ok"], each["why"]) for each in printed if each["what"] == "stage"}
     assert list(ended) == stages
-    assert [ok for ok, _ in ended.values()] == [True, False, True, False, False, True]
+    assert [ok for ok, _ in ended.values()] == [True, False, False, False, False, False, True]
     assert "status 9" in ended["dies"][1]
+    assert [ended[name][1] for name in ("loses", "fails")] == ["", ""], "they ended by themselves"
+    assert "status 0" in ended["leaves"][1], "not started for ever"
     assert "hung" in ended["hangs"][1]
 
 

@@ -24,6 +24,7 @@ from rollout.engine.expert_parallel.lockstep import Lockstep
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.adapters import LoraAdapters
 from rollout.engine.forward.attention import Installation
+from rollout.engine.forward.cuda_switches import refuse_unknown_parts
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import (
@@ -129,6 +130,7 @@ class EngineParts:
         return self.group if self.lockstep is None else self.lockstep.group
 
     def _build(self) -> None:
+        refuse_unknown_parts()
         model, clock = self.weights.sampled, self._clock
         collapse(model.parameters())
         tokenizer, allocate = self._made_with

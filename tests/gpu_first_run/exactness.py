@@ -19,6 +19,8 @@ from tests.gpu_first_run.findings import HEAD_DIM, Run, captured, prompts
 BLOCK = 16
 LENGTHS = [3000, 1, 257, 1024, 640, 4095, 256, 16]
 SHARED = 512
+CHUNKED = {"enable_prefix_caching": False, "max_tokens_per_step": 1024}
+"""Options of an engine that captures the chunks of prompts: none is cached, and those of a step fit into a graph."""
 
 
 class Pool:
@@ -119,22 +121,31 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 def truth(run: Run) -> None:
     """Log-probs of samples against the trainer's forward, in bf16, fp32 and fp32 with TF32; graphs on and off; alone."""
-    before = torch.backends.cuda.matmul.allow_tf32
+    before, captures = torch.backends.cuda.matmul.allow_tf32, []
     try:
         for dtype, tf32 in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
             torch.backends.cuda.matmul.allow_tf32 = tf32
-            _truth(run, run.model(run.sizes[0], dtype), {"dtype": str(dtype), "tf32": tf32})
+            captures.append(_truth(run, run.model(run.sizes[0], dtype), {"dtype": str(dtype), "tf32": tf32}))
             run.collect()
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+    require_chunks(run, captures)
 
 
-def _truth(run: Run, model: PreTrainedModel, case: dict[str, object]) -> None:
+def require_chunks(run: Run, captures: list[bool]) -> None:
+    """Fail at the end of a stage if the chunks of prompts were not captured in all of its cases."""
+    if run.cuda and not all(captures):
+        raise RuntimeError(f"no prefill chunks were captured in {captures.count(False)} of {len(captures)} cases")
+
+
+def _truth(run: Run, model: PreTrainedModel, case: dict[str, object]) -> bool:
+    """Whether chunks of prompts were captured."""
     asked = prompts(model, 24 if run.cuda else 2, 5, 700 if run.cuda else 40, seed=1)
     params = SamplingParams(max_tokens=96 if run.cuda else 4, ignore_eos=True, seed=5)
     tokens: dict[bool, list[list[int]]] = {}
+    chunks = False
     for graphs in (True, False):
-        with run.engine(model, cuda_graphs=graphs, kv_cache_memory_gb=8 if run.cuda else 0.1) as engine:
+        with run.engine(model, cuda_graphs=graphs, kv_cache_memory_gb=8 if run.cuda else 0.1, **CHUNKED) as engine:
             done = engine.generate(asked, params)
             tokens[graphs] = [request.generated_tokens for request in done]
             errors = np.concatenate([logprob_errors(run, model, request) for request in done])
@@ -143,11 +154,27 @@ def _truth(run: Run, model: PreTrainedModel, case: dict[str, object]) -> None:
                 p99=np.quantile(errors, 0.99), max=errors.max(), tokens=len(errors),
             )  # fmt: skip
             if graphs:
+                chunks = captured_prefill(run, engine, model, asked, params, **case)
                 alone = _alone(engine, asked[:6], params)
                 same = sum(one == other for one, other in zip(alone, tokens[True], strict=False))
                 run.say("sampled alone", **case, same=same, of=len(alone))
     same = sum(one == other for one, other in zip(*tokens.values(), strict=True))
     run.say("graphs on and off", **case, same=same, of=len(asked))
+    return chunks
+
+
+def captured_prefill(
+    run: Run, engine: DynamicInferenceEngine, model: PreTrainedModel, asked: list[list[int]], params: SamplingParams,
+    **case: object,
+) -> bool:  # fmt: skip
+    """Log-probs of a second batch, whose chunks are replayed from its first step on; whether there are graphs of chunks."""
+    errors = np.concatenate([logprob_errors(run, model, request) for request in engine.generate(asked, params)])
+    counts = captured(engine)
+    run.say(
+        "log-probs, captured prefill", **case, **counts, mean=errors.mean(), p99=np.quantile(errors, 0.99),
+        max=errors.max(), tokens=len(errors),
+    )  # fmt: skip
+    return bool(counts.get("chunk_graphs", 0))
 
 
 def _alone(engine: DynamicInferenceEngine, asked: list[list[int]], params: SamplingParams) -> list[list[int]]:

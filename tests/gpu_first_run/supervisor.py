@@ -55,7 +55,7 @@ def _one_process(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-    begun, failed, since = "", 0, time.monotonic()
+    begun, ended, failed, since = "", 0, 0, time.monotonic()
     deadline = since + START_S
     try:
         while left:
@@ -68,7 +68,8 @@ def _one_process(
                 break
             if line is None:
                 why = f"its process ended with status {process.wait()}"
-                if not begun and not process.returncode:
+                if ended and not begun:
+                    # A stage before lost the device: the next one begins in a process of its own.
                     return failed
                 break
             found = _finding(line)
@@ -77,7 +78,7 @@ def _one_process(
                 begun, since = str(found["name"]), time.monotonic()
                 deadline = since + limits[begun] + GRACE_S
             elif found.get("what") == "stage":
-                failed += not found["ok"]
+                ended, failed = ended + 1, failed + (not found["ok"])
                 left.remove(begun)
                 begun, since = "", time.monotonic()
                 deadline = since + START_S

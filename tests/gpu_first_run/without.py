@@ -16,8 +16,11 @@ from tests.gpu_first_run.findings import Run, captured, prompts
 from tests.gpu_first_run.speed import decode_steps
 
 CASES: dict[str, tuple[str, list[int], int]] = {
-    "one long row of 64": ("parts", [512] * 63 + [8192], 0), "a prompt in every step": ("chunks", [1024] * 32, 512),
-}  # fmt: skip
+    "one long row of 64": ("parts", [512] * 63 + [8192], 0),
+    "a prompt in every step": ("chunks", [1024] * 32, 512),
+    "a prompt of 300 tokens in every step": ("chunks", [1024] * 32, 300),
+    "a prompt of 1,100 tokens in every step": ("chunks", [1024] * 32, 1100),
+}
 """Name → part that matters, tokens of the prompts that decode, tokens of the prompt that each step begins."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import staged
 
-SIZES = (256, 512, 1024, 2048, 4096)
+SIZES = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Tokens that steps are padded to. A larger one keeps a device busy for longer than Python takes to launch it."""
 MOST_CHUNKS = 64
 """Chunks of a step, and positions of theirs whose logits are wanted."""

@@ -130,6 +130,7 @@ class GraphedDecode:
         self._resident = switched_on("tables")
         self._listed = switched_on("parts")
         self._least_parts = _least_parts(layout, max_rows)
+        self._most_columns = table_columns(STATE_LENGTH, self._block_size)
         self._sharing = PrefixSharing(token_bytes(layout) * (kernels.shares and switched_on("prefixes")))
         self._chunked = chunked and switched_on("chunks")
         self._state: DecodeState | None = None
@@ -189,25 +190,34 @@ class GraphedDecode:
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
             return None
-        rotary, sizes = rows.positions if rotary is None else rotary, list[tuple[_Size | None, int]]()
+        rotary, sizes = rows.positions if rotary is None else rotary, list[tuple[_Size, int]]()
+        wanted: _Size | None = None
+        if chunked:
+            chunks, chosen = rows.select(np.arange(decodes, len(rows)))
+            kept = keep[decodes:] - decodes
+            # Before anything is sent or captured: beside chunks that run eagerly, decodes do so too.
+            wanted = self._chunk_size(rows, chunks, kept, numbers)
+            if wanted is None:
+                return None
         if decodes:
             part = rows.select(np.arange(decodes))[0] if chunked else rows
-            sizes.append((self._decoding(ids[:decodes], part, rotary[:decodes], numbers), decodes))
-        if chunked:
-            part, chosen = rows.select(np.arange(decodes, len(rows)))
-            kept = keep[decodes:] - decodes
-            sizes.append((self._prefilling(ids[chosen], part, kept, rotary[chosen], numbers), len(kept)))
+            size = self._decoding(ids[:decodes], part, rotary[:decodes], numbers)
+            if size is None:
+                return None
+            sizes.append((size, decodes))
+        if wanted is not None:
+            size = self._prefilling(wanted, ids[chosen], chunks, kept, rotary[chosen])
+            if size is None:
+                return None
+            sizes.append((size, len(kept)))
         return self._replayed(sizes)
 
-    def _replayed(self, sizes: list[tuple[_Size | None, int]]) -> Tensor | None:
-        """Logits of the graphs of these sizes, the first so many of each; None: there is one without a graph."""
-        # A capture that failed has forgotten the other graph too.
-        graphs = [(size, self._graphs[size], count) for size, count in sizes if size in self._graphs]
-        if len(graphs) < len(sizes):
-            return None
+    def _replayed(self, sizes: list[tuple[_Size, int]]) -> Tensor:
+        """Logits of the graphs of these sizes, the first so many of each."""
         self._replays += 1
         logits = []
-        for size, graph, count in graphs:
+        for size, count in sizes:
+            graph = self._graphs[size]
             graph.replay()
             logits.append(self._logits[graph.dtype, size.tokens > 0][:count])
         return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -232,26 +242,29 @@ class GraphedDecode:
             size, lambda: state.inputs(padded, columns, parts, shares=size.shares, spread=not self._listed)
         )
 
-    def _prefilling(
-        self,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        keep: NDArray[np.int64],
-        rotary: NDArray[np.int64],
-        numbers: tuple[float, ...] | None,
+    def _chunk_size(
+        self, rows: PagedRows, chunks: PagedRows, keep: NDArray[np.int64], numbers: tuple[float, ...] | None
     ) -> _Size | None:
-        """Send prefill chunks, and capture their step if there is no graph; None: they must run the module's forward."""
+        """Size of the graph of these prefill chunks of `rows`; None: they must run the module's forward."""
+        tokens = padded_tokens(len(chunks.positions))
         # A model whose decode steps cannot be captured is not tried again.
-        if not self._by_kernels(numbers) or self._precision() not in self._captured:
+        tried = len(chunks) < len(rows) or self._precision() in self._captured
+        if not tokens or not tried or not self._by_kernels(numbers):
             return None
-        columns, tokens = self._state_of(self._columns(rows)).columns, padded_tokens(len(ids))
+        columns = self._state_of(self._columns(rows)).columns
         if self._chunks is None:
             self._chunks = ChunkState(SIZES[-1], columns, self._layout.device, self._groups)
-        size, chunks = _Size(MOST_CHUNKS, columns, self._precision(), numbers, False, 0, tokens), self._chunks
-        if not tokens or not chunks.serves(rows, keep) or size in self._short:
-            return None
+        size = _Size(MOST_CHUNKS, columns, self._precision(), numbers, False, 0, tokens)
+        return size if self._chunks.serves(chunks, keep) and size not in self._short else None
+
+    def _prefilling(
+        self, size: _Size, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], rotary: NDArray[np.int64]
+    ) -> _Size | None:
+        """Send prefill chunks, and capture their step if there is no graph; None: they must run the module's forward."""
+        chunks = self._chunks
+        assert chunks is not None
         chunks.send(ids, rows, keep, rotary)
-        return self._captured_as(size, lambda: chunks.inputs(tokens))
+        return self._captured_as(size, lambda: chunks.inputs(size.tokens))
 
     def _by_kernels(self, numbers: tuple[float, ...] | None) -> bool:
         return numbers is None or self.fused is None or self.fused.by_kernels
@@ -291,9 +304,9 @@ class GraphedDecode:
             if self._state is not None:
                 # Graphs read the one there was.
                 self._forget()
-            columns = max(columns, table_columns(STATE_LENGTH, self._block_size))
+            self._most_columns = max(self._most_columns, columns)
             self._state = DecodeState(
-                padded_rows(self._max_rows), columns, self._block_size, self._layout.device, self._groups,
+                padded_rows(self._max_rows), self._most_columns, self._block_size, self._layout.device, self._groups,
                 resident=self._resident,
             )  # fmt: skip
         return self._state

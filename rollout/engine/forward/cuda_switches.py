@@ -25,14 +25,21 @@ SWITCHES = {
 
 
 def switched_on(part: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a part of `SWITCHES` runs.
+    """Whether a part of `SWITCHES` runs."""
+    return part not in _off(environment)
+
+
+def refuse_unknown_parts(environment: Mapping[str, str] = os.environ) -> None:
+    """Check the variable, also where nothing is captured.
 
     Raises:
-        ConfigError: the variable names a part that there is not.
+        ConfigError: it names a part that there is not.
     """
-    off = [name.strip() for name in environment.get(VARIABLE, "").split(",") if name.strip()]
-    for name in off:
+    for name in _off(environment):
         if name not in SWITCHES:
             cure = did_you_mean(name, SWITCHES, f"there are {', '.join(SWITCHES)}")
             raise ConfigError(f"{VARIABLE}={name}: there is no such part; {cure}")
-    return part not in off
+
+
+def _off(environment: Mapping[str, str]) -> list[str]:
+    return [name.strip() for name in environment.get(VARIABLE, "").split(",") if name.strip()]

@@ -24,6 +24,8 @@ class PrefixSharing:
         self._token_bytes = token_bytes
         self._groups: PrefixGroups | None = None
         self._lines: NDArray[np.int64] | None = None
+        self._positions: NDArray[np.int64] | None = None
+        """Of the rows last seen: a line that is no further has another sequence now."""
         self._blocks: NDArray[np.int64] | None = None
 
     def of(self, rows: PagedRows) -> PrefixGroups | None:
@@ -32,9 +34,10 @@ class PrefixSharing:
             return None
         if not self._hold(rows):
             found = shared_prefixes(rows, len(rows))
-            width = int(found.lengths.max(initial=0)) // rows.block_size
+            # As far as the search looked, also where it found nothing.
+            width = int(np.minimum(rows.positions[:-1], rows.positions[1:]).max()) // rows.block_size
             self._lines, self._blocks, self._groups = rows.lines, rows.tables[:, :width].copy(), found
-        groups = self._groups
+        self._positions, groups = rows.positions, self._groups
         assert groups is not None
         first = groups.members[groups.begins[:-1]] if len(groups.members) else groups.members
         saved = int(groups.lengths.sum() - groups.lengths[first].sum()) * self._token_bytes
@@ -42,12 +45,11 @@ class PrefixSharing:
 
     def _hold(self, rows: PagedRows) -> bool:
         """Whether the groups found last are groups of these rows."""
-        if self._groups is None or self._blocks is None or self._lines is None or rows.lines is None:
+        if self._positions is None or self._blocks is None or self._lines is None or rows.lines is None:
             return False
-        # Blocks behind a row's position are still written to.
         return (
             np.array_equal(rows.lines, self._lines)
-            and bool((rows.positions >= self._groups.lengths).all())
+            and bool((rows.positions > self._positions).all())
             and np.array_equal(rows.tables[:, : self._blocks.shape[1]], self._blocks)
         )
 

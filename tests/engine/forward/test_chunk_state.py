@@ -51,4 +51,11 @@ def test_steps_it_has_no_room_for_are_refused() -> None:
     rows = chunks([3], [0])
     object.__setattr__(rows, "seen", rows.positions)
     assert not state.serves(rows, none), "an image that sees itself in both directions"
-    assert [padded_tokens(count) for count in (1, 256, 257, SIZES[-1], SIZES[-1] + 1)] == [256, 256, 512, 4096, 0]
+    assert [padded_tokens(count) for count in (1, 256, SIZES[-1], SIZES[-1] + 1)] == [256, 256, 4096, 0]
+
+
+def test_padding_adds_at_most_a_half_and_a_fifth_on_average() -> None:
+    counts = np.arange(256, SIZES[-1] + 1)
+    ratios = np.array([padded_tokens(count) for count in counts]) / counts
+    assert ratios.max() <= 1.5
+    assert ratios.mean() <= 1.2

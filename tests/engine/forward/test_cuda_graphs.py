@@ -230,6 +230,34 @@ def test_chunks_that_cannot_be_captured_run_eagerly_and_decodes_stay_graphs(monk
     assert "prefill steps of 16 tokens cannot be captured" in caplog.text
 
 
+def test_a_step_whose_chunks_run_eagerly_captures_and_sends_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(chunk_state, "SIZES", (16,))
+    engine, recorder = graphed("qwen3", chunked=True)
+    engine.add_request(token_ids(3), greedily(4))
+    steps(engine, 1)
+    engine.add_request(token_ids(17, 1), greedily(4))
+    steps(engine, 1)
+    assert recorder.captures == 0
+    assert engine.controller.runner.graphs._state is None
+    finish_exact(engine, "qwen3", 2)
+    assert recorder.captures > 0
+
+
+def test_chunks_beside_decodes_that_cannot_be_captured_are_not_captured_either(monkeypatch) -> None:
+    monkeypatch.setattr(chunk_state, "SIZES", (16,))
+    engine, recorder = graphed("qwen3", chunked=True)
+    failing = FailingDevice(engine, recorder, {2: RuntimeError("operation not permitted")})
+    start(engine, 1, 3)
+    finish_exact(engine, "qwen3", 1)
+    for seed in range(2):
+        engine.add_request(token_ids(17, seed), greedily(6))
+    steps(engine, 1)
+    engine.add_request(token_ids(5, 3), greedily(3))
+    steps(engine, 1)
+    assert failing.asked == [1, 2], "no chunks, in a step that runs eagerly"
+    finish_exact(engine, "qwen3", 3)
+
+
 # --- what a graph outlives --------------------------------------------------------------------------------------------
 
 
@@ -604,6 +632,10 @@ def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeyp
     columns = [size.columns for size in engine.controller.runner.graphs._graphs]
     assert columns == [32], "the graph of 64 tokens read other tables"
     assert recorder.captures == 2
+    engine.controller.runner.graphs.release()
+    engine.add_request(token_ids(60, 2), greedily(12))
+    finish_exact(engine, "qwen3", 1)
+    assert recorder.captures == 3, "the tables are as wide again from the start"
 
 
 def test_the_addresses_of_a_pool_follow_it() -> None:
@@ -620,6 +652,12 @@ def test_the_option_is_true_or_false() -> None:
     assert InferenceConfig().cuda_graphs
     with pytest.raises(ConfigError, match="cuda_graphs"):
         InferenceConfig(cuda_graphs=1)  # type: ignore[arg-type]
+
+
+def test_a_wrong_name_of_a_part_to_switch_off_is_refused_where_nothing_is_captured(monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, "prefixes, table")
+    with pytest.raises(ConfigError, match=r"ROLLOUT_CUDA_WITHOUT=table: there is no such part; did you mean tables\?"):
+        make_engine("qwen3")
 
 
 # --- on a device ------------------------------------------------------------------------------------------------------

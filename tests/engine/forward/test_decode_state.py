@@ -14,7 +14,6 @@ from rollout.engine.forward.decode_state import DecodeState
 from rollout.engine.forward.prefix_sharing import PrefixSharing
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import PrefixGroups
-from rollout.errors import ConfigError
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -183,11 +182,26 @@ def test_prefixes_are_looked_for_anew_when_rows_or_their_first_blocks_change(mon
     assert PrefixSharing(0).of(PagedRows(np.arange(4), np.array([300, 301, 302]), tables, BLOCK)) is None
 
 
+@pytest.mark.parametrize("before", [20, 400, 900])
+def test_prefixes_of_a_batch_in_the_lines_of_the_one_before_are_found(before: int, monkeypatch) -> None:
+    """The batch before shared nothing, and ended at once."""
+    monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 1)
+    sharing, lines = PrefixSharing(10), np.arange(8)
+    tables = np.arange(8 * 300).reshape(8, 300)
+    for step in range(3):
+        rows = PagedRows(np.arange(9), np.full(8, before + step), tables, BLOCK, lines=lines)
+        assert sharing.of(rows) is None
+    tables = tables.copy()
+    tables[:, : 512 // BLOCK] = tables[0, : 512 // BLOCK]
+    rows = PagedRows(np.arange(9), np.arange(560, 568), tables, BLOCK, lines=lines)
+    groups = sharing.of(rows)
+    assert groups is not None
+    assert groups.lengths.tolist() == [512] * 8
+
+
 def test_parts_are_switched_off_by_name() -> None:
     assert switched_on("tables", {})
     assert not switched_on("tables", {VARIABLE: " tables,"})
-    with pytest.raises(ConfigError, match=r"ROLLOUT_CUDA_WITHOUT=table: there is no such part; did you mean tables\?"):
-        switched_on("tables", {VARIABLE: "table"})
     sequences, state = Sequences(3), DecodeState(8, COLUMNS, BLOCK, CPU, resident=False)
     for _ in range(5):
         rows = sequences.step()
