@@ -66,7 +66,7 @@ class DynamicInferenceEngine(GroupMember):
     ) -> None:
         super().__init__(model, tokenizer, config or InferenceConfig(), clock, allocate)
         self.holds = Holds(self)
-        """Who asks the engine to stand still: the coordinator, a weight update, the caller."""
+        """Named holds under which no step is made: of the coordinator, a weight update, the caller."""
         watch(self)
         answer_signal()
 

@@ -94,7 +94,7 @@ static inline float scaled(float* row, int64_t low, int64_t high, float scaling,
             x = (at < static_cast<int32_t>(low)) | (at >= static_cast<int32_t>(high)) ? vec{} - INFINITY : x;
         }
         top = x > top ? x : top;
-        // Propagates a NaN, which the comparison above drops.
+        // A NaN stays in the row, so that its weights show it; the maximum leaves it out.
         store(row + i, x);
     }
     return largest(top);
