@@ -97,7 +97,7 @@ def test_a_checkpoint_holds_the_images_of_what_is_in_flight_and_of_what_has_ende
         manager.submit([prompts[1]], SAMPLED.replace(max_tokens=2))
         for _ in range(4):
             with manager.engine.installation:
-                manager.engine._step()
+                manager.engine._step(ahead=True)
         state = manager.state_dict()
         manager.abort(list(manager._groups))
     with manager_of(name) as again:

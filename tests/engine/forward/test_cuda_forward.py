@@ -86,6 +86,7 @@ def engine_of(model: Any, *, chunked: bool = False, **options: Any) -> DynamicIn
         kernels, runner.paged = load(DEVICE), load(DEVICE)
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
+        runner.runs = None
         runner.fused = CudaForward(runner.model, runner.layout, cache, runner._attention, decode)
         runner.graphs = GraphedDecode(
             runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused, chunked=chunked
