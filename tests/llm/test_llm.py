@@ -52,7 +52,7 @@ from trainer_hooks.optimizer import attach
 PATIENCE_S = 60.0
 """Guards against hanging, no more."""
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, top_p=0.99)
-"""With a filter each token is a step of its own, a tenth of a second together; without one they may be there at once."""
+"""With a filter each token is a step of its own, as with top log-probs; without, all of them may be there at once."""
 
 
 def options(**changes: Any) -> InferenceConfig:
@@ -719,7 +719,7 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1
     weights = [{name: value.clone() for name, value in model.state_dict().items()}]
     with blocking(model, kv_cache_management_mode="recompute") as llm, attach(optimizer, llm, mode="recompute"):
-        pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed)) for seed in range(3)]
+        pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed, logprobs=1)) for seed in range(3)]
         for _ in range(3):
             before = llm.stats()["generated_tokens"]
             wait_until(lambda before=before: llm.stats()["generated_tokens"] > before + 30)  # type: ignore[misc]
@@ -738,7 +738,7 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
 
 def test_suspended_takes_the_cache_off_the_device_and_requests_go_on_afterwards() -> None:
     with blocking() as llm:
-        pending = llm.submit("abc", at_random(100))
+        pending = llm.submit("abc", ENDLESS)
         wait_until(lambda: llm.stats()["generated_tokens"] > 10)
         with llm.suspended():
             assert llm.state is EngineState.SUSPENDED
@@ -767,7 +767,7 @@ def test_what_the_caller_has_suspended_by_himself_stays_so_after_an_update() -> 
 @pytest.mark.parametrize("mode", [None, "persist", "recompute"])
 def test_before_an_optimizer_step_the_cache_leaves_the_device_as_configured_unless_a_mode_is_given(mode: Any) -> None:
     with blocking(kv_cache_management_mode="offload") as llm:
-        pending = llm.submit("abc", at_random(400))
+        pending = llm.submit("abc", ENDLESS)
         wait_until(lambda: llm.stats()["generated_tokens"] > 10)
         llm.before_optimizer_step(mode)
         assert llm.state is EngineState.SUSPENDED
