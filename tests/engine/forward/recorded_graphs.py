@@ -60,7 +60,7 @@ def decode(
 
 
 class Plain:
-    """`DecodeKernels` that are one operation to whoever records."""
+    """`DecodeKernels` whose attention of a layer is one operation of torch, as a record of the forward sees it."""
 
     nbytes = 1000
 
