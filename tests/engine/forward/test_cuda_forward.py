@@ -1,11 +1,10 @@
 """Tests of the Triton forward: its kernels against plain torch, whole engines against `generate`, what it refuses.
 
-They run in Triton's interpreter, in a process of its own (see tests/engine/kernels/test_triton_paged.py), and on a GPU.
+They run in Triton's interpreter, in a process of its own (see tests/engine/test_in_tritons_interpreter.py), and on a GPU.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from rollout.engine.kernels import decode_parts, triton_layers
 from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, rms_norm, rotated
 from rollout.engine.kernels.triton_paged import load
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
-from tests.interpreter import assert_holds_interpreted
+from tests.interpreter import INTERPRETED
 from tests.models import make_model
 
 try:
@@ -37,7 +36,6 @@ except ImportError:
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:TRITON_DEFAULT_FP_FUSION")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 """Triton's interpreter cuts bits of bfloat16 off instead of rounding."""
@@ -362,9 +360,3 @@ def test_a_capture_that_fails_costs_the_fused_graphs_alone(monkeypatch, caplog) 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_it_serves_the_families_without_adapters_that_exact_mode_serves() -> None:
     assert set(FAMILIES) == {f"{family.name}ForCausalLM" for family in families.FAMILIES if family.exact}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
-def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    assert_holds_interpreted(__file__)

@@ -1,12 +1,11 @@
 """Tests of a step's attention through the Triton kernels: row assignment, shared prefixes, tokens of a whole engine.
 
-The kernels run in Triton's interpreter, in a process of its own (see test_triton_paged.py), and on a GPU.
+The kernels run in Triton's interpreter, in a process of its own (tests/engine/test_in_tritons_interpreter.py), and on a GPU.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -25,8 +24,8 @@ from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace, w
 from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAttention, shared_prefixes
 from rollout.engine.kernels.triton_paged import TritonPaged, load
 from rollout.engine.memory.buffers import ALIGNMENT, packed, upload_together
-from tests.engines import assert_greedy, finish, greedily, make_engine, pass_suspended, shared_model, steps, token_ids
-from tests.interpreter import assert_holds_interpreted
+from tests.engines import assert_greedy, finish, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.interpreter import INTERPRETED, combined
 from tests.models import make_model
 
 try:
@@ -39,7 +38,6 @@ except ImportError:
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 BLOCK = 16
 
@@ -273,23 +271,22 @@ def paged() -> TritonPaged:
     return kernels
 
 
+RULES = [(None, None, None, False), (50, 2.0, None, False), (None, None, None, True), (None, None, 90, False),
+         (50, 2.0, None, True)]  # fmt: skip
+"""Window, softcap, chunk, sinks."""
+LAYOUTS = {
+    "alone": ([1, 1, 1, 37, 1], [700, 40, 300, 100, 1], [[]] * 5),
+    "shared": ([1, 1, 1, 1, 9], [530, 600, 517, 20, 300], [prefix(32)] * 3 + [[], prefix(18)]),
+    "decodes": ([1, 1, 1], [600, 600, 530], [prefix(32)] * 3),
+    "chunks": ([64, 3], [64, 270], [[], []]),
+}
+"""Tokens of the step, lengths and prefixes of its rows."""
+
+
 @on_the_device
-@pytest.mark.parametrize(
-    ("window", "softcap", "chunk", "sunk"),
-    [(None, None, None, False), (50, 2.0, None, False), (None, None, None, True), (None, None, 90, False),
-     (50, 2.0, None, True)],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("counts", "ends", "prefixes"),
-    [
-        ([1, 1, 1, 37, 1], [700, 40, 300, 100, 1], [[]] * 5),
-        ([1, 1, 1, 1, 9], [530, 600, 517, 20, 300], [prefix(32)] * 3 + [[], prefix(18)]),
-        ([1, 1, 1], [600, 600, 530], [prefix(32)] * 3),
-        ([64, 3], [64, 270], [[], []]),
-    ],
-    ids=["alone", "shared", "decodes", "chunks"],
-)  # fmt: skip
-def test_a_paged_step_equals_float64(paged, counts, ends, prefixes, window, softcap, chunk, sunk):
+@pytest.mark.parametrize(("layout", "rules"), combined(list(LAYOUTS), RULES))
+def test_a_paged_step_equals_float64(paged, layout, rules):
+    (counts, ends, prefixes), (window, softcap, chunk, sunk) = LAYOUTS[layout], rules
     rows = step(counts, ends, prefixes)
     generator = torch.Generator().manual_seed(len(ends))
     cpu = torch.device("cpu")
@@ -302,21 +299,23 @@ def test_a_paged_step_equals_float64(paged, counts, ends, prefixes, window, soft
     for ours, expected in zip(on_device[2:4], (keys, values), strict=True):
         assert torch.equal(ours.cpu(), expected)
     sinks = torch.linspace(-2, 4, 6, device=DEVICE) if sunk else None
-    rules = {"scaling": 0.2, "window": window, "softcap": softcap, "chunk": chunk}
+    how = {"scaling": 0.2, "window": window, "softcap": softcap, "chunk": chunk}
     exact = TorchPagedAttention(rows, cpu, Workspace())(
         *[tensor.double() for tensor in (query, key, value, keys, values)],
-        **rules,
+        **how,
         sinks=None if sinks is None else sinks.cpu(),
     )
     plain = TorchPagedAttention(rows, DEVICE, Workspace())
-    ours = TritonPagedAttention(paged, rows, DEVICE, plain)(query.to(DEVICE), *on_device[:4], **rules, sinks=sinks)
+    ours = TritonPagedAttention(paged, rows, DEVICE, plain)(query.to(DEVICE), *on_device[:4], **how, sinks=sinks)
     torch.testing.assert_close(ours.cpu().double(), exact, atol=1e-5, rtol=1e-5)
 
 
 @on_the_device
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "llama4"])
 def test_an_engine_on_the_paged_kernels_gives_the_tokens_of_generate(paged, name):
-    model = shared_model(name) if INTERPRETED else make_model(name).to(DEVICE)
+    # One layer of each kind.
+    layers = {"num_hidden_layers": 1 if name == "qwen3" else 2} if INTERPRETED else {}
+    model = make_model(name, **layers).to(DEVICE)
     tokens = 2 if INTERPRETED else 40
     engine = make_engine(model, fused_forward=False, max_tokens_per_step=16, block_size_tokens=8)
     if INTERPRETED:
@@ -327,7 +326,7 @@ def test_an_engine_on_the_paged_kernels_gives_the_tokens_of_generate(paged, name
     done = finish(engine)
     assert len(done) == 3
     for request in done.values():
-        assert_greedy(name, request, tolerance=1e-4 if INTERPRETED else 1e-3)
+        assert_greedy(model if INTERPRETED else name, request, tolerance=1e-4 if INTERPRETED else 1e-3)
 
 
 class Rerun:
@@ -354,7 +353,8 @@ def test_the_paged_kernels_of_graphs_find_a_pool_that_has_moved(paged):
         return pools[-1]
 
     pools: list[torch.Tensor] = []
-    engine = make_engine("qwen3", fused_forward=False, allocate=elsewhere)
+    model = make_model("qwen3", num_hidden_layers=1)
+    engine = make_engine(model, fused_forward=False, allocate=elsewhere)
     runner, device = engine.controller.runner, Rerun()
     runner.graphs = GraphedDecode(
         runner.model, runner.layout, engine.cache, 8, device, TritonDecode(paged, engine.cache)
@@ -369,10 +369,4 @@ def test_the_paged_kernels_of_graphs_find_a_pool_that_has_moved(paged):
     assert device.captures == 1
     assert len(done) == 3
     for request in done.values():
-        assert_greedy("qwen3", request, tolerance=1e-4)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
-def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    assert_holds_interpreted(__file__, "-k", "paged")
+        assert_greedy(model, request, tolerance=1e-4)

@@ -1,18 +1,16 @@
 """Tests of the Triton kernels against float64: in Triton's interpreter on a CPU, and on a GPU.
 
 The interpreter is chosen by an environment variable that Triton reads when it is first imported, so that it needs a process
-of its own: one test starts pytest on this file again, with the variable set. There the tests below run on the CPU; without
-it they are marked `gpu`.
+of its own: tests/engine/test_in_tritons_interpreter.py starts pytest on this file again, with the variable set. There the
+tests below run on the CPU; without it they are marked `gpu`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -25,20 +23,15 @@ from rollout.engine.kernels import decode_parts, triton_paged
 from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, SharedPrefixes, num_splits
 from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
-from tests.interpreter import assert_holds_interpreted
+from tests.interpreter import INTERPRETED, combined
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    pytest.param(
-        torch.bfloat16,
-        marks=pytest.mark.skipif(
-            INTERPRETED, reason="Triton's interpreter multiplies the bits of bfloat16 as integers"
-        ),
-    ),
-]
+DTYPES = [torch.float32, torch.float16]
+if not INTERPRETED:  # It multiplies the bits of bfloat16 as integers.
+    DTYPES.append(torch.bfloat16)
+SHAPES = [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (5, 1, 96, 8), (5, 2, 64, 1), (8, 1, 128, 16), (1, 1, 256, 4),
+          (40, 1, 16, 1)]  # fmt: skip
+"""Query heads of a KV head, KV heads, head size, block size."""
 
 
 def on_the_device(function):
@@ -167,19 +160,15 @@ def check_decode(
 
 
 @on_the_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("group", "kv_heads", "dim", "block_size"),
-    [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (4, 1, 96, 8), (5, 2, 64, 1), (8, 1, 128, 16), (1, 1, 256, 4)],
-)
-def test_decode_equals_float64_for_every_head_size_and_grouping(paged, group, kv_heads, dim, block_size, dtype):
+@pytest.mark.parametrize(("shape", "dtype"), combined(SHAPES, DTYPES))
+def test_decode_equals_float64_for_every_head_size_and_grouping(paged, shape, dtype):
+    group, kv_heads, dim, block_size = shape
     pool = Pool(dim + group, group=group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype)
     check_decode(paged, pool, [0, 37, -1, 64], None, dim**-0.5, None)
 
 
 @on_the_device
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [1, 20, 300, 1000])
+@pytest.mark.parametrize(("window", "softcap"), combined([1, 20, 300, 1000], [None, 2.0]))
 def test_decode_sees_its_window_alone_and_caps_its_scores(paged, window, softcap):
     check_decode(paged, Pool(window), [0, 19, 20, 63, 330, -1], window, 0.5, softcap)
 
@@ -196,7 +185,7 @@ def test_decode_merges_more_parts_than_it_takes_at_once(paged):
 
 
 @on_the_device
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4 if INTERPRETED else 8, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     positions=st.lists(st.integers(-1, 300), min_size=1, max_size=4),
@@ -368,25 +357,21 @@ def check_prefill(
 
 
 @on_the_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("group", "kv_heads", "dim", "block_size"),
-    [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (7, 1, 96, 8), (8, 1, 128, 16), (1, 1, 256, 2), (40, 1, 16, 1)],
-)
-def test_prefill_equals_float64_for_every_head_size_and_grouping(paged, group, kv_heads, dim, block_size, dtype):
+@pytest.mark.parametrize(("shape", "dtype"), combined(SHAPES, DTYPES))
+def test_prefill_equals_float64_for_every_head_size_and_grouping(paged, shape, dtype):
+    group, kv_heads, dim, block_size = shape
     pool = Pool(dim + group, group=group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype)
     check_prefill(paged, pool, [0, 21, 40], [19, 1, 6], scaling=dim**-0.5)
 
 
 @on_the_device
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [1, 7, 40, 1000])
+@pytest.mark.parametrize(("window", "softcap"), combined([1, 7, 40, 1000], [2.0, None]))
 def test_prefill_sees_each_querys_window_and_caps_its_scores(paged, window, softcap):
     check_prefill(paged, Pool(window), [0, 130, 3], [45, 20, 1], window, softcap)
 
 
 @on_the_device
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5 if INTERPRETED else 10, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     chunks=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 2, 15, 16, 17, 40])), min_size=1, max_size=5),
@@ -439,11 +424,12 @@ def groups_of(members: Sequence[Sequence[int]], lengths: Sequence[int]) -> Share
 
 
 @on_the_device
-@pytest.mark.parametrize("window", [None, 1, 70, 290])
-@pytest.mark.parametrize(("prefix", "group", "dtype"), [(32, 2, DTYPES[0]), (272, 3, DTYPES[0]), (256, 3, DTYPES[1])])
-def test_a_shared_prefix_is_read_from_the_first_rows_table_and_nothing_else_changes(
-    paged, prefix, group, dtype, window
-):
+@pytest.mark.parametrize(
+    ("window", "shape"),
+    combined([None, 1, 70, 290], [(32, 2, DTYPES[0]), (272, 3, DTYPES[0]), (256, 3, DTYPES[1])]),
+)
+def test_a_shared_prefix_is_read_from_the_first_rows_table_and_nothing_else_changes(paged, shape, window):
+    prefix, group, dtype = shape
     pool = Pool(prefix, group=group, kv_heads=1, dtype=dtype)
     common = pool.row(prefix)
     # Rows 4, 1, 5 and 0 are a group, in this order; 2 and 3 are in none; 0 is padding.
@@ -570,8 +556,7 @@ def test_a_captured_decode_follows_its_buffers(paged, shares):
 
 
 @on_the_device
-@pytest.mark.parametrize("kind", [Heads(4, 2, 16, 16), Heads(6, 2, 24, 40)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "dtype"), combined([Heads(4, 2, 16, 16), Heads(6, 2, 24, 40)], DTYPES))
 def test_a_trial_of_these_kernels_passes(kind, dtype, caplog):
     own = load(DEVICE)
     assert own is not None
@@ -581,12 +566,6 @@ def test_a_trial_of_these_kernels_passes(kind, dtype, caplog):
 
 
 # --- without a device -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
-def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    assert_holds_interpreted(__file__)
 
 
 def test_a_plan_of_parts_depends_on_the_length_alone() -> None:

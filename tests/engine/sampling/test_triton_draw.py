@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -15,7 +14,7 @@ from rollout.engine.kernels import cpu_draw, triton_draw
 from rollout.engine.sampling.sampler import Sampled, sample
 from rollout.engine.sampling.sampling_table import SamplingRows, SamplingTable
 from rollout.sampling_params import SamplingParams
-from tests.interpreter import assert_holds_interpreted
+from tests.interpreter import INTERPRETED
 
 try:
     import triton
@@ -27,9 +26,8 @@ except ImportError:
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-VOCAB, ROWS = (200, 5) if INTERPRETED else (500, 24)
+VOCAB, ROWS = (200, 3) if INTERPRETED else (500, 24)
 FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},
@@ -89,9 +87,11 @@ def logits_of(rows: int, seed: int, dtype: torch.dtype, spread: float = 3.0) -> 
 @on_the_device
 @pytest.mark.parametrize(
     ("filters", "dtype"),
-    [*((each, torch.float16) for each in FILTERS), *((each, torch.float32) for each in FILTERS[-5::2])],
+    # In the interpreter those whose batch is drawn by other code; each filter has a row of the next test.
+    [*((each, torch.float16) for each in (FILTERS[:8:4] if INTERPRETED else FILTERS)),
+     *((each, torch.float32) for each in FILTERS[-5::2])],
     ids=str,
-)
+)  # fmt: skip
 def test_tokens_are_those_of_plain_torch(filters, dtype, monkeypatch) -> None:
     logits = logits_of(ROWS, 1, dtype)
     assert_same(*both(monkeypatch, logits, [SamplingParams(**filters)] * ROWS))
@@ -186,9 +186,3 @@ def test_kernels_compile_for_a_device_that_is_not_there(monkeypatch, tmp_path) -
         assert "fma.rn.f32" not in ptx or name != "peaks"
         # Approximate where it would come from Triton alone.
         assert ("ex2.approx.ftz.f32" in ptx) == (name != "peaks")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
-def test_all_of_this_holds_in_tritons_interpreter() -> None:
-    assert_holds_interpreted(__file__)
