@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,14 +25,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
+IMPORTED_SINCE = 100
+"""Modules, whose objects are worth a look for garbage before they are frozen."""
+_frozen_modules = 0
+
+
+def freeze_imports() -> None:
     """What has been imported stays: a collection of garbage need not look at it, a million objects, each time."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    freeze_imports()
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Trainers and wandb are imported when they are first used, and some collect garbage at every step."""
+    if len(sys.modules) > _frozen_modules + IMPORTED_SINCE:
+        freeze_imports()
 
 
 @pytest.fixture(autouse=True)
