@@ -1,0 +1,184 @@
+"""Tests of an `LLM` with a coordinator and without: which calls and options each takes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.config import CoordinatorConfig, ServerConfig
+from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.job.job_coordinator import _completed
+from rollout.distributed.job.world import World
+from rollout.errors import (
+    ConfigError,
+    ConnectionLostError,
+    EngineStateError,
+)
+from rollout.llm.llm import LLM, AsyncLLM
+from rollout.llm.model_loading import load
+from rollout.requests.seeds import stream_key
+from rollout.sampling_params import SamplingParams
+from rollout.state import EngineState
+from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
+from tests.llm.asking import (
+    ENDLESS,
+    PATIENCE_S,
+    asyncio_llm,
+    blocking,
+    nothing_is_left,
+    options,
+)
+from tests.models import greedy, make_model, make_tokenizer
+
+# --- the rules of the modes -------------------------------------------------------------------------------------------
+
+
+def test_lifecycle_calls_in_direct_mode_say_what_to_call_instead() -> None:
+    with blocking() as llm:
+        for name in ("pause", "unpause", "suspend", "resume"):
+            with pytest.raises(RuntimeError, match=rf"use llm.engine.{name}\(\)"):
+                getattr(llm, name)()
+
+    async def ask() -> None:
+        async with asyncio_llm() as llm:
+            for name in ("pause", "unpause", "suspend", "resume"):
+                with pytest.raises(RuntimeError, match=rf"use llm.engine.{name}\(\)"):
+                    await getattr(llm, name)()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"coordinator_host": "127.0.0.1"}, {"coordinator_port": 5000}, {"coordinator_config": CoordinatorConfig()}],
+)
+def test_options_of_a_coordinator_without_one_are_refused(given: dict[str, Any]) -> None:
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(ValueError, match=rf"{next(iter(given))}=.*use_coordinator=True"):
+            kind(shared_model("qwen3"), **given)
+
+
+def test_with_a_coordinator_the_primary_rank_pauses_suspends_and_goes_on() -> None:
+    with nothing_is_left(), LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True) as llm:
+        assert llm.is_primary_rank
+        with pytest.raises(ConfigError, match="client='me' with a coordinator"):
+            llm.submit("abc", client="me")
+        expected = make_engine("qwen3").generate([token_ids(5)], at_random(50))[0].generated_tokens
+        assert llm.generate(token_ids(5), at_random(50))[0].generated_tokens == expected
+        pending = llm.submit(token_ids(5), at_random(50))
+        llm.pause()
+        assert llm.state is EngineState.PAUSED
+        llm.suspend("offload")
+        assert (llm.state, llm.stats()["kv_device_bytes"]) == (EngineState.SUSPENDED, 0)
+        assert llm.set_policy_version() == 1
+        llm.resume()
+        llm.unpause()
+        assert len(pending.result(PATIENCE_S)[0].generated_tokens) == 50
+        assert llm.policy_version == 1
+
+
+def test_a_further_client_of_the_coordinator_asks_beside_the_llm() -> None:
+    with nothing_is_left(), LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True) as llm:
+
+        async def ask() -> list[list[int]]:
+            assert llm.coordinator_address is not None
+            elsewhere = InferenceClient(llm.coordinator_address, keys=llm.coordinator_keys)
+            async with llm.client() as client, elsewhere:
+                results = [await each.add_request(token_ids(5), greedily(6)) for each in (client, elsewhere)]
+            return [result[0].generated_tokens for result in results]
+
+        assert asyncio.run(ask()) == 2 * [llm.generate([token_ids(5)], greedily(6))[0].generated_tokens]
+    with pytest.raises(EngineStateError, match="it was shut down"):
+        llm.client()
+    with LLM(shared_model("qwen3"), make_tokenizer(), options()) as llm:
+        assert (llm.coordinator_address, llm.coordinator_keys) == (None, None)
+        with pytest.raises(EngineStateError, match=r"direct mode has no coordinator.*use_coordinator=True"):
+            llm.client()
+
+
+def test_a_lost_coordinator_fails_what_is_open_and_the_next_call() -> None:
+    with nothing_is_left():
+        llm = LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True)
+        pending = llm.submit("abc", ENDLESS)
+        assert llm._job is not None
+        job = llm._job.member.coordinator
+        assert job is not None
+        assert job.handle is not None
+        llm.engine.pause()
+        job.handle.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ConnectionLostError):
+            pending.result(PATIENCE_S)
+        with pytest.raises(ConnectionLostError):
+            llm.generate("abc")
+        llm.shutdown()
+
+
+def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    with LLM(tmp_path / "model", inference_config=options()) as llm:
+        assert llm.generate([5, 6, 7], greedily(8))[0].generated_tokens == greedy(model, [5, 6, 7], 8)
+        assert llm.generate("abc", greedily(3))[0].generated_text is not None
+    for name, why in (("nowhere", "is no folder"), (".", "has no config.json")):
+        with pytest.raises(ConfigError, match=why):
+            LLM(tmp_path / name)
+    for bad in ("nn", "float7"):
+        with pytest.raises(ConfigError, match=f"dtype='{bad}'"):
+            load(tmp_path / "model", dtype=bad)
+
+
+# --- options that the engine and its coordinator share ---------------------------------------------------------------------
+
+
+def job_options(coordinator: CoordinatorConfig, **inference: Any) -> CoordinatorConfig:
+    """What the coordinator of a job of one rank is started with."""
+    return _completed(coordinator, make_engine("qwen3", **inference), None)
+
+
+def test_the_seed_of_the_engine_seeds_the_requests_of_its_coordinator() -> None:
+    assert job_options(CoordinatorConfig(), seed=7).seed == 7
+    assert job_options(CoordinatorConfig(seed=9)).seed == 9
+    assert job_options(CoordinatorConfig(seed=7), seed=7).seed == 7
+    with pytest.raises(ConfigError, match=r"CoordinatorConfig.seed=9: InferenceConfig.seed is 7; leave it out"):
+        job_options(CoordinatorConfig(seed=9), seed=7)
+
+
+def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_name() -> None:
+    assert job_options(CoordinatorConfig(block_size_tokens=4)).block_size_tokens == 4
+    with pytest.raises(ConfigError, match=r"CoordinatorConfig.block_size_tokens=8: InferenceConfig.* is 4"):
+        job_options(CoordinatorConfig(block_size_tokens=8))
+    with pytest.raises(ConfigError, match=r"CoordinatorConfig.data_parallel_size=3: the number of ranks is 1"):
+        job_options(CoordinatorConfig(data_parallel_size=3))
+    with pytest.raises(ConfigError, match=r"coordinator_config.host='127.0.0.2', and '127.0.0.3' beside it"):
+        LLM(
+            shared_model("qwen3"), None, options(), use_coordinator=True, coordinator_host="127.0.0.3",
+            coordinator_config=CoordinatorConfig(host="127.0.0.2"),
+        )  # fmt: skip
+
+
+def test_with_a_coordinator_the_configured_deadline_holds_and_a_flush_reaches_its_engines() -> None:
+    chosen = options(seed=5, control_timeout_s=7.0)
+    with LLM(shared_model("qwen3"), make_tokenizer(), chosen, use_coordinator=True) as llm:
+        assert llm._job._the_client()._control_timeout_s == 7.0
+        (sample,) = llm.generate(token_ids(20), SamplingParams(max_tokens=4))
+        assert sample.seed == stream_key(5, 0)
+        assert llm.context.allocator.findable_hashes()
+        assert llm.flush_prefix_cache() > 0
+        assert not llm.context.allocator.findable_hashes()
+        assert llm.flush_prefix_cache() == 0
+
+
+def test_several_ranks_that_serve_without_a_coordinator_are_told_that_each_needs_its_own_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with blocking() as first, blocking() as second:
+        server = first.serve(ServerConfig(port=0), blocking=False)
+        monkeypatch.setattr(World, "of_torch", lambda: World(1, 2, None, "", one_host=True))  # type: ignore[arg-type]
+        taken = ServerConfig(port=int(server.url.rpartition(":")[2]))
+        with pytest.raises(ConfigError, match=r"rank 1 of 2: .*its own port.*use_coordinator=True"):
+            second.serve(taken, blocking=False)

@@ -1,0 +1,229 @@
+"""Tests of `LLM` and `AsyncLLM` among threads and event loops, and at their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollout.distributed.client.futures import RequestFuture
+from rollout.errors import (
+    ConnectionLostError,
+    EngineStateError,
+)
+from rollout.llm.llm import LLM
+from tests.engines import greedily, token_ids
+from tests.llm.asking import (
+    PATIENCE_S,
+    asyncio_llm,
+    blocking,
+    nothing_is_left,
+)
+
+
+def test_the_blocking_class_works_inside_a_running_loop_but_not_on_its_own() -> None:
+    async def in_a_notebook(llm: LLM) -> list[int]:
+        return llm.generate("abc", greedily(5))[0].generated_tokens
+
+    with blocking() as llm:
+        assert asyncio.run(in_a_notebook(llm)) == llm.generate("abc", greedily(5))[0].generated_tokens
+
+        async def on_its_own() -> None:
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.generate("abc")
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.shutdown()
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.wait_for_shutdown(1)
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.submit("abc", greedily(5)).result(1)
+
+        llm.loop.run(on_its_own(), PATIENCE_S)
+        assert llm.generate("abc", greedily(5))
+
+
+def test_many_threads_and_loops_ask_at_once_and_each_gets_its_own() -> None:
+    with nothing_is_left(), blocking() as llm:
+        answers: dict[int, list[int]] = {}
+
+        def ask(number: int) -> None:
+            async def inside() -> None:
+                answers[number] = (await llm.submit([3 + number, 4], greedily(10)))[0].generated_tokens
+
+            if number % 2:
+                asyncio.run(inside())
+            else:
+                answers[number] = llm.generate([3 + number, 4], greedily(10))[0].generated_tokens
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert answers == {
+            number: llm.generate([3 + number, 4], greedily(10))[0].generated_tokens for number in range(12)
+        }
+
+
+def test_a_prompt_counts_as_open_as_soon_as_it_is_submitted() -> None:
+    async def on_its_own(llm: LLM) -> tuple[RequestFuture, int]:
+        return llm.submit("abc", greedily(5)), llm.num_open
+
+    with blocking() as llm:
+        pending, then = llm.loop.run(on_its_own(llm), PATIENCE_S)
+        assert then == 1
+        pending.result(PATIENCE_S)
+        assert llm.num_open == 0
+
+
+def test_whatever_keeps_a_prompt_from_being_asked_for_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OverflowError("too much")
+
+    with blocking() as llm:
+        monkeypatch.setattr(llm.engine, "add_request", fail)
+        with pytest.raises(OverflowError, match="too much"):
+            llm.submit("abc").result(PATIENCE_S)
+        assert llm.num_open == 0
+
+
+def test_a_step_that_raises_a_bug_fails_what_is_open_and_every_later_call_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with nothing_is_left(), blocking() as llm:
+
+        def fail(**_: object) -> None:
+            raise AssertionError("a bug")
+
+        async def read_it(llm: LLM) -> None:
+            async for _ in llm.stream("abc", greedily(5)):
+                pass
+
+        monkeypatch.setattr(llm.engine, "step", fail)
+        with pytest.raises(ConnectionLostError, match="AssertionError: a bug"):
+            asyncio.run(read_it(llm))
+        with pytest.raises(AssertionError, match="a bug"):
+            llm.wait_for_shutdown(PATIENCE_S)
+        for call in (llm.submit, llm.stream):
+            with pytest.raises(EngineStateError, match="thread has ended"):
+                call("abc")  # type: ignore[operator]
+        assert llm.num_open == 0
+
+
+def test_a_caller_of_the_engine_itself_and_one_of_the_llm_may_have_the_same_number() -> None:
+    with blocking() as llm:
+        llm.engine.pause()
+        theirs = llm.engine.add_request(token_ids(5), greedily(3))
+        ours = llm.submit(token_ids(7), greedily(4))
+        assert theirs == ours.request_id
+        llm.engine.unpause()
+        (sample,) = ours.result(PATIENCE_S)
+        assert (sample.request_id, len(sample.prompt_tokens), len(sample.generated_tokens)) == (theirs, 7, 4)
+
+
+def test_shutting_down_on_the_loop_while_another_thread_shuts_down_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_is_left(), blocking() as llm:
+        close = llm._service.close
+
+        async def again() -> None:
+            with pytest.raises(RuntimeError, match="would wait for ever"):
+                llm.shutdown()
+
+        def meanwhile() -> None:
+            llm.loop.run(again(), 5)
+            close()
+
+        monkeypatch.setattr(llm._service, "close", meanwhile)
+
+
+def test_what_a_thread_waits_for_when_another_one_shuts_down_fails_by_name() -> None:
+    began = threading.Event()
+    failures: list[BaseException] = []
+
+    async def for_ever() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    def wait(llm: LLM) -> None:
+        try:
+            llm._run(for_ever())
+        except Exception as exc:  # noqa: BLE001 - it is looked at below
+            failures.append(exc)
+
+    llm = blocking()
+    waiting = threading.Thread(target=wait, args=(llm,))
+    waiting.start()
+    assert began.wait(PATIENCE_S)
+    llm.shutdown()
+    waiting.join(PATIENCE_S)
+    assert [type(each) for each in failures] == [EngineStateError]
+
+
+def test_calls_after_the_end_name_it() -> None:
+    async def ask() -> None:
+        llm = asyncio_llm()
+        await llm.shutdown()
+        with pytest.raises(EngineStateError, match="the LLM was shut down"):
+            await llm.abort()
+        with pytest.raises(EngineStateError):
+            await llm.generate("abc")
+        with pytest.raises(EngineStateError):
+            llm.serve(blocking=False)
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+
+
+def test_a_new_version_does_not_keep_the_loop_waiting_for_a_step() -> None:
+    async def nothing() -> None:
+        pass
+
+    async_llm = asyncio_llm()
+    try:
+        with async_llm.engine.locked():
+            told = async_llm.loop.start(async_llm.set_policy_version())
+            async_llm.loop.run(nothing(), 10)
+        assert told.result(PATIENCE_S) == async_llm.policy_version == 1
+    finally:
+        async_llm._shutdown()
+
+
+CTRL_C = """
+    import os, signal, sys, threading, time
+    from rollout import InferenceConfig, LLM, SamplingParams
+    from tests.models import make_model, make_tokenizer
+    llm = LLM(make_model("qwen3"), make_tokenizer(), InferenceConfig(kv_cache_blocks=256, block_size_tokens=4,
+              max_requests=16, max_tokens_per_step=64, verify_model=False))
+    def press():
+        while llm.stats()["generated_tokens"] < 20:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=press).start()
+    endless = SamplingParams(max_tokens=500, ignore_eos=True, top_p=0.99)
+    try:
+        while True:
+            llm.generate(["abc"] * 8, endless)
+    except KeyboardInterrupt:
+        deadline = time.monotonic() + 60
+        while (llm.num_open or llm.context.allocator.num_used) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print("open", llm.num_open, "blocks", llm.context.allocator.num_used)
+        print("tokens", len(llm.generate("abc", SamplingParams(max_tokens=7, ignore_eos=True))[0].generated_tokens))
+        llm.submit("abc", endless)
+        sys.exit(7)
+"""
+
+
+def test_ctrl_c_ends_the_requests_and_the_interpreter_ends_in_the_middle_of_others() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CTRL_C)], cwd=Path(__file__).parents[2], capture_output=True, text=True,
+        check=False, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["open 0 blocks 0", "tokens 7"], done.stderr
+    assert done.returncode == 7, done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,209 @@
+"""Tests of an `LLM` on the trainer's live module, while its weights are updated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.config import CoordinatorConfig
+from rollout.errors import (
+    RequestTimeoutError,
+    WeightsChangedError,
+)
+from rollout.llm.llm import LLM
+from rollout.state import EngineState
+from tests.engines import at_random, greedily, shared_model, token_ids
+from tests.llm.asking import (
+    ENDLESS,
+    PATIENCE_S,
+    asyncio_llm,
+    blocking,
+    by_the_trainer,
+    options,
+    wait_until,
+)
+from tests.models import make_model, make_tokenizer
+from trainer_hooks.optimizer import attach
+
+
+def test_the_module_is_the_trainers_again_before_anybody_hears_of_a_result() -> None:
+    model = make_model("gpt2")
+    before = model.config._attn_implementation
+    with blocking(model) as llm:
+        for length in range(1, 30):
+            llm.generate("abc", greedily(length))
+            assert model.config._attn_implementation == before
+            assert all(module.training for module in model.modules())
+            assert torch.is_grad_enabled()
+
+
+def test_evaluation_between_steps_is_of_one_version_each() -> None:
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    async def train() -> None:
+        async with asyncio_llm(model) as llm:
+            with attach(optimizer, llm):
+                for step in range(4):
+                    results = await llm.generate([token_ids(6), token_ids(9, seed=1)], at_random(12, n=2))
+                    for sample in results:  # type: ignore[union-attr]
+                        assert set(sample.policy_versions.tolist()) == {step}
+                        assert sample.generated_log_probs == pytest.approx(by_the_trainer(model, sample), abs=1e-4)
+                    loss = model(torch.tensor([token_ids(8)])).logits.float().log_softmax(-1)[..., 5].mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    assert llm.policy_version == step + 1
+
+    asyncio.run(asyncio.wait_for(train(), PATIENCE_S))
+
+
+def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_the_very_version() -> None:
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1
+    weights = [{name: value.clone() for name, value in model.state_dict().items()}]
+    with blocking(model, kv_cache_management_mode="recompute") as llm, attach(optimizer, llm, mode="recompute"):
+        pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed, logprobs=1)) for seed in range(3)]
+        for _ in range(3):
+            before = llm.stats()["generated_tokens"]
+            wait_until(lambda before=before: llm.stats()["generated_tokens"] > before + 30)  # type: ignore[misc]
+            optimizer.step()
+            weights.append({name: value.clone() for name, value in model.state_dict().items()})
+        samples = [each.result(PATIENCE_S)[0] for each in pending]
+    for sample in samples:
+        versions = sample.policy_versions[len(sample.prompt_tokens) :]
+        assert sorted(set(versions.tolist())) == [0, 1, 2, 3]
+        for version, then in enumerate(weights):
+            model.load_state_dict(then)
+            expected = by_the_trainer(model, sample)
+            for token in (versions == version).nonzero()[0]:
+                assert sample.generated_log_probs[token] == pytest.approx(expected[token], abs=1e-4)
+
+
+def test_suspended_takes_the_cache_off_the_device_and_requests_go_on_afterwards() -> None:
+    with blocking() as llm:
+        pending = llm.submit("abc", ENDLESS)
+        wait_until(lambda: llm.stats()["generated_tokens"] > 10)
+        with llm.suspended():
+            assert llm.state is EngineState.SUSPENDED
+            assert llm.stats()["kv_device_bytes"] == 0
+            llm.weights_updated()
+            assert llm.state is EngineState.SUSPENDED
+        assert llm.state is EngineState.RUNNING
+        sample = pending.result(PATIENCE_S)[0]
+        assert set(sample.policy_versions.tolist()) == {0, 1}
+        llm.engine.pause()
+        with llm.suspended("persist"):
+            pass
+        assert llm.state is EngineState.PAUSED, "what the caller has paused by himself stays so"
+        llm.engine.unpause()
+
+
+def test_what_the_caller_has_suspended_by_himself_stays_so_after_an_update() -> None:
+    with blocking() as llm:
+        llm.engine.pause()
+        llm.engine.suspend()
+        llm.before_optimizer_step("recompute")
+        assert llm.weights_updated() == 1
+        assert (llm.state, llm.stats()["kv_device_bytes"]) == (EngineState.SUSPENDED, 0)
+
+
+@pytest.mark.parametrize("mode", [None, "persist", "recompute"])
+def test_before_an_optimizer_step_the_cache_leaves_the_device_as_configured_unless_a_mode_is_given(mode: Any) -> None:
+    with blocking(kv_cache_management_mode="offload") as llm:
+        pending = llm.submit("abc", ENDLESS)
+        wait_until(lambda: llm.stats()["generated_tokens"] > 10)
+        llm.before_optimizer_step(mode)
+        assert llm.state is EngineState.SUSPENDED
+        assert (llm.stats()["kv_device_bytes"] > 0) is (mode == "persist")
+        assert (llm.stats()["kv_host_bytes"] > 0) is (mode is None)
+        llm.weights_updated()
+        assert set(pending.result(PATIENCE_S)[0].policy_versions.tolist()) == {0, 1}
+
+
+def test_no_step_is_made_in_an_update_though_somebody_sets_the_engine_going() -> None:
+    with blocking() as llm:
+        llm.engine.pause()
+        pending = llm.submit("abc", greedily(5))
+        llm.before_optimizer_step()
+        llm.engine.resume()
+        llm.engine.unpause()
+        time.sleep(0.2)
+        assert not pending.done()
+        assert llm.stats()["generated_tokens"] == 0
+        llm.weights_updated()
+        assert set(pending.result(PATIENCE_S)[0].policy_versions.tolist()) == {1}
+
+
+def test_expert_routes_come_through_a_coordinator_as_from_the_engine() -> None:
+    prompts, params = [token_ids(9, 1), token_ids(5, 2)], at_random(20, n=2)
+    found = []
+    for coordinated in (False, True):
+        moe = options(record_routes=True)
+        with LLM(shared_model("qwen3_moe"), make_tokenizer(), moe, use_coordinator=coordinated) as llm:
+            found.append(llm.generate(prompts, params))
+    for direct, sent in zip(*found, strict=True):
+        assert sent.generated_tokens == direct.generated_tokens
+        assert direct.routing_indices is not None
+        np.testing.assert_array_equal(sent.routing_indices, direct.routing_indices)
+
+
+@pytest.mark.parametrize("suspend", [False, True])
+def test_a_control_call_in_a_suspended_block_is_undone_by_its_counterpart_after_it(suspend: bool) -> None:
+    with LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True) as llm:
+        with llm.suspended():
+            llm.pause()
+            if suspend:
+                llm.suspend()
+        assert llm.state is (EngineState.SUSPENDED if suspend else EngineState.PAUSED)
+        if suspend:
+            llm.resume()
+        with llm.suspended():
+            llm.unpause()
+        assert llm.generate(token_ids(5), greedily(5))
+        llm.engine.pause()
+        with llm.suspended():
+            pass
+        assert llm.state is EngineState.PAUSED, "what the caller has paused by himself stays so"
+
+
+def test_a_thread_of_steps_that_fails_leaves_its_requests_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = CoordinatorConfig(no_rank_timeout_s=0.2)
+    with LLM(
+        shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True, coordinator_config=coordinator
+    ) as llm:
+
+        def fail(**_: object) -> None:
+            raise AssertionError("a bug")
+
+        monkeypatch.setattr(llm.engine, "step", fail)
+        with pytest.raises(RequestTimeoutError, match="rank"):
+            llm.submit("abc").result(PATIENCE_S)
+        with pytest.raises(AssertionError, match="a bug"):
+            llm.wait_for_shutdown(PATIENCE_S)
+
+
+def test_weights_that_changed_without_a_word_are_refused_at_every_door_but_not_while_they_are_being_changed() -> None:
+    model = make_model("qwen3")
+    with blocking(model) as llm:
+        llm.generate("abc", greedily(2))
+        weight = model.model.layers[0].mlp.up_proj.weight
+        with llm.suspended():
+            weight.data.mul_(1.5)
+            # Nobody has had the chance to say so yet, and a request from elsewhere is no reason to complain.
+            pending = llm.submit("abc", greedily(2))
+            llm.weights_updated()
+        assert pending.result(PATIENCE_S)[0].policy_versions[-1] == 1
+        weight.data.mul_(1.5)
+        for door in (llm.submit, llm.stream, llm.generate):
+            with pytest.raises(WeightsChangedError, match=r"layers\.0\.mlp\.up_proj\.weight"):
+                door("abc", greedily(2))  # type: ignore[operator]
+        llm.weights_updated()
+        assert llm.generate("abc", greedily(2))
