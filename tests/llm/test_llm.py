@@ -29,6 +29,7 @@ from tests.llm.asking import (
     PATIENCE_S,
     asyncio_llm,
     blocking,
+    gated,
     nothing_is_left,
     options,
     wait_until,
@@ -205,20 +206,21 @@ def why_it_failed(pending: RequestFuture) -> str:
 def test_a_cancelled_task_ends_its_requests() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
-            task = asyncio.create_task(llm.generate(["abc", "def"], ENDLESS))
-            while llm.stats()["requests_running"] < 2:
-                await asyncio.sleep(0.005)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            while llm.num_open or llm.context.allocator.num_used:
-                await asyncio.sleep(0.005)
+            with gated(llm):
+                task = asyncio.create_task(llm.generate(["abc", "def"], ENDLESS))
+                while llm.stats()["requests_running"] < 2:
+                    await asyncio.sleep(0.005)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                while llm.num_open or llm.context.allocator.num_used:
+                    await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
 
 
 def test_abort_ends_one_request_or_all_and_says_how_many_were_open() -> None:
-    with blocking() as llm:
+    with blocking() as llm, gated(llm):
         first, second, third = (llm.submit("abc", ENDLESS) for _ in range(3))
         assert llm.abort(first.request_id) == 1
         with pytest.raises(RequestAbortedError):
@@ -234,9 +236,10 @@ def test_abort_ends_one_request_or_all_and_says_how_many_were_open() -> None:
 def test_shutdown_fails_what_is_open_by_name_and_is_harmless_when_repeated() -> None:
     with nothing_is_left():
         llm = blocking()
-        pending = llm.submit("abc", ENDLESS)
-        llm.shutdown()
-        llm.shutdown()
+        with gated(llm):
+            pending = llm.submit("abc", ENDLESS)
+            llm.shutdown()
+            llm.shutdown()
         with pytest.raises(ConnectionLostError, match="stopped"):
             pending.result(PATIENCE_S)
         for call in (lambda: llm.generate("abc"), lambda: llm.stream("abc")):

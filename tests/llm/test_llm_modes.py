@@ -103,12 +103,12 @@ def test_a_further_client_of_the_coordinator_asks_beside_the_llm() -> None:
 def test_a_lost_coordinator_fails_what_is_open_and_the_next_call() -> None:
     with nothing_is_left():
         llm = LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True)
+        llm.engine.pause()
         pending = llm.submit("abc", ENDLESS)
         assert llm._job is not None
         job = llm._job.member.coordinator
         assert job is not None
         assert job.handle is not None
-        llm.engine.pause()
         job.handle.process.send_signal(signal.SIGTERM)
         with pytest.raises(ConnectionLostError):
             pending.result(PATIENCE_S)

@@ -23,6 +23,7 @@ from tests.llm.asking import (
     PATIENCE_S,
     asyncio_llm,
     blocking,
+    gated,
     options,
 )
 from tests.models import make_tokenizer
@@ -68,12 +69,13 @@ async def anext_until_the_end(pieces: AsyncIterator[TextDelta]) -> None:
 def test_leaving_a_stream_early_ends_the_request() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
-            stream = llm.stream("abc", ENDLESS)
-            async with aclosing(stream):
-                async for _ in stream:
-                    break
-            while llm.num_open or llm.context.allocator.num_used:
-                await asyncio.sleep(0.005)
+            with gated(llm):
+                stream = llm.stream("abc", ENDLESS)
+                async with aclosing(stream):
+                    async for _ in stream:
+                        break
+                while llm.num_open or llm.context.allocator.num_used:
+                    await asyncio.sleep(0.005)
             with pytest.raises(RequestAbortedError):
                 _ = stream.results
 
@@ -83,12 +85,13 @@ def test_leaving_a_stream_early_ends_the_request() -> None:
 def test_a_stream_that_fails_raises_after_its_last_piece() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
-            stream = llm.stream("abc", ENDLESS)
-            pieces = aiter(stream)
-            await anext(pieces)
-            await llm.abort(stream.request_id)
-            with pytest.raises(RequestAbortedError):
-                await anext_until_the_end(pieces)
+            with gated(llm):
+                stream = llm.stream("abc", ENDLESS)
+                pieces = aiter(stream)
+                await anext(pieces)
+                await llm.abort(stream.request_id)
+                with pytest.raises(RequestAbortedError):
+                    await anext_until_the_end(pieces)
 
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
 
@@ -98,12 +101,13 @@ def test_a_tokenizer_that_cannot_read_a_token_ends_its_stream_alone() -> None:
 
     async def ask() -> None:
         async with AsyncLLM(shared_model("qwen3"), tokenizer, options()) as llm:
-            broken = llm.stream("abc", ENDLESS)
 
             def fail(*_: object) -> None:
                 raise ValueError("no such token")
 
-            broken._reader.take = fail  # type: ignore[method-assign, assignment]
+            with gated(llm, tokens=0):
+                broken = llm.stream("abc", ENDLESS)
+                broken._reader.take = fail  # type: ignore[method-assign, assignment]
             other = asyncio.create_task(llm.generate("abc", greedily(20)))
             with pytest.raises(Exception, match="no such token"):
                 async for _ in broken:

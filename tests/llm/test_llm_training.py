@@ -24,6 +24,7 @@ from tests.llm.asking import (
     asyncio_llm,
     blocking,
     by_the_trainer,
+    gated,
     options,
     wait_until,
 )
@@ -70,12 +71,13 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1
     weights = [{name: value.clone() for name, value in model.state_dict().items()}]
     with blocking(model, kv_cache_management_mode="recompute") as llm, attach(optimizer, llm, mode="recompute"):
-        pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed, logprobs=1)) for seed in range(3)]
-        for _ in range(3):
-            before = llm.stats()["generated_tokens"]
-            wait_until(lambda before=before: llm.stats()["generated_tokens"] > before + 30)  # type: ignore[misc]
-            optimizer.step()
-            weights.append({name: value.clone() for name, value in model.state_dict().items()})
+        with gated(llm, tokens=0) as gate:
+            pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed, logprobs=1)) for seed in range(3)]
+            for _ in range(3):
+                gate.tokens += 60
+                wait_until(lambda: llm.stats()["generated_tokens"] >= gate.tokens)
+                optimizer.step()
+                weights.append({name: value.clone() for name, value in model.state_dict().items()})
         samples = [each.result(PATIENCE_S)[0] for each in pending]
     for sample in samples:
         versions = sample.policy_versions[len(sample.prompt_tokens) :]
@@ -89,13 +91,14 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
 
 def test_suspended_takes_the_cache_off_the_device_and_requests_go_on_afterwards() -> None:
     with blocking() as llm:
-        pending = llm.submit("abc", ENDLESS)
-        wait_until(lambda: llm.stats()["generated_tokens"] > 10)
-        with llm.suspended():
-            assert llm.state is EngineState.SUSPENDED
-            assert llm.stats()["kv_device_bytes"] == 0
-            llm.weights_updated()
-            assert llm.state is EngineState.SUSPENDED
+        with gated(llm):
+            pending = llm.submit("abc", ENDLESS)
+            wait_until(lambda: llm.stats()["generated_tokens"] > 10)
+            with llm.suspended():
+                assert llm.state is EngineState.SUSPENDED
+                assert llm.stats()["kv_device_bytes"] == 0
+                llm.weights_updated()
+                assert llm.state is EngineState.SUSPENDED
         assert llm.state is EngineState.RUNNING
         sample = pending.result(PATIENCE_S)[0]
         assert set(sample.policy_versions.tolist()) == {0, 1}
@@ -118,9 +121,10 @@ def test_what_the_caller_has_suspended_by_himself_stays_so_after_an_update() -> 
 @pytest.mark.parametrize("mode", [None, "persist", "recompute"])
 def test_before_an_optimizer_step_the_cache_leaves_the_device_as_configured_unless_a_mode_is_given(mode: Any) -> None:
     with blocking(kv_cache_management_mode="offload") as llm:
-        pending = llm.submit("abc", ENDLESS)
-        wait_until(lambda: llm.stats()["generated_tokens"] > 10)
-        llm.before_optimizer_step(mode)
+        with gated(llm):
+            pending = llm.submit("abc", ENDLESS)
+            wait_until(lambda: llm.stats()["generated_tokens"] > 10)
+            llm.before_optimizer_step(mode)
         assert llm.state is EngineState.SUSPENDED
         assert (llm.stats()["kv_device_bytes"] > 0) is (mode == "persist")
         assert (llm.stats()["kv_host_bytes"] > 0) is (mode is None)
