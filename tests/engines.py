@@ -5,9 +5,13 @@ Models are shared and made once: a test that changes weights or flags makes its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -63,6 +67,39 @@ def make_engine(
 def one_step_per_call(engine: DynamicInferenceEngine) -> None:
     """From here on a call of `step` makes one decode step, also where it may make several."""
     engine.controller.runner.runs = None
+
+
+class Gate:
+    """No step is made once an engine has made `tokens` tokens, until it may make more."""
+
+    def __init__(self, engine: DynamicInferenceEngine, tokens: float) -> None:
+        self.tokens = tokens
+        self._engine = engine
+        self._step = engine._stepper.step
+
+    def let_through(self, *, ahead: bool = False) -> None:
+        lock = self._engine._lock
+        while self._engine.stats()["generated_tokens"] >= self.tokens:
+            if lock.wanted or lock.asked.value:
+                # The loop of steps looks at what it is asked for, and comes again.
+                lock.heard()
+                return
+            time.sleep(0.001)
+        self._step(ahead=ahead)
+
+
+@contextmanager
+def gated(engine: DynamicInferenceEngine, tokens: float = 20) -> Iterator[Gate]:
+    """What is in flight stays in flight to the end of the block, however long this thread takes; all else goes on.
+
+    Of requests that make a step per token: with top log-probs, or a filter.
+    """
+    gate = Gate(engine, tokens)
+    with patch.object(engine._stepper, "step", gate.let_through):
+        try:
+            yield gate
+        finally:
+            gate.tokens = math.inf
 
 
 def steps(engine: DynamicInferenceEngine, count: int) -> list[DynamicInferenceRequestRecord]:

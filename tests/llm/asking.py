@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from rollout.config import InferenceConfig
 from rollout.diagnosis import THREAD_NAME
@@ -43,41 +41,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "nothing has happened"
         time.sleep(0.005)
-
-
-class Gate:
-    """No step is made once the engine has made `tokens` tokens, until it may make more."""
-
-    def __init__(self, llm: LLM | AsyncLLM, tokens: float) -> None:
-        self.tokens = tokens
-        self._llm = llm
-        self._step = llm.engine._stepper.step
-
-    def let_through(self, *, ahead: bool = False) -> None:
-        engine = self._llm.engine
-        lock = engine._lock
-        while self._llm.stats()["generated_tokens"] >= self.tokens:
-            if lock.wanted or lock.asked.value:
-                # The loop looks at what it is asked for, and comes again.
-                lock.heard()
-                return
-            time.sleep(0.001)
-        self._step(ahead=ahead)
-
-    def open(self) -> None:
-        """Make steps as ever."""
-        self.tokens = math.inf
-
-
-@contextmanager
-def gated(llm: LLM | AsyncLLM, tokens: float = 20) -> Iterator[Gate]:
-    """What is in flight stays in flight to the end of the block, however long this thread takes; all else goes on."""
-    gate = Gate(llm, tokens)
-    with patch.object(llm.engine._stepper, "step", gate.let_through):
-        try:
-            yield gate
-        finally:
-            gate.open()
 
 
 def our_threads() -> list[str]:

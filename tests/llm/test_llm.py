@@ -23,13 +23,12 @@ from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
-from tests.engines import at_random, greedily, shared_model, token_ids
+from tests.engines import at_random, gated, greedily, shared_model, token_ids
 from tests.llm.asking import (
     ENDLESS,
     PATIENCE_S,
     asyncio_llm,
     blocking,
-    gated,
     nothing_is_left,
     options,
     wait_until,
@@ -206,7 +205,7 @@ def why_it_failed(pending: RequestFuture) -> str:
 def test_a_cancelled_task_ends_its_requests() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
-            with gated(llm):
+            with gated(llm.engine):
                 task = asyncio.create_task(llm.generate(["abc", "def"], ENDLESS))
                 while llm.stats()["requests_running"] < 2:
                     await asyncio.sleep(0.005)
@@ -220,7 +219,7 @@ def test_a_cancelled_task_ends_its_requests() -> None:
 
 
 def test_abort_ends_one_request_or_all_and_says_how_many_were_open() -> None:
-    with blocking() as llm, gated(llm):
+    with blocking() as llm, gated(llm.engine):
         first, second, third = (llm.submit("abc", ENDLESS) for _ in range(3))
         assert llm.abort(first.request_id) == 1
         with pytest.raises(RequestAbortedError):
@@ -236,7 +235,7 @@ def test_abort_ends_one_request_or_all_and_says_how_many_were_open() -> None:
 def test_shutdown_fails_what_is_open_by_name_and_is_harmless_when_repeated() -> None:
     with nothing_is_left():
         llm = blocking()
-        with gated(llm):
+        with gated(llm.engine):
             pending = llm.submit("abc", ENDLESS)
             llm.shutdown()
             llm.shutdown()

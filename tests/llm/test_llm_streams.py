@@ -17,13 +17,12 @@ from rollout.errors import (
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.engines import at_random, greedily, shared_model, token_ids
+from tests.engines import at_random, gated, greedily, shared_model, token_ids
 from tests.llm.asking import (
     ENDLESS,
     PATIENCE_S,
     asyncio_llm,
     blocking,
-    gated,
     options,
 )
 from tests.models import make_tokenizer
@@ -69,7 +68,7 @@ async def anext_until_the_end(pieces: AsyncIterator[TextDelta]) -> None:
 def test_leaving_a_stream_early_ends_the_request() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
-            with gated(llm):
+            with gated(llm.engine):
                 stream = llm.stream("abc", ENDLESS)
                 async with aclosing(stream):
                     async for _ in stream:
@@ -85,7 +84,7 @@ def test_leaving_a_stream_early_ends_the_request() -> None:
 def test_a_stream_that_fails_raises_after_its_last_piece() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
-            with gated(llm):
+            with gated(llm.engine):
                 stream = llm.stream("abc", ENDLESS)
                 pieces = aiter(stream)
                 await anext(pieces)
@@ -105,7 +104,7 @@ def test_a_tokenizer_that_cannot_read_a_token_ends_its_stream_alone() -> None:
             def fail(*_: object) -> None:
                 raise ValueError("no such token")
 
-            with gated(llm, tokens=0):
+            with gated(llm.engine, tokens=0):
                 broken = llm.stream("abc", ENDLESS)
                 broken._reader.take = fail  # type: ignore[method-assign, assignment]
             other = asyncio.create_task(llm.generate("abc", greedily(20)))

@@ -17,14 +17,13 @@ from rollout.errors import (
 )
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
-from tests.engines import at_random, greedily, shared_model, token_ids
+from tests.engines import at_random, gated, greedily, shared_model, token_ids
 from tests.llm.asking import (
     ENDLESS,
     PATIENCE_S,
     asyncio_llm,
     blocking,
     by_the_trainer,
-    gated,
     options,
     wait_until,
 )
@@ -71,7 +70,7 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1
     weights = [{name: value.clone() for name, value in model.state_dict().items()}]
     with blocking(model, kv_cache_management_mode="recompute") as llm, attach(optimizer, llm, mode="recompute"):
-        with gated(llm, tokens=0) as gate:
+        with gated(llm.engine, tokens=0) as gate:
             pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed, logprobs=1)) for seed in range(3)]
             for _ in range(3):
                 gate.tokens += 60
@@ -91,7 +90,7 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
 
 def test_suspended_takes_the_cache_off_the_device_and_requests_go_on_afterwards() -> None:
     with blocking() as llm:
-        with gated(llm):
+        with gated(llm.engine):
             pending = llm.submit("abc", ENDLESS)
             wait_until(lambda: llm.stats()["generated_tokens"] > 10)
             with llm.suspended():
@@ -121,7 +120,7 @@ def test_what_the_caller_has_suspended_by_himself_stays_so_after_an_update() -> 
 @pytest.mark.parametrize("mode", [None, "persist", "recompute"])
 def test_before_an_optimizer_step_the_cache_leaves_the_device_as_configured_unless_a_mode_is_given(mode: Any) -> None:
     with blocking(kv_cache_management_mode="offload") as llm:
-        with gated(llm):
+        with gated(llm.engine):
             pending = llm.submit("abc", ENDLESS)
             wait_until(lambda: llm.stats()["generated_tokens"] > 10)
             llm.before_optimizer_step(mode)

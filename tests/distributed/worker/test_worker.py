@@ -34,7 +34,7 @@ from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, 
 from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 from tests.distributed.worker.test_rank_session import assign, put_together, undisturbed
-from tests.engines import at_random, greedily, make_engine, token_ids
+from tests.engines import at_random, gated, greedily, make_engine, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -312,10 +312,11 @@ def test_generating_beside_a_worker_leaves_its_requests_alone() -> None:
 
 def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping() -> None:
     with serving() as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
-        coordinator.hear(Progress)
-        coordinator.tell(Command(1, "pause", None))
-        assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
+        with gated(worker.engine):
+            coordinator.tell(assign(token_ids(7), greedily(200, logprobs=1), interval=1))
+            coordinator.hear(Progress)
+            coordinator.tell(Command(1, "pause", None))
+            assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
         steps = worker.engine.counters["steps"]
         assert steps < 200
         coordinator.tell(Command(2, "set_version", 1))
@@ -403,12 +404,13 @@ def test_a_stop_ends_the_run_after_everything_was_told() -> None:
         worker = EngineWorker(engine, coordinator.address, name="rank-0")
         worker.start(DEADLINE_S)
         running = Running(worker)
-        coordinator.tell(assign(token_ids(7), greedily(200, n=2), interval=1))
-        coordinator.hear(Progress)
-        coordinator.tell(Command(1, "pause", None), Command(2, "stop", None))
-        coordinator.hear_stretches(2)
-        assert coordinator.hear(CommandAck) == CommandAck(2, "stopped", 0, None)
-        running.ends()
+        with gated(engine):
+            coordinator.tell(assign(token_ids(7), greedily(200, n=2, logprobs=1), interval=1))
+            coordinator.hear(Progress)
+            coordinator.tell(Command(1, "pause", None), Command(2, "stop", None))
+            coordinator.hear_stretches(2)
+            assert coordinator.hear(CommandAck) == CommandAck(2, "stopped", 0, None)
+            running.ends()
         assert running.error is None
         worker.stop()
 
