@@ -6,6 +6,7 @@ All ranks have equal weights, so that their joint results can be compared with o
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.distributed.job.nursery import PATIENCE_S, Child, Nursery, answer, enter_network
 from tests.distributed.raw_peers import RawPeer
-from tests.engines import at_random, finish, greedily, make_engine, token_ids
+from tests.engines import at_random, finish, gated, greedily, make_engine, token_ids
 from tests.models import make_model
 
 BLOCK_SIZE = 16
@@ -62,20 +63,24 @@ def engine(**options: Any) -> DynamicInferenceEngine:
 
 
 def rank(pipe: Connection, name: str, address: str, keys: JobKeys | None = None, network: str | None = None) -> None:
-    """A training process without its training loop; it answers every question with how its engine stands."""
+    """A training process without its training loop; it answers every question with how its engine stands, also the one
+    whether it may make so many tokens and no more."""
     if network is not None:
         enter_network(network)
     torch.set_num_threads(1)
     mine, losses = engine(), []
     worker = EngineWorker(mine, address, name=name, keys=keys, on_lost=lambda reason: losses.append(str(reason)))
 
-    def look(_: Any) -> dict[str, Any]:
-        with mine.locked():
-            return mine.stats() | {"state": mine.state.value, "unfinished": mine.has_unfinished, "losses": losses}
+    with gated(mine, math.inf) as gate:
 
-    answer(pipe, look)
-    worker.start()
-    worker.run()
+        def look(tokens: float | None) -> dict[str, Any]:
+            gate.tokens = gate.tokens if tokens is None else tokens
+            with mine.locked():
+                return mine.stats() | {"state": mine.state.value, "unfinished": mine.has_unfinished, "losses": losses}
+
+        answer(pipe, look)
+        worker.start()
+        worker.run()
 
 
 def asks_for_ever(pipe: Connection, address: str) -> None:
@@ -181,8 +186,13 @@ class Ranks:
 
     def look(self, name: str) -> dict[str, Any]:
         """How a rank's engine stands, between two steps."""
-        seen: dict[str, Any] = self._by_name[name].ask("look")
+        seen: dict[str, Any] = self._by_name[name].ask(None)
         return seen
+
+    def let_make(self, tokens: float, *names: str) -> None:
+        """No step is made by these ranks, or all, once they have made so many tokens, whatever is open."""
+        for name in names or self.names:
+            self._by_name[name].ask(tokens)
 
     def look_at_all(self) -> list[dict[str, Any]]:
         """In order of their names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 from collections.abc import Sequence
@@ -138,14 +139,17 @@ def test_a_rank_that_hangs_is_given_up_and_what_it_says_when_it_wakes_is_refused
 
     async def play() -> None:
         async with job(nursery, 2, **SOON_SILENT) as (ranks, client):
+            ranks.let_make(400)
             watched = [Watched(client, ask) for ask in asked]
             await grown(watched, 50)
             assert all(seen["requests_running"] == 2 for seen in ranks.look_at_all())
             ranks["rank-1"].signal(signal.SIGSTOP)
             await ready(client, "rank-0")
+            ranks.let_make(math.inf, "rank-0")
             await grown(watched, 50)
             # It goes on with what others have by now, until it reads that it may not.
             ranks["rank-1"].signal(signal.SIGCONT)
+            ranks.let_make(math.inf)
             for each, others in zip(watched, expected, strict=True):
                 assert_same(await each.result(), others)
             await nothing_is_open(client, ranks)
@@ -191,6 +195,7 @@ def test_a_coordinator_ends_and_everybody_notices_and_ranks_come_back_to_the_nex
                 client = InferenceClient(first.address)
                 await client.start()
                 await ready(client, *ranks.names)
+                ranks.let_make(400)
                 futures = [client.add_request(token_ids(20, seed), greedily(8000)) for seed in range(8)]
                 await eventually(lambda: all(seen["generated_tokens"] for seen in ranks.look_at_all()))
                 getattr(first, end)()
@@ -199,6 +204,7 @@ def test_a_coordinator_ends_and_everybody_notices_and_ranks_come_back_to_the_nex
                 with pytest.raises(ConnectionLostError):
                     client.add_request([1, 2, 3])
                 await eventually(lambda: all(seen["losses"] for seen in ranks.look_at_all()))
+                ranks.let_make(math.inf)
                 assert ranks.are_idle()
                 port = int(first.address.rpartition(":")[2])
                 with coordinator(inference_coordinator_port=port) as second:
