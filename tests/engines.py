@@ -70,10 +70,10 @@ def one_step_per_call(engine: DynamicInferenceEngine) -> None:
 
 
 class Gate:
-    """No step is made once an engine has made `tokens` tokens, until it may make more."""
+    """No step is made once an engine has made `tokens` tokens in all, until it may make more."""
 
-    def __init__(self, engine: DynamicInferenceEngine, tokens: float) -> None:
-        self.tokens = tokens
+    def __init__(self, engine: DynamicInferenceEngine, more: float) -> None:
+        self.tokens = engine.stats()["generated_tokens"] + more
         self._engine = engine
         self._step = engine._stepper.step
 
@@ -89,12 +89,12 @@ class Gate:
 
 
 @contextmanager
-def gated(engine: DynamicInferenceEngine, tokens: float = 20) -> Iterator[Gate]:
+def gated(engine: DynamicInferenceEngine, more: float = 20) -> Iterator[Gate]:
     """What is in flight stays in flight to the end of the block, however long this thread takes; all else goes on.
 
     Of requests that make a step per token: with top log-probs, or a filter.
     """
-    gate = Gate(engine, tokens)
+    gate = Gate(engine, more)
     with patch.object(engine._stepper, "step", gate.let_through):
         try:
             yield gate

@@ -15,7 +15,7 @@ from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.errors import ConnectionLostError, ControlError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
-from tests.engines import at_random, token_ids
+from tests.engines import at_random, gated, token_ids
 from tests.models import make_model
 from tests.ranks import assert_nothing_is_left
 
@@ -89,6 +89,10 @@ def names_an_adapter(rank: int, base: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"mixed": [], "versions": []}
     with an_llm() as llm:
         if rank:
+            dist.barrier()
+            with gated(llm.engine):
+                dist.barrier()
+                dist.barrier()
             llm.wait_for_shutdown(PATIENCE_S)
         else:
             os.chdir(base)
@@ -102,8 +106,12 @@ def names_an_adapter(rank: int, base: str) -> dict[str, Any]:
                 results = llm.generate([token_ids(5, seed=seed) for seed in range(16)], params)
                 answer["mixed"].append([result.generated_tokens for result in results])
                 answer["versions"].append(llm.load_lora_adapter("x", f"{base}/b", replace=True))
-            pending = llm.submit(token_ids(5), at_random(400, adapter="x", n=6))
-            answer["ended"] = llm.unload_lora_adapter("x")
+            dist.barrier()
+            with gated(llm.engine):
+                dist.barrier()
+                pending = llm.submit(token_ids(5), at_random(400, adapter="x", n=6, top_p=0.99))
+                answer["ended"] = llm.unload_lora_adapter("x")
+                dist.barrier()
             answer["errors"] = [sample.error for sample in pending.result(PATIENCE_S)]
         answer["made"] = llm.stats()["generated_tokens"]
     assert_nothing_is_left()

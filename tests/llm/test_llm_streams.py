@@ -104,7 +104,7 @@ def test_a_tokenizer_that_cannot_read_a_token_ends_its_stream_alone() -> None:
             def fail(*_: object) -> None:
                 raise ValueError("no such token")
 
-            with gated(llm.engine, tokens=0):
+            with gated(llm.engine, 0):
                 broken = llm.stream("abc", ENDLESS)
                 broken._reader.take = fail  # type: ignore[method-assign, assignment]
             other = asyncio.create_task(llm.generate("abc", greedily(20)))

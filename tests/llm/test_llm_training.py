@@ -70,7 +70,7 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1
     weights = [{name: value.clone() for name, value in model.state_dict().items()}]
     with blocking(model, kv_cache_management_mode="recompute") as llm, attach(optimizer, llm, mode="recompute"):
-        with gated(llm.engine, tokens=0) as gate:
+        with gated(llm.engine, 0) as gate:
             pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed, logprobs=1)) for seed in range(3)]
             for _ in range(3):
                 gate.tokens += 60

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
-from tests.engines import BLOCK
+from tests.engines import BLOCK, gated
 from tests.models import make_model
 from tests.server.chat_templates import byte_level
 
@@ -189,18 +189,21 @@ def test_sglangs_generate_gives_ids_and_log_probs(llm: LLM, http: httpx.Client):
 @pytest.mark.parametrize("how", ["rid", "all", "pause"])
 def test_an_aborted_request_is_answered_with_what_it_has(llm: LLM, http: httpx.Client, how: str):
     body = {"input_ids": PROMPT, "rid": "mine", "return_logprob": True,
-            "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}  # fmt: skip
+            "sampling_params": {"max_new_tokens": 2000, "top_p": 0.99, "ignore_eos": True}}  # fmt: skip
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.append(ok(http.post("/generate", json=body))))
-    asking.start()
-    # Where they are read: an abort overtakes tokens that are still on their way from the engine.
-    until(lambda: any(group and any(group._tokens.lengths.values()) for group in list(llm._service._groups.values())))
-    if how == "pause":
-        ok(http.post("/pause_generation", json={"mode": "abort"}))
-        ok(http.post("/continue_generation"))
-    else:
-        ok(http.post("/abort_request", json={"rid": "mine"} if how == "rid" else {"abort_all": True}))
-    asking.join(PATIENCE_S)
+    with gated(llm.engine):
+        asking.start()
+        # Where they are read: an abort overtakes tokens that are still on their way from the engine.
+        until(
+            lambda: any(any(group._tokens.lengths.values()) for group in list(llm._service._groups.values()) if group)
+        )
+        if how == "pause":
+            ok(http.post("/pause_generation", json={"mode": "abort"}))
+            ok(http.post("/continue_generation"))
+        else:
+            ok(http.post("/abort_request", json={"rid": "mine"} if how == "rid" else {"abort_all": True}))
+        asking.join(PATIENCE_S)
     (reply,) = found
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) < 2000

@@ -13,7 +13,7 @@ import pytest
 from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
 from rollout.errors import ConfigError, InvalidRequestError
 from tests.adapters import adapted, saved_adapter
-from tests.engines import BLOCK
+from tests.engines import BLOCK, gated
 from tests.models import greedy, make_model
 from tests.server.chat_templates import byte_level
 from tests.server.test_control_routes import HEADERS, KEY, PATIENCE_S, ok, until
@@ -118,11 +118,12 @@ def test_unloading_ends_the_requests_of_an_adapter_by_name(
     ended: list[httpx.Response] = []
     body = {"model": "a", "prompt": PROMPT, "max_tokens": 2000, "top_p": 0.99, "ignore_eos": True}
     asking = threading.Thread(target=lambda: ended.append(http.post("/v1/completions", json=body)))
-    asking.start()
-    until(lambda: llm.engine.load[0] > 0)
-    unloaded = ok(http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}))
-    assert unloaded["aborted"] == 1
-    asking.join(PATIENCE_S)
+    with gated(llm.engine):
+        asking.start()
+        until(lambda: llm.engine.load[0] > 0)
+        unloaded = ok(http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}))
+        assert unloaded["aborted"] == 1
+        asking.join(PATIENCE_S)
     assert ended[0].status_code == 409
     assert "adapter 'a' was unloaded" in ended[0].json()["error"]["message"]
     assert http.post("/v1/completions", json=body).status_code == 404

@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
 from rollout.server.server import Server
-from tests.engines import BLOCK
+from tests.engines import BLOCK, gated
 from tests.models import greedy, make_model, trainer_logprobs
 from tests.server.chat_templates import WEATHER, byte_level
 from tests.server.scripted import joined
@@ -271,11 +271,12 @@ def test_who_goes_away_is_not_computed_for(house: House, lenient: OpenAI):
     endless: dict[str, Any] = {"max_tokens": 1900, "top_p": 0.99, "extra_body": {"ignore_eos": True}}
     aborted = house.llm.stats()["requests_aborted"]
     for create in (chat, complete):
-        with create(lenient, **endless, stream=True) as stream:
-            next(iter(stream))
-        with pytest.raises(openai.APITimeoutError):
-            create(lenient.with_options(timeout=0.1), **endless)
-        house.empties()
+        with gated(house.llm.engine):
+            with create(lenient, **endless, stream=True) as stream:
+                next(iter(stream))
+            with pytest.raises(openai.APITimeoutError):
+                create(lenient.with_options(timeout=0.1), **endless)
+            house.empties()
     assert house.llm.stats()["requests_aborted"] == aborted + 4
 
 

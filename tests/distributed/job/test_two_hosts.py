@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Iterator
 
@@ -69,11 +70,13 @@ def test_a_link_is_cut_and_healed_and_nothing_is_lost(nursery: Nursery, hosts: t
                 InferenceClient(handle.address, keys=keys.client_side()) as client,
             ):
                 await ready(client, "near", "far")
+                ranks.let_make(400)
                 watched = [Watched(client, ask) for ask in asked]
                 await grown(watched, 50)
                 assert all(seen["requests_running"] == 2 for seen in ranks.look_at_all())
 
                 near.ip("link", "set", "link0", "down")
+                ranks.let_make(math.inf)
                 for each, others in zip(watched, expected, strict=True):
                     assert_same(await each.result(), others)
                 await ready(client, "near")
