@@ -10,8 +10,8 @@ _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
 def lacks_device_memory(exc: BaseException) -> bool:
     """Whether an operation failed for want of device memory, so that it may succeed with more.
 
-    Torch's allocator raises `torch.OutOfMemoryError`; the driver (instantiating a graph, loading a kernel), cuBLAS and Triton
-    raise a RuntimeError whose message says so.
+    Torch's allocator raises `torch.OutOfMemoryError`; the driver (when a graph is instantiated or a kernel loaded), cuBLAS
+    and Triton raise a RuntimeError whose message says so.
     """
     if isinstance(exc, torch.OutOfMemoryError):
         return True
