@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
@@ -23,6 +22,7 @@ from rollout.engine.kernels import triton_draw
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
+from tests.benchmarks.device_time import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
@@ -144,13 +144,14 @@ def decode_steps(
             first = time.perf_counter() - start
             step = seconds(run, engine.step, TIMED if run.cuda else 3)
             host = _host_parts(engine, 16 if run.cuda else 2)
-            busy, count, longest = _profiled(run, engine) if run.cuda else (0.0, 0.0, [])
+            spent = device_time(engine.step, PROFILED, run.device) if run.cuda else DeviceTime(0.0, {})
     floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
-        floor_ms=floor * 1e3, of_floor=floor / step, device_ms=busy, idle_ms=step * 1e3 - busy, kernels=count,
+        floor_ms=floor * 1e3, of_floor=floor / step, device_ms=spent.busy_ms, idle_ms=step * 1e3 - spent.busy_ms,
+        kernels=spent.kernels,
         host_ms=host, prefill_tokens_s=batch // samples * context / prefill, prefill_steps=prefills, first_step_s=first,
-        **captured(engine), longest=longest,
+        **captured(engine), longest=[(name[:60], round(ms, 3)) for name, ms in list(spent.ms.items())[:14]],
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
 
@@ -196,21 +197,6 @@ def _timing(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
             times.append(time.perf_counter() - start)
 
     return run
-
-
-def _profiled(run: Run, engine: DynamicInferenceEngine) -> tuple[float, float, list[tuple[str, float]]]:
-    """Milliseconds and kernels of the device per step, and its longest kernels."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        for _ in range(PROFILED):
-            engine.step()
-        run.wait()
-    by, count = Counter[str](), 0
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            by[event.name[:60]] += event.device_time / 1e3 / PROFILED
-            count += 1
-    longest = [(name, round(spent, 3)) for name, spent in by.most_common(14)]
-    return sum(by.values()), count / PROFILED, longest
 
 
 def top_p(run: Run) -> None:

@@ -80,7 +80,8 @@ def tune(run: Run) -> None:
     by_programs = {each.programs: _mean(rates[each]) / 1e12 for each in tried[: len(counts)]}
     run.say(
         "tuned", present=present._asdict(), present_tb_s=now / 1e12,
-        best=best._asdict(), best_tb_s=_mean(rates[best]) / 1e12, times_the_present=_mean(rates[best]) / now, present_tile_by_programs_tb_s=by_programs,
+        best=best._asdict(), best_tb_s=_mean(rates[best]) / 1e12, times_the_present=_mean(rates[best]) / now,
+        present_tile_by_programs_tb_s=by_programs,
     )  # fmt: skip
 
 
