@@ -26,8 +26,9 @@ from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
-from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.decode_runs import DecodeRuns, RunForward
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
+from rollout.engine.forward.graphed_runs import GraphedRuns
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
 from rollout.engine.forward.recurrent_forward import forward_by_length
@@ -145,8 +146,11 @@ class ModelRunner:
         self.states = states
         self.runs: DecodeRuns | None = None
         """Makes several decode steps in one call."""
-        if asked is not None and isinstance(self.fused, FusedForward) and lockstep is None and not exact:
-            self.runs = DecodeRuns(self.fused, table, cache, self.sampling, adapters, self.installation, asked)
+        maker: RunForward | None = self.fused if isinstance(self.fused, FusedForward) else None
+        if self.graphs is not None:
+            maker = GraphedRuns(self.forward, self.graphs, layout.device)
+        if asked is not None and maker is not None and not exact and leader is None and lockstep is None:
+            self.runs = DecodeRuns(maker, table, cache, self.sampling, adapters, self.installation, asked)
 
     def execute(self, step: ScheduledStep) -> StepTokens:
         """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
@@ -258,8 +262,10 @@ class ModelRunner:
 
     def drop_fused(self, why: str) -> None:
         """Run the module's own forward from here on."""
-        self.fused, self.runs, self._dropped = None, None, why
-        if self.graphs is not None:
+        self.fused, self._dropped = None, why
+        if self.graphs is None:
+            self.runs = None
+        else:
             self.graphs.fused = None
 
     def refuse_inexact(self) -> None:
