@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from rollout.engine.forward.chunk_state import ChunkInputs
-from rollout.engine.forward.cuda_layers import Layer, layers_of, norm_of, projected
+from rollout.engine.forward.cuda_layers import Layer, Mixture, Mlp, layers_of, norm_of, projected
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.forward.fused_binding import Bound
@@ -27,10 +28,11 @@ from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.fused_forward import BoundForward
 from rollout.engine.forward.model_support import AttentionCall, ModelLayout
 from rollout.engine.forward.rotary_tables import rotary_numbers
-from rollout.engine.kernels import triton_layers
-from rollout.engine.kernels.cpu_forward import Activation, RotaryKind
+from rollout.engine.kernels import triton_experts, triton_layers
+from rollout.engine.kernels.cpu_forward import Activation, Experts, RotaryKind
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, Rules
+from rollout.engine.kernels.triton_experts import ExpertSizes
 from rollout.engine.kernels.triton_layer_trial import LayerSizes, failure
 from rollout.engine.kernels.triton_layers import Norms, Place, TritonLayers
 from rollout.engine.memory.buffers import upload_together
@@ -161,12 +163,15 @@ class CudaForward(BoundForward):
 
     def _take(self, bound: Bound) -> None:
         family, fixed, layout = bound.family, bound.model, self._layout
-        if bound.mixtures or family.gated_attention:
-            raise Unfusable(f"the Triton forward does not compute all layers of {family.name}")
-        if self._products not in (None, bound.dtype) and bound.dtype != torch.float32:
-            raise Unfusable(f"its {bound.dtype} parameters run under an autocast to {self._products}")
+        if family.gated_attention:
+            raise Unfusable(f"the Triton forward does not compute the attention of {family.name}")
+        # transformers' grouped products leave autocast aside.
+        if self._products not in (None, bound.dtype) and (bound.dtype != torch.float32 or bound.mixtures):
+            kind = "experts" if bound.mixtures else "parameters"
+            raise Unfusable(f"its {bound.dtype} {kind} run under an autocast to {self._products}")
         names, model, decoder = family.names, bound.causal_lm, bound.decoder
         self._layers = layers_of(bound, layout)
+        self._mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture)]
         self._embedding, self._head = getattr(decoder, names.embedding).weight, model.lm_head.weight
         self._final = norm_of(getattr(decoder, names.final_norm))
         self._learned = getattr(decoder, names.positions).weight if family.rotary is None else None
@@ -176,7 +181,7 @@ class CudaForward(BoundForward):
         self._activation = Activation(fixed.activation)
         self._embedding_scale, self._softcap = fixed.embedding_scale, fixed.final_softcap
         self._kernels: TritonLayers = triton_layers.load()
-        self.numbers = self._fixed()
+        self.numbers = self._fixed(bound.mixtures)
         shape, call = layout.layers[0], layout.calls[0]
         sizes = LayerSizes(
             fixed.hidden, fixed.inner, call.num_heads, shape.num_kv_heads, shape.head_dim, family.norm,
@@ -184,16 +189,23 @@ class CudaForward(BoundForward):
             fixed.rotary_dim, bool(fixed.rotary_wide), self._rotary_kind, self._activation, family.gated,
             fixed.rank > 0, bound.dtype, layout.device,
         )  # fmt: skip
-        if (why := failure(sizes)) is not None:
+        why = failure(sizes)
+        for each in bound.mixtures:
+            experts = ExpertSizes(
+                fixed.hidden, each.inner, each.chosen, family.shares_wide, self._activation, bound.dtype, layout.device
+            )
+            why = why or triton_experts.failure(experts)
+        if why is not None:
             raise Unfusable(why)
 
-    def _fixed(self) -> tuple[float, ...]:
+    def _fixed(self, mixtures: list[Experts]) -> tuple[float, ...]:
         calls = [layer.call for layer in self._layers]
         types = dict.fromkeys(layer.tables for layer in self._layers)
         scalings = [] if self._rotary is None else [rotary_numbers(self._rotary, each)[1] for each in types]
         adapters = [each.adapter for layer in self._layers for each in layer.projections if each.adapter is not None]
         return (
             self._norms.epsilon, self._embedding_scale, self._softcap, self._activation, *scalings,
+            *(number for each in mixtures for number in (each.chosen, each.normalised)),
             *(number or 0 for call in calls for number in (call.scaling, call.window, call.softcap)),
             # Which of the adapters of a projection acts is known by where it lies.
             *(number for each in adapters for number in (each.scaling, each.down.data_ptr())),
@@ -211,10 +223,17 @@ class CudaForward(BoundForward):
             hidden, normed = kernels.add_norm(hidden, delta, after, before, norms, narrow)
             delta = layer.output(self._attended(layer, normed, tables[layer.tables], step), kernels)
             hidden, normed = kernels.add_norm(hidden, delta, after_attention, before_mlp, norms, narrow)
-            delta, after = layer.mlp(normed, kernels, self._activation), after_mlp
+            delta, after = self._through_mlp(layer, normed), after_mlp
         _, normed = kernels.add_norm(hidden, delta, after, self._final, norms, narrow)
         logits = linear(normed if keep is None else normed.index_select(0, keep), self._head)
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+
+    def _through_mlp(self, layer: Layer, normed: Tensor) -> Tensor:
+        """[P, H]."""
+        if isinstance(layer.mlp, Mlp):
+            return layer.mlp(normed, self._kernels, self._activation)
+        record = None if self.record is None else partial(self.record, self._mixtures.index(layer.mlp))
+        return layer.mlp(normed, self._activation, record)
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[P, H]."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollout.engine.forward.families import Family
 from rollout.engine.forward.fused_binding import Bound
 from rollout.engine.forward.fused_parts import active_adapters, base_of, is_conv
 from rollout.engine.forward.model_support import AttentionCall, ModelLayout
+from rollout.engine.kernels import triton_experts
 from rollout.engine.kernels.cpu_forward import Activation
 from rollout.engine.kernels.triton_layers import HeadNorms, NormWeights, TritonLayers
 
@@ -62,6 +64,28 @@ class Mlp:
 
 
 @dataclass(frozen=True, eq=False)
+class Mixture:
+    """A mixture of experts in place of an MLP; its router is the module's own."""
+
+    router: nn.Module
+    gate_up: Tensor
+    """[experts, 2 * I, H]."""
+    down: Tensor
+    """[experts, H, I]."""
+
+    def __call__(self, x: Tensor, activation: Activation, record: Callable[[Tensor], None] | None) -> Tensor:
+        """[P, H] of [P, H].
+
+        Args:
+            record: gets the experts [P, k] of each position; None: they are not recorded.
+        """
+        _, shares, chosen = self.router.forward(x)
+        if record is not None:
+            record(chosen)
+        return triton_experts.load()(x, shares, chosen, self.gate_up, self.down, activation)
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One decoder layer."""
 
@@ -73,7 +97,7 @@ class Layer:
     head_norms: HeadNorms | None
     whole_norms: tuple[NormWeights, NormWeights] | None
     """Of all heads of queries together, and of keys."""
-    mlp: Mlp
+    mlp: Mlp | Mixture
     tables: str | None
     """Type of layer whose cosines and sines it has; None: all layers have the same."""
     index: int
@@ -83,7 +107,8 @@ class Layer:
     @property
     def projections(self) -> tuple[Projection, ...]:
         """Those that may have an adapter."""
-        return *self.qkv, self.output, *self.mlp.gate_up, self.mlp.down
+        mlp = () if isinstance(self.mlp, Mixture) else (*self.mlp.gate_up, self.mlp.down)
+        return *self.qkv, self.output, *mlp
 
 
 def projected(
@@ -113,7 +138,7 @@ def norm_of(module: Any) -> NormWeights:
 
 def _layer(layer: Any, index: int, family: Family, layout: ModelLayout) -> Layer:
     names = family.names
-    attention, mlp = getattr(layer, names.attention), layer.mlp
+    attention = getattr(layer, names.attention)
     place = layout.layer_of[attention]
     head_norms = whole_norms = None
     if family.query_norm == "head":
@@ -126,15 +151,19 @@ def _layer(layer: Any, index: int, family: Family, layout: ModelLayout) -> Layer
         output=_projection(getattr(attention, names.output)),
         head_norms=head_norms,
         whole_norms=whole_norms,
-        mlp=Mlp(
-            tuple(_projection(getattr(mlp, name)) for name in names.gate_up),
-            _projection(getattr(mlp, names.down)),
-            family.gated,
-        ),
+        mlp=_mlp(layer.mlp, family),
         tables=attention.config.layer_types[index] if family.rotary_by_type else None,
         index=place,
         call=layout.calls[place],
     )
+
+
+def _mlp(mlp: Any, family: Family) -> Mlp | Mixture:
+    names = family.names
+    if family.experts and hasattr(mlp, "experts"):
+        return Mixture(mlp.gate, mlp.experts.gate_up_proj, mlp.experts.down_proj)
+    gate_up = tuple(_projection(getattr(mlp, name)) for name in names.gate_up)
+    return Mlp(gate_up, _projection(getattr(mlp, names.down)), family.gated)
 
 
 def _projection(module: Any) -> Projection:

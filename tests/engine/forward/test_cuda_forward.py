@@ -16,19 +16,21 @@ import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import chunk_state, cuda_forward, cuda_graphs, prefix_sharing
+from rollout.engine.forward.choices import Routes
 from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.trial_forwards import paged_logits
-from rollout.engine.kernels import decode_parts, triton_layer_trial, triton_layers
+from rollout.engine.kernels import decode_parts, triton_experts, triton_layer_trial, triton_layers
 from rollout.engine.kernels.cpu_forward import Activation, NormKind, RotaryKind
+from rollout.engine.kernels.triton_experts import ExpertSizes
 from rollout.engine.kernels.triton_layer_trial import LayerSizes, normed, rotated
 from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
 from rollout.engine.kernels.triton_paged import load
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
 from tests.interpreter import assert_holds_interpreted
-from tests.models import make_model
+from tests.models import make_model, require_recurrent_cache
 
 try:
     import triton
@@ -46,7 +48,22 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torc
 """Triton's interpreter cuts bits of bfloat16 off instead of rounding."""
 BY_TYPE = ["gemma2", "gemma3", "olmo3"]
 """Families whose layers differ by type."""
-NAMES = ["qwen3", "llama", "qwen2", "mistral", "gemma2", "gemma3", "olmo2", "olmo3", "phi3", "glm", "glm4", "gpt2"]
+NAMES = [
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "llama",
+    "qwen2",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "glm",
+    "glm4",
+    "gpt2",
+]
 
 
 def on_the_device(function: Any) -> Any:
@@ -156,6 +173,27 @@ def test_kernels_give_what_plain_torch_does(name, dtype) -> None:
 
 
 @on_the_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_experts_give_what_plain_torch_does(wide, dtype) -> None:
+    activation = Activation.GELU_TANH if wide else Activation.SILU
+    assert triton_experts.failure(ExpertSizes(72, 40, 2, wide, activation, dtype, DEVICE)) is None
+
+
+@on_the_device
+@pytest.mark.parametrize("count", [0, 1, 70])
+def test_experts_that_have_no_position_or_several_blocks_of_them_are_computed(count) -> None:
+    generator = torch.Generator().manual_seed(count)
+    drawn = [torch.randn(shape, generator=generator).to(DEVICE) for shape in ((count, 24), (5, 32, 24), (5, 24, 16))]
+    hidden, gate_up, down = drawn
+    chosen = torch.stack((torch.full((count,), 3), torch.arange(count) % 2), 1).to(DEVICE)
+    shares = torch.rand(count, 2, generator=generator).to(DEVICE)
+    found = triton_experts.load()(hidden, shares, chosen, gate_up, down, Activation.SILU)
+    expected = triton_experts.mixed(hidden, shares, chosen, gate_up, down, Activation.SILU)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@on_the_device
 def test_a_kernel_that_differs_or_raises_is_named(monkeypatch) -> None:
     kernels = type(triton_layers.load())
     monkeypatch.setattr(kernels, "activate", lambda self, gate, up, activation: gate * up)
@@ -164,6 +202,9 @@ def test_a_kernel_that_differs_or_raises_is_named(monkeypatch) -> None:
     assert triton_layer_trial.failure(replace(LLAMA, width=24)) == (
         "Triton's add_norm does not work: ZeroDivisionError: division by zero"
     )
+    monkeypatch.setattr(triton_experts.TritonExperts, "__call__", lambda self, hidden, *_: hidden)
+    sizes = ExpertSizes(24, 16, 1, True, Activation.SILU, torch.float32, DEVICE)
+    assert "experts differ from plain torch by" in str(triton_experts.failure(sizes))
 
 
 @on_the_device
@@ -203,7 +244,8 @@ def test_under_autocast_values_are_rounded_where_the_module_rounds_them(kind, he
 @pytest.mark.skipif(INTERPRETED or triton is None, reason="compiles, and so needs Triton, and not its interpreter")
 def test_kernels_compile_for_a_device_that_is_not_there(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from rollout.engine.kernels import triton_layer_kernels as device_code  # needs Triton
+    from rollout.engine.kernels import triton_expert_kernels as expert_code  # needs Triton
+    from rollout.engine.kernels import triton_layer_kernels as device_code
 
     def compiled(kernel: Any, constants: dict[str, object], **types: str) -> str:
         names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
@@ -246,6 +288,14 @@ def test_kernels_compile_for_a_device_that_is_not_there(monkeypatch, tmp_path) -
     assert "ld.global.v4" in compiled(
         device_code.add_scaled, {"width": 12288, "span": 1024}, more="*fp32", factor="fp32"
     )
+    experts = {"count": 128, "padded_count": 128, "width": 2048, "inner": 768, "rows": 64, "columns": 64, "depth": 64}
+    index = {"order": "*i64", "begins": "*i32"}
+    text = compiled(expert_code.gate_and_up, experts | {"chosen": 8, "gelu": False}, **index)
+    assert "wgmma" in text
+    assert "wgmma" in compiled(expert_code.shared_down, experts, **index)
+    exact = {"hidden": "*fp32", "weight": "*fp32", "out": "*fp32"} | index
+    options = experts | {"chosen": 8, "gelu": False, "rows": 16, "depth": 32}
+    assert "tf32" not in compiled(expert_code.gate_and_up, options, **exact)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -365,6 +415,31 @@ def test_an_active_adapter_takes_part_in_eager_and_captured_steps(name) -> None:
     assert any(captured(engine))
     tuned.base_model.set_adapter(["default", "other"])
     assert "act together" in why_not(engine)
+
+
+@on_the_device
+def test_what_routers_choose_is_recorded_also_where_steps_are_replayed() -> None:
+    model, tokens = small("qwen3_moe"), token_ids(12, 1)
+    engine, own = engine_of(model), make_engine(model, fused_forward=False)
+    paged_logits(runner_of(engine), tokens, 11)
+    assert captured(engine) == [True]
+    routes, expected = Routes(), Routes()
+    paged_logits(runner_of(engine), tokens, 11, routes=routes)
+    paged_logits(runner_of(own), tokens, 11, routes=expected)
+    found = routes.joined()
+    assert len(found) == len(model.model.layers)
+    assert all(map(torch.equal, found, expected.joined()))
+
+
+@on_the_device
+def test_what_is_left_to_the_module_is_named() -> None:
+    require_recurrent_cache()
+    assert why_not(engine_of(make_model("qwen3_5").to(DEVICE))) == (
+        "it has recurrent layers, which only the C++ forward on a CPU computes"
+    )
+    model = small("qwen3_moe")
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert "experts run under an autocast" in why_not(engine_of(model))
 
 
 @on_the_device
