@@ -47,6 +47,8 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     assert {each["work"] for each in found if each["what"] == "price"} == {"sampling", "training"}
     fused = [(each["fused_forward"], each["max"] < 0.1) for each in found if each["what"] == "log-probs, fused"]
     assert fused == [(True, True), (False, True)] * 2
+    of_families = [(each["family"], each["max"] < 0.1) for each in found if each["what"] == "log-probs, family"]
+    assert of_families == [("llama", True)] * 2 + [("llama, LoRA", True)] * 2
     labels = [each["label"] for each in found if each["what"] == "decode step"]
     assert labels == [
         "fp32, autocast_dtype", "fp32, autocast around the call", "fp32, a bf16 copy", "fp32, autocast in the forward",
