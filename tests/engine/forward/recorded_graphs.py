@@ -172,13 +172,3 @@ class Recorder:
             for index in range(len(self._cache.addresses) // 2):
                 keys, values = self._cache.layer(index)
                 POOLS[keys.data_ptr()] = keys, values
-
-
-class Rerunner(Recorder):
-    """A device whose records are the work itself: no proof that nothing of it is fixed, and a tenth of the time."""
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._find_pool()
-        work()
-        self.captures += 1
-        return lambda: self._replay(work)  # type: ignore[arg-type]
