@@ -1,4 +1,4 @@
-"""Tests of the rank session: assignments and progress reports, with real engines and no sockets or threads."""
+"""Tests of a rank's session: fresh work, what is refused, the end of an assignment, control, state."""
 
 from __future__ import annotations
 
@@ -11,156 +11,27 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.distributed.protocol.frames import decode, encode
 from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Assign,
     Cancel,
     Command,
     CommandAck,
     Decline,
     EngineMoved,
-    Message,
     Progress,
-    RegisterAck,
     Stretch,
 )
-from rollout.distributed.protocol.outcome import Outcome, unpack
 from rollout.distributed.worker import session
-from rollout.distributed.worker.session import RankSession
-from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.holds import COORDINATOR, HoldLevel
 from rollout.errors import EngineStateError
-from rollout.requests.delta import SampleDelta
-from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
-from rollout.state import EngineState, StalenessPolicy
+from rollout.state import EngineState
 from tests.adapters import saved_adapter
-from tests.engines import at_random, finish, greedily, make_engine, token_ids
+from tests.distributed.worker.rank_sessions import Rank, assign, packed, put_together, undisturbed, welcome
+from tests.engines import at_random, greedily, make_engine, token_ids
 from tests.models import make_model, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
-
-def packed(params: SamplingParams) -> bytes:
-    blob: bytes = msgpack.packb(params.serialize())
-    return blob
-
-
-def assign(prompt: list[int], params: SamplingParams, *, attempt: int = 1, **changes: Any) -> Assign:
-    values: dict[str, Any] = {
-        "request_id": 0,
-        "attempt": attempt,
-        "indices": list(range(params.n)),
-        "prompt": np.asarray(prompt, "<i4").tobytes(),
-        "params": packed(params),
-        "seed": 11,
-        "priority": 0,
-        "arrival_time": 0.0,
-        "interval": 0,
-        "known": [],
-    }
-    return Assign(**(values | changes))
-
-
-def welcome(state: str = "running", version: int = 0, interval: int = 4) -> RegisterAck:
-    return RegisterAck(PROTOCOL_VERSION, "life", state, version, 1.0, 30.0, interval)
-
-
-class Rank:
-    """An engine with a session, and all that was said; messages pass through their frames."""
-
-    def __init__(self, engine: DynamicInferenceEngine, *, enter: bool = True, **options: Any) -> None:
-        self.engine = engine
-        self.idle = False
-        self.said: list[Message] = []
-        self.foreign: list[DynamicInferenceRequestRecord] = []
-        self.session = RankSession(engine, self._hear, idle=lambda: self.idle, **options)
-        self.cached = set(engine.track_prefix_cache(self.session.changes))
-        if enter:
-            self.hears(welcome())
-            self.said.clear()
-
-    def _hear(self, message: Message) -> None:
-        message = decode(encode(0, message))[1]
-        if isinstance(message, Progress):
-            if message.flushed:
-                self.cached.clear()
-            self.cached -= set(np.frombuffer(message.blocks_removed, "<i8").tolist())
-            self.cached |= set(np.frombuffer(message.blocks_added, "<i8").tolist())
-        self.said.append(message)
-
-    def hears(self, *messages: Message) -> None:
-        for message in messages:
-            self.foreign += self.session.receive(decode(encode(0, message))[1])
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            if self.engine.has_unfinished and self.engine.state is EngineState.RUNNING:
-                self.foreign += self.session.report(self.engine.step())
-
-    def finish(self) -> None:
-        self.step(500)
-        assert not self.engine.has_unfinished
-        assert self.session.num_open == 0
-        assert self.engine.context.allocator.num_used == 0
-        assert self.cached == set(self.engine.context.allocator.findable_hashes())
-
-    def stretches(self) -> list[Stretch]:
-        return [stretch for message in self.said if isinstance(message, Progress) for stretch in message.stretches]
-
-    def take(self, kind: type[Message]) -> list[Any]:
-        return [message for message in self.said if isinstance(message, kind)]
-
-
-class Told:
-    """What stretches tell of one sample."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.versions: list[int] = []
-        self.prompt_version = -1
-        self.top_n: list[Any] = []
-        self.ttft: float | None = None
-        self.text: str | None = None
-        self.outcome: Outcome | None = None
-        self.restarts = 0
-
-    def hear(self, delta: SampleDelta) -> None:
-        assert self.outcome is None, "an ended sample goes on"
-        if delta.start == 0:
-            self.restarts += bool(self.tokens)
-            self.__dict__ |= {"tokens": [], "log_probs": [], "versions": [], "top_n": [], "ttft": None}
-            self.prompt_version = delta.prompt_version
-        assert delta.start == len(self.tokens)
-        assert delta.prompt_version == self.prompt_version
-        self.tokens += delta.token_list()
-        self.log_probs += delta.log_prob_list()
-        self.versions += delta.policy_versions()
-        self.top_n += delta.top_n_rows()
-        if delta.ttft is not None:
-            self.ttft = delta.ttft
-        if delta.text is not None:
-            self.text = delta.text
-        if delta.outcome is not None:
-            self.outcome = unpack(delta.outcome)
-
-
-def put_together(stretches: list[Stretch], told: dict[int, Told] | None = None) -> dict[int, Told]:
-    told = {} if told is None else told
-    for stretch in stretches:
-        stretch.check()
-        for delta in stretch.deltas():
-            told.setdefault(delta.sample_index, Told()).hear(delta)
-    return told
-
-
-def undisturbed(prompt: list[int], params: SamplingParams, **options: Any) -> dict[int, Any]:
-    engine = make_engine("qwen3", **options)
-    engine.add_request(prompt, params.replace(seed=11), request_id=0)
-    return {index: request for (_, index), request in finish(engine).items()}
 
 
 # --- fresh work -------------------------------------------------------------------------------------------------------
@@ -252,125 +123,8 @@ def test_texts_come_from_an_engine_with_a_tokenizer() -> None:
     assert told[0].text == tokenizer.decode(told[0].tokens, skip_special_tokens=True)
 
 
-# --- from where another rank stood ------------------------------------------------------------------------------------
-
-
-def moved_after(steps: int, prompt: list[int], params: SamplingParams, tokenizer: Any = None) -> dict[int, Told]:
-    """A group begun on one rank and ended on another, which gets what the first has told; the first is lost."""
-    first = Rank(make_engine("qwen3", tokenizer))
-    first.hears(assign(prompt, params, interval=1))
-    first.step(steps)
-    known = first.stretches()
-    told = put_together(known)
-    open_ = [index for index in range(params.n) if index not in told or told[index].outcome is None]
-    second = Rank(make_engine("qwen3", tokenizer))
-    second.hears(
-        assign(prompt, params, attempt=2, indices=open_, known=[each.only(set(open_)) for each in known], interval=3)
-    )
-    second.finish()
-    return put_together(second.stretches(), told)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5, 8])
-@pytest.mark.parametrize(
-    "params", [greedily(9, n=2, logprobs=2), at_random(9, n=3, temperature=0.9, top_k=40, logprobs=1)]
-)
-def test_going_on_from_known_tokens_gives_the_tokens_of_an_undisturbed_run(steps: int, params: SamplingParams) -> None:
-    prompt = token_ids(7)
-    alone = undisturbed(prompt, params)
-    told = moved_after(steps, prompt, params)
-    assert sorted(told) == sorted(alone)
-    for index, sample in told.items():
-        assert sample.tokens == alone[index].generated_tokens
-        assert sample.log_probs == pytest.approx(alone[index].generated_log_probs, abs=2e-5)
-        assert sample.outcome is not None
-        assert sample.outcome.finish_reason == "length"
-        assert [token for row in sample.top_n for token, _ in row] == [
-            token for row in alone[index].generated_top_n_logprobs for token, _ in row
-        ]
-        assert sample.restarts == 0
-        assert sample.outcome.ttft == sample.ttft
-        assert sample.outcome.max_tokens == 9
-
-
-@pytest.mark.parametrize("steps", range(1, 7))
-def test_a_stop_string_that_straddles_two_ranks_is_found(steps: int) -> None:
-    tokenizer = make_tokenizer()
-    prompt = token_ids(6)
-    text = tokenizer.decode(undisturbed(prompt, greedily(12))[0].generated_tokens)
-    engine = make_engine("qwen3", tokenizer)
-    params = greedily(12, stop=text[4:7], include_stop_str_in_output=True)
-    engine.add_request(prompt, params.replace(seed=11), request_id=0)
-    (alone,) = finish(engine).values()
-    told = moved_after(steps, prompt, params, tokenizer)[0]
-    assert told.tokens == alone.generated_tokens
-    assert told.text == alone.generated_text
-    assert told.outcome is not None
-    assert (told.outcome.finish_reason, told.outcome.stop_reason) == ("stop", text[4:7])
-
-
-def test_versions_are_exact_across_updates_and_ranks() -> None:
-    prompt, params = token_ids(7), greedily(9)
-    first, second = Rank(make_engine("qwen3")), Rank(make_engine("qwen3"))
-    first.hears(assign(prompt, params, interval=1))
-    first.step(2)
-    first.engine.weights_updated(3)
-    first.step(2)
-    second.hears(Command(1, "set_version", 3), assign(prompt, params, attempt=2, known=first.stretches()))
-    second.step(1)
-    second.hears(Command(2, "set_version", 5))
-    second.finish()
-    told = put_together(second.stretches(), put_together(first.stretches()))[0]
-    assert told.prompt_version == 0
-    assert told.versions == [0, 0, 3, 3, 3, 5, 5, 5, 5]
-    assert told.outcome is not None
-    assert told.outcome.policy_spans == VersionSpans([(0, 9), (3, 3), (5, 4)])
-    assert told.outcome.policy_version == 5
-
-
-def test_samples_without_known_tokens_share_one_prefill_beside_those_with() -> None:
-    prompt, params = token_ids(8), greedily(6, n=4)
-    first = Rank(make_engine("qwen3"))
-    first.hears(assign(prompt, params, interval=1))
-    first.step(2)
-    known = [each.only({2}) for each in first.stretches()]
-    second = Rank(make_engine("qwen3", enable_prefix_caching=False))
-    second.hears(assign(prompt, params, attempt=2, known=known))
-    second.finish()
-    assert second.engine.stats()["prefill_tokens_computed"] == 8 + 10
-    assert [sample.tokens for sample in put_together(second.stretches(), put_together(known)).values()] == [
-        undisturbed(prompt, params)[0].generated_tokens
-    ] * 4
-
-
-def test_what_was_known_before_a_fresh_start_counts_no_more() -> None:
-    prompt, params = token_ids(7), at_random(8)
-    first = Rank(make_engine("qwen3", max_staleness=0, staleness_policy=StalenessPolicy.REQUEUE))
-    first.hears(assign(prompt, params, interval=1))
-    first.step(5)
-    first.engine.weights_updated()
-    first.session.report([], steps=0)
-    first.step(3)
-    assert put_together(first.stretches())[0].restarts == 1
-    assert put_together(first.stretches())[0].versions == [1, 1, 1]
-    second = Rank(make_engine("qwen3"))
-    second.hears(Command(1, "set_version", 1), assign(prompt, params, attempt=2, known=first.stretches()))
-    second.finish()
-    told = put_together(second.stretches(), put_together(first.stretches()))[0]
-    assert told.tokens == undisturbed(prompt, params)[0].generated_tokens
-    assert told.prompt_version == 1
-
-
-def test_a_sample_whose_every_token_was_given_up_is_a_fresh_one() -> None:
-    prompt, params = token_ids(7), greedily(4)
-    given_up = Stretch(0, 1, [0], [0], [0], b"", b"", [[2]])
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(assign(prompt, params, known=[given_up]))
-    rank.finish()
-    assert put_together(rank.stretches())[0].tokens == undisturbed(prompt, params)[0].generated_tokens
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
+
 
 TWO_TOKENS = (np.array([5, 6], "<i4").tobytes(), np.array([-1, -1], "<f4").tobytes())
 

@@ -33,7 +33,7 @@ from rollout.engine.holds import COORDINATOR, PAUSE, HoldLevel
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
 from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
-from tests.distributed.worker.test_rank_session import assign, put_together, undisturbed
+from tests.distributed.worker.rank_sessions import assign, put_together, undisturbed
 from tests.engines import at_random, gated, greedily, make_engine, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")

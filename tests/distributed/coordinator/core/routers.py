@@ -1,0 +1,48 @@
+"""Routers of the tests: with ranks of given loads, and what they choose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
+from rollout.state import PrefixCachingCoordinatorPolicy
+
+LONGEST = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
+FIRST = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+BALANCED = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
+ROBIN = PrefixCachingCoordinatorPolicy.ROUND_ROBIN
+BY_PREFIX = (LONGEST, FIRST)
+
+LIVES = int(os.environ.get("ROLLOUT_ROUTING_LIVES", "600"))
+PROMPT = [1, 2, 3, 4]
+OTHER = [11, 12, 13, 14]
+
+
+def make(*loads: int, policy: PrefixCachingCoordinatorPolicy = LONGEST, alpha: float = 0.5, slots: int = 10) -> Router:
+    """Ranks "0", "1", … with so many pending samples, the last one assigned to last; nobody holds anything."""
+    router = Router(policy, alpha=alpha)
+    for name in map(str, range(len(loads))):
+        router.add_rank(name, slots)
+    for name, load in enumerate(loads):
+        if load:
+            router.assigned(str(name), [], load)
+    return router
+
+
+def holds(router: Router, name: str, hashes: Sequence[int]) -> None:
+    router.reported(name, hashes, (), flushed=False)
+
+
+def chosen(router: Router, hashes: Sequence[int], samples: int = 1, exclude: Collection[str] = ()) -> str | None:
+    """The one rank that would get it; None: nobody has room."""
+    placements = router.place(hashes, samples, exclude=exclude)
+    assert len(placements) <= 1
+    return placements[0].rank if placements else None
+
+
+def send(router: Router, hashes: Sequence[int], samples: int = 1) -> list[tuple[Placement, Claim]]:
+    return [
+        (placement, router.assigned(placement.rank, hashes, placement.samples))
+        for placement in router.place(hashes, samples)
+    ]
