@@ -15,11 +15,7 @@ from rollout.journal import segment as journal_file
 from rollout.journal.journal import Journal
 from rollout.journal.lock import FolderLock
 from rollout.journal.reader import read_groups
-from rollout.journal.segment import (
-    SegmentName,
-    SegmentWriter,
-    segments,
-)
+from rollout.journal.segment import SegmentName, SegmentWriter, segments
 from tests.journal.journals import failing, fill, flip, group, ids_in, newest, run
 
 # --- what is appended comes back ------------------------------------------------------------------------------------

@@ -17,15 +17,7 @@ from rollout.errors import EngineStateError, JournalError
 from rollout.journal import segment as journal_file
 from rollout.journal.journal import Journal
 from rollout.journal.reader import read_groups
-from rollout.journal.segment import (
-    Gap,
-    SegmentName,
-    SegmentWriter,
-    pack_header,
-    read_body,
-    read_header,
-    walk,
-)
+from rollout.journal.segment import Gap, SegmentName, SegmentWriter, pack_header, read_body, read_header, walk
 from tests.journal.journals import failing, fill, flip, group, ids_in, newest, run
 
 # --- damage ---------------------------------------------------------------------------------------------------------

@@ -24,15 +24,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.engines import at_random, gated, greedily, shared_model, token_ids
-from tests.llm.asking import (
-    ENDLESS,
-    PATIENCE_S,
-    asyncio_llm,
-    blocking,
-    nothing_is_left,
-    options,
-    wait_until,
-)
+from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, nothing_is_left, options, wait_until
 from tests.models import greedy, make_model, make_tokenizer
 
 # --- what is given back -----------------------------------------------------------------------------------------------

@@ -13,25 +13,14 @@ from rollout.config import CoordinatorConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import _completed
 from rollout.distributed.job.world import World
-from rollout.errors import (
-    ConfigError,
-    ConnectionLostError,
-    EngineStateError,
-)
+from rollout.errors import ConfigError, ConnectionLostError, EngineStateError
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.llm.model_loading import load
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
-from tests.llm.asking import (
-    ENDLESS,
-    PATIENCE_S,
-    asyncio_llm,
-    blocking,
-    nothing_is_left,
-    options,
-)
+from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, nothing_is_left, options
 from tests.models import greedy, make_model, make_tokenizer
 
 # --- the rules of the modes -------------------------------------------------------------------------------------------

@@ -11,20 +11,12 @@ import pytest
 
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.client.text_stream import TextDelta
-from rollout.errors import (
-    RequestAbortedError,
-)
+from rollout.errors import RequestAbortedError
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.engines import at_random, gated, greedily, shared_model, token_ids
-from tests.llm.asking import (
-    ENDLESS,
-    PATIENCE_S,
-    asyncio_llm,
-    blocking,
-    options,
-)
+from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, options
 from tests.models import make_tokenizer
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -13,18 +13,10 @@ from pathlib import Path
 import pytest
 
 from rollout.distributed.client.futures import RequestFuture
-from rollout.errors import (
-    ConnectionLostError,
-    EngineStateError,
-)
+from rollout.errors import ConnectionLostError, EngineStateError
 from rollout.llm.llm import LLM
 from tests.engines import greedily, token_ids
-from tests.llm.asking import (
-    PATIENCE_S,
-    asyncio_llm,
-    blocking,
-    nothing_is_left,
-)
+from tests.llm.asking import PATIENCE_S, asyncio_llm, blocking, nothing_is_left
 
 
 def test_the_blocking_class_works_inside_a_running_loop_but_not_on_its_own() -> None:

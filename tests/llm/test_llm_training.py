@@ -11,22 +11,11 @@ import pytest
 import torch
 
 from rollout.config import CoordinatorConfig
-from rollout.errors import (
-    RequestTimeoutError,
-    WeightsChangedError,
-)
+from rollout.errors import RequestTimeoutError, WeightsChangedError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
 from tests.engines import at_random, gated, greedily, shared_model, token_ids
-from tests.llm.asking import (
-    ENDLESS,
-    PATIENCE_S,
-    asyncio_llm,
-    blocking,
-    by_the_trainer,
-    options,
-    wait_until,
-)
+from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, by_the_trainer, options, wait_until
 from tests.models import make_model, make_tokenizer
 from trainer_hooks.optimizer import attach
 

@@ -10,11 +10,7 @@ import numpy as np
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.session import ClientSession
 from rollout.distributed.protocol.frames import decode, encode
-from rollout.distributed.protocol.messages import (
-    Message,
-    Refused,
-    Stretch,
-)
+from rollout.distributed.protocol.messages import Message, Refused, Stretch
 from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams

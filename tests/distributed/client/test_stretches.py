@@ -27,11 +27,7 @@ from rollout.distributed.protocol.messages import Status as StatusAnswer
 from rollout.distributed.protocol.outcome import outcome as outcome_of
 from rollout.distributed.protocol.outcome import pack
 from rollout.distributed.protocol.partial import ENTRIES_TOGETHER
-from rollout.errors import (
-    ConnectionLostError,
-    InvalidRequestError,
-    SerializationError,
-)
+from rollout.errors import ConnectionLostError, InvalidRequestError, SerializationError
 from rollout.requests.delta import pack_top_n
 from rollout.requests.events import DynamicInferenceEvent, pack_events
 from rollout.requests.events import DynamicInferenceEventType as Kind

@@ -8,14 +8,7 @@ import msgpack
 import numpy as np
 
 from rollout.distributed.protocol.frames import decode, encode
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Assign,
-    Message,
-    Progress,
-    RegisterAck,
-    Stretch,
-)
+from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Message, Progress, RegisterAck, Stretch
 from rollout.distributed.protocol.outcome import Outcome, unpack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine

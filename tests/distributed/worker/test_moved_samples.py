@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.distributed.protocol.messages import (
-    Command,
-    Stretch,
-)
+from rollout.distributed.protocol.messages import Command, Stretch
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 from rollout.state import StalenessPolicy

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.distributed.protocol.messages import (
-    Cancel,
-    Command,
-    CommandAck,
-    Decline,
-    EngineMoved,
-    Progress,
-    Stretch,
-)
+from rollout.distributed.protocol.messages import Cancel, Command, CommandAck, Decline, EngineMoved, Progress, Stretch
 from rollout.distributed.worker import session
 from rollout.engine.holds import COORDINATOR, HoldLevel
 from rollout.errors import EngineStateError

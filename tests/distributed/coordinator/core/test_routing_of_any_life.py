@@ -18,14 +18,7 @@ from rollout.distributed.coordinator.core.dispatch import MAX_PARAMS_READ, share
 from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
 from rollout.sampling_params import SamplingParams
 from rollout.state import PrefixCachingCoordinatorPolicy
-from tests.distributed.coordinator.core.routers import (
-    BALANCED,
-    BY_PREFIX,
-    FIRST,
-    LIVES,
-    LONGEST,
-    ROBIN,
-)
+from tests.distributed.coordinator.core.routers import BALANCED, BY_PREFIX, FIRST, LIVES, LONGEST, ROBIN
 
 
 class PlainRank:
