@@ -1,0 +1,378 @@
+"""Tests of the coordinator's process at work: text, the schedule file, outgoing frames, methods for people."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import string
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from rollout.config import CoordinatorConfig
+from rollout.distributed.coordinator.core.dispatch import ScheduleRecord
+from rollout.distributed.coordinator.outbox import MAX_BYTES_PER_MESSAGE, MAX_FRAMES_PER_MESSAGE, Outgoing
+from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
+from rollout.distributed.coordinator.schedule_file import ScheduleFile
+from rollout.distributed.coordinator.tokenizer_threads import TextCodec
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Assign,
+    Command,
+    EngineMoved,
+    Register,
+    RegisterAck,
+    RequestFailed,
+)
+from rollout.errors import ConfigError, InvalidRequestError
+from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.state import PrefixCachingCoordinatorPolicy
+from tests.distributed.coordinator.processes import (
+    in_a_thread,
+    launched,
+    lowercase_tokenizer,
+    never_started,
+    starts_processes,
+)
+from tests.distributed.raw_peers import (
+    BLOCK_SIZE,
+    RawPeer,
+    answer,
+    connect,
+    echo_rank,
+    finished,
+    register,
+    status,
+    submit,
+)
+
+# --- text ---------------------------------------------------------------------------------------------------------------
+
+
+def test_text_becomes_tokens_that_a_rank_gets_and_a_client_hears():
+    with in_a_thread(tokenizer=lowercase_tokenizer()) as address:
+        client, rank = connect(address), register(address, "rank")
+        client.say(submit(0, "ab c"))
+        assigned, accepted = rank.hear(Assign), client.hear(Accepted)
+        assert accepted.prompt == assigned.prompt
+        assert np.frombuffer(accepted.prompt, "<i4").tolist() == [2, 3, 28, 4]
+
+
+def test_completions_become_text_without_special_tokens_where_the_engine_gave_none():
+    with in_a_thread(tokenizer=lowercase_tokenizer()) as address:
+        client, rank = connect(address), register(address, "rank")
+        client.say(submit(0, n=2))
+        rank.say(finished(rank.hear(Assign), [2, 3, 28, 4, 1]))
+        (stretch,) = answer(client, 0, n=2)
+        assert stretch.columns["text"] == ["ab c", "ab c"]
+
+
+def test_tokens_that_are_none_cost_the_text_and_not_the_result():
+    with in_a_thread(tokenizer=lowercase_tokenizer()) as address:
+        client, rank = connect(address), register(address, "rank")
+        client.say(submit(0))
+        rank.say(finished(rank.hear(Assign), [-1]))
+        (stretch,) = answer(client, 0)
+        assert stretch.columns["text"] == [None]
+
+
+@pytest.mark.parametrize("tokenizer", ['{"no": "tokenizer"}', "/no/such/tokenizer.json"])
+def test_a_tokenizer_that_is_none_fails_text_by_name_and_nothing_else(tokenizer):
+    with in_a_thread(tokenizer=tokenizer) as address, echo_rank(address):
+        client = connect(address)
+        client.say(submit(0, "text"), submit(1))
+        assert answer(client, 1)[0].columns["text"] == [None]
+        failure = client.hear(RequestFailed)
+        assert (failure.request_id, failure.error) == (0, "InvalidRequestError")
+
+
+def test_tokens_that_are_no_text_leave_a_warning(caplog):
+    assert TextCodec("{}").detokenize([np.array([1, 2], "<i4").tobytes()]) == [None]
+    assert "2 tokens comes without text" in caplog.text
+
+
+def test_a_text_that_takes_long_to_read_does_not_hold_up_the_others():
+    """The long text is still being read when others, who came later, have long been served."""
+    text = " ".join("".join(random.choices(string.ascii_lowercase, k=6)) for _ in range(500_000))
+    with in_a_thread(tokenizer=lowercase_tokenizer()) as address, echo_rank(address):
+        client, reader = connect(address, "client"), connect(address, "reader")
+        reader.say(submit(0, text), submit(1, "short"))
+        answer(reader, 1)
+        for request_id in range(50):
+            client.say(submit(request_id))
+            assert "text" in answer(client, request_id)[0].columns
+        assert reader.hear(Accepted).request_id == 1
+        assert not any(isinstance(message, Accepted) for message in reader.heard)
+        reader.say(Abort(0))
+        assert reader.hear(RequestFailed).error == "RequestAbortedError"
+
+
+# --- schedule file ------------------------------------------------------------------------------------------------------
+
+
+@starts_processes
+def test_the_schedule_file_is_valid_and_complete_after_a_kill(tmp_path):
+    path = tmp_path / "schedule.json"
+    with launched(schedule_output_path=str(path), data_parallel_size=2) as handle:
+        assert json.loads(path.read_text())["num_requests"] == 0
+        client = connect(handle.address)
+        with echo_rank(handle.address, "a"), echo_rank(handle.address, "b"):
+            for request_id in range(300):
+                client.say(submit(request_id, list(range(40))))
+                answer(client, request_id)
+        status(client)
+        handle.kill()
+    schedule = json.loads(path.read_text())
+    assert {name: schedule[name] for name in ("policy", "data_parallel_size", "num_requests")} == {
+        "policy": "longest_prefix", "data_parallel_size": 2, "num_requests": 300,
+    }  # fmt: skip
+    assert [record["request_id"] for record in schedule["records"]] == list(range(300))
+    assert all(record["rank_index"] in (0, 1) for record in schedule["records"])
+    assert set(schedule["records"][0]) == {"request_id", "rank_index", "rank", "num_hashes", "num_matched"}
+    assert {(record["rank_index"], record["rank"]) for record in schedule["records"]} <= {(0, "a"), (1, "b")}
+
+
+def test_the_schedule_file_is_valid_after_every_record(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text("something older " * 100)
+    file = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 4)
+    written = 0
+    for count in (0, 1, 2, 0, 100, 1):
+        file.append([ScheduleRecord(written + i, i % 4, 3, 2) for i in range(count)])
+        written += count
+        schedule = json.loads(path.read_text())
+        assert schedule["num_requests"] == len(schedule["records"]) == written
+    file.close()
+    file.append([ScheduleRecord(1000, 0, 0, 0)])
+    assert json.loads(path.read_text())["num_requests"] == written
+
+
+@pytest.mark.parametrize("torn", [0, 1, 30, 60, 75, 200])
+def test_a_coordinator_that_follows_a_killed_one_loses_no_more_than_its_last_record(tmp_path, torn):
+    path = tmp_path / "schedule.json"
+    file = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2)
+    file.append([ScheduleRecord(0, 0, 3, 2, "rank-0"), ScheduleRecord(0, 1, 3, 2, "rank-1", False)])
+    file.append([ScheduleRecord(1, 1, 3, 2, "rank-1")])
+    file.close()
+    before = json.loads(path.read_text())
+    assert before["num_requests"] == 2
+    path.write_bytes(path.read_bytes()[: -torn or None])
+    again = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2, append=True)
+    kept = json.loads(path.read_text())
+    assert kept["records"] == before["records"][: len(kept["records"])]
+    # The longest of these takes the last record and a part of the one before it along.
+    assert len(kept["records"]) == {200: 1}.get(torn, 3 if torn < 30 else 2)
+    again.append([ScheduleRecord(0, 0, 0, 0, "rank-0")])
+    again.close()
+    schedule = json.loads(path.read_text())
+    ids = [record["request_id"] for record in schedule["records"]]
+    assert ids[-1] == max(ids[:-1]) + 1
+    assert schedule["num_requests"] == len(set(ids))
+
+
+def test_what_another_policy_decided_is_not_continued_and_what_is_not_there_is_begun(tmp_path):
+    path = tmp_path / "schedule.json"
+    ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2, append=True).close()
+    with pytest.raises(ConfigError, match=r"round_robin.*load_balanced.*choose another file"):
+        ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.LOAD_BALANCED, 2, append=True)
+    assert json.loads(path.read_text())["policy"] == "round_robin"
+    with never_started(enable_prefix_caching=False, schedule_output_path=str(path)) as coordinator:
+        coordinator.bind()
+        assert json.loads(path.read_text())["policy"] == "load_balanced"
+
+
+@pytest.mark.parametrize("taken", [None, 30])
+def test_on_a_disk_that_takes_no_more_the_schedule_stays_valid_and_one_warning_is_given(
+    tmp_path, monkeypatch, caplog, taken
+):
+    path = tmp_path / "schedule.json"
+    file = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 1)
+    file.append([ScheduleRecord(0, 0, 0, 0)])
+    whole, real = path.read_text(), os.pwrite
+
+    def full(descriptor: int, text: bytes, position: int) -> int:
+        if position + len(text) <= len(whole):
+            return real(descriptor, text, position)
+        if taken is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, text[:taken], position)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for request_id in (1, 2, 3):
+        file.append([ScheduleRecord(request_id, 0, 0, 0)])
+    file.close()
+    assert path.read_text() == whole
+    (warning,) = caplog.messages
+    assert f"{str(path)!r} ends after 1 requests" in warning
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_costs_the_schedule_and_no_request():
+    with in_a_thread(schedule_output_path="/dev/full") as address, echo_rank(address):
+        client = connect(address)
+        for request_id in range(3):
+            client.say(submit(request_id))
+            answer(client, request_id)
+
+
+def test_a_schedule_that_cannot_be_written_is_refused_before_anything_is_served(tmp_path):
+    coordinator = DataParallelInferenceCoordinator(CoordinatorConfig(schedule_output_path=str(tmp_path / "no" / "x")))
+    with pytest.raises(ConfigError, match="schedule_output_path"):
+        coordinator.start()
+    coordinator.close()
+
+
+# --- outgoing frames ----------------------------------------------------------------------------------------------------
+
+
+class Pipes:
+    """A ROUTER whose pipes hold what `room` says; no room is None for a peer that is gone."""
+
+    def __init__(self) -> None:
+        self.room: dict[bytes, int | None] = {}
+        self.sent: list[list[bytes]] = []
+
+    def __call__(self, parts: list[bytes]) -> None:
+        room = self.room.setdefault(parts[0], 1000)
+        if room is None:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        if room == 0:
+            raise zmq.Again
+        self.room[parts[0]] = room - 1
+        self.sent.append(parts)
+
+    def frames(self, peer: bytes) -> list[bytes]:
+        return [frame for parts in self.sent if parts[0] == peer for frame in parts[1:]]
+
+
+def test_frames_of_a_turn_travel_together_in_order_and_messages_are_bounded():
+    pipes = Pipes()
+    outgoing = Outgoing(pipes, 1 << 30)
+    small = [b"%d" % i for i in range(MAX_FRAMES_PER_MESSAGE + 10)]
+    large = [bytes([i]) * MAX_BYTES_PER_MESSAGE for i in range(3)]
+    for frame in small + large:
+        outgoing.put(b"a", frame)
+    outgoing.put(b"b", b"other")
+    assert outgoing.flush() == []
+    assert pipes.frames(b"a") == small + large
+    assert pipes.frames(b"b") == [b"other"]
+    assert [len(parts) - 1 for parts in pipes.sent] == [MAX_FRAMES_PER_MESSAGE, 10, 1, 1, 1, 1]
+    assert not outgoing.waiting
+
+
+def test_a_full_pipe_keeps_the_order_and_holds_up_nobody_else():
+    pipes = Pipes()
+    outgoing = Outgoing(pipes, 1 << 30)
+    pipes.room[b"slow"] = 0
+    for i in range(5):
+        outgoing.put(b"slow", b"%d" % i)
+        outgoing.put(b"quick", b"%d" % i)
+        assert outgoing.flush() == []
+    assert outgoing.waiting
+    assert len(pipes.frames(b"quick")) == 5
+    pipes.room[b"slow"] = 1
+    assert outgoing.flush() == []
+    assert pipes.frames(b"slow") == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_peer_that_does_not_read_is_given_up_once_and_costs_nothing_more():
+    pipes = Pipes()
+    outgoing = Outgoing(pipes, 10_000)
+    pipes.room[b"deaf"] = 0
+    lost = []
+    for _ in range(10_000):
+        outgoing.put(b"deaf", b"x" * 100)
+        lost += outgoing.flush()
+    assert [peer for peer, _ in lost] == [b"deaf"]
+    assert "does not read" in lost[0][1]
+    assert not outgoing._queues or outgoing._queues[b"deaf"].size < 10_000
+
+
+def test_a_peer_that_is_gone_is_told_of_and_what_waited_for_it_is_dropped():
+    pipes = Pipes()
+    outgoing = Outgoing(pipes, 10_000)
+    pipes.room[b"gone"] = None
+    outgoing.put(b"gone", b"x")
+    outgoing.put(b"here", b"x")
+    assert outgoing.flush() == [(b"gone", "its connection is gone")]
+    assert not outgoing.waiting
+    assert pipes.frames(b"here") == [b"x"]
+
+
+# --- methods for people -------------------------------------------------------------------------------------------------
+
+
+def test_hashes_of_a_prompt_are_those_of_the_engines():
+    tokens = [random.randrange(1000) for _ in range(50)]
+    with never_started() as coordinator:
+        assert coordinator.compute_request_hashes(tokens) == compute_block_hashes_batched(tokens, BLOCK_SIZE)
+        assert coordinator.compute_request_hashes(tokens[:10]) == []
+        with pytest.raises(InvalidRequestError, match="no tokenizer"):
+            coordinator.compute_request_hashes("text")
+    with never_started(enable_prefix_caching=False) as coordinator:
+        assert coordinator.compute_request_hashes(tokens) == []
+
+
+def test_a_text_has_the_hashes_of_its_tokens():
+    text = "abc def ghi jkl mno pqr stu"
+    with never_started(tokenizer=lowercase_tokenizer(), block_size_tokens=4) as coordinator:
+        tokens = [2 + (string.ascii_lowercase + " ").index(letter) for letter in text]
+        assert coordinator.compute_request_hashes(text) == coordinator.compute_request_hashes(tokens) != []
+        assert coordinator.detokenize([*tokens, 1]) == text
+
+
+def test_a_tokenizer_is_read_from_a_path_as_well(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(lowercase_tokenizer(), encoding="utf-8")
+    with never_started(tokenizer=str(path)) as coordinator:
+        assert coordinator.detokenize([2, 3]) == "ab"
+
+
+@contextmanager
+def turning(**options: Any) -> Iterator[tuple[DataParallelInferenceCoordinator, str, Callable[[], None]]]:
+    """A coordinator whose turns the test takes itself."""
+    with never_started(heartbeat_interval_s=0.05, heartbeat_timeout_s=600.0, **options) as coordinator:
+        yield coordinator, coordinator.bind(), coordinator._turn
+
+
+def joined(names: list[str], address: str, turn: Callable[[], None]) -> list[RawPeer]:
+    """Ranks that have registered with a coordinator that has no thread."""
+    ranks = []
+    for name in names:
+        rank = RawPeer(address)
+        rank.say(Register(PROTOCOL_VERSION, name, 4, BLOCK_SIZE, "running", 0), EngineMoved("running", 0))
+        while not any(isinstance(message, RegisterAck) for message in rank.heard):
+            turn()
+            rank.listen(0)
+        ranks.append(rank)
+    return ranks
+
+
+def test_the_next_rank_is_the_first_of_those_that_are_there_and_the_best_one_holds_the_prefix():
+    with turning() as (coordinator, address, turn):
+        assert coordinator.get_next_data_parallel_rank() is None
+        joined(["a", "b"], address, turn)
+        assert coordinator.get_next_data_parallel_rank() == "a"
+        hashes = coordinator.compute_request_hashes(list(range(64)))
+        coordinator._update_rank_hashes("b", hashes)
+        assert coordinator.get_best_data_parallel_rank(hashes) == "b"
+        coordinator._remove_engine("b")
+        assert coordinator.get_best_data_parallel_rank(hashes) == "a"
+
+
+def test_a_message_can_be_sent_to_one_engine():
+    with turning() as (coordinator, address, turn):
+        first, second = joined(["a", "b"], address, turn)
+        assert coordinator._send_to_engine("b", Command(9, "pause", None))
+        assert not coordinator._send_to_engine("c", Command(9, "pause", None))
+        assert second.hear(Command).command_id == 9
+        assert not any(isinstance(message, Command) for message in first.heard)
