@@ -9,7 +9,7 @@ import pytest
 
 from rollout.state import EngineState, KVCacheManagementMode
 from tests.server.fake_llm import served
-from tests.server.test_app import ASK, DEADLINE_S, KEY, asked, error_of, read_all, wait_for_requests
+from tests.server.requests_by_hand import ASK, DEADLINE_S, KEY, asked, error_of, read_all, wait_for_requests
 
 PATHS = ("pause", "unpause", "suspend", "resume", "weights_updated", "flush_prefix_cache", "abort",
          "load_lora_adapter", "unload_lora_adapter")  # fmt: skip

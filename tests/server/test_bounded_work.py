@@ -17,7 +17,7 @@ from rollout.server.chat_template.prompt_ids import CERTAINLY, PIECE, PromptToke
 from rollout.server.errors import ApiError, ClientGoneError
 from rollout.server.server import Server
 from tests.server.fake_llm import FakeTokenizer, served
-from tests.server.test_app import DEADLINE_S, error_of, post_bytes, raw, wait_for_requests
+from tests.server.requests_by_hand import DEADLINE_S, error_of, post_bytes, raw, wait_for_requests
 
 # --- how many values there are, before they are parsed ------------------------------------------------------------------
 

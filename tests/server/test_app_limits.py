@@ -1,0 +1,330 @@
+"""Tests of the server over a real socket and a fake LLM: limits, failures, start and end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import pytest
+
+from rollout.config import ServerConfig
+from rollout.errors import (
+    ConfigError,
+    ConnectionLostError,
+    DeadlineError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    QueueFullError,
+    RankLostError,
+    RequestAbortedError,
+    RequestFailedError,
+    RequestTimeoutError,
+    StaleRequestError,
+    WeightsChangedError,
+)
+from rollout.sampling_params import SamplingParams
+from rollout.server.errors import STATUS_OF, describe
+from rollout.server.server import Server, serve
+from rollout.state import EngineState
+from tests.server.fake_llm import FakeLLM, served
+from tests.server.requests_by_hand import (
+    ASK,
+    DEADLINE_S,
+    ROOT,
+    asked,
+    error_of,
+    post_bytes,
+    raw,
+    read_all,
+    wait_for_requests,
+)
+
+# --- limits and failures ----------------------------------------------------------------------------------------------
+
+
+def test_more_samples_than_may_be_open_are_a_429_with_the_time_to_come_back():
+    with served(max_open_requests=4) as (llm, server):
+        llm.hold()
+        body = json.dumps(ASK | {"n": 3}).encode()
+        with raw(server) as client:
+            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            wait_for_requests(llm, 1)
+            refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]})
+            assert error_of(refused, 429)["code"] == "queue_full"
+            assert refused.headers["retry-after"] == "1"
+            assert len(llm.submitted) == 1
+            llm.release()
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for _ in range(3):
+            assert httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]}).status_code == 200
+
+
+def test_more_samples_than_can_ever_be_open_are_a_400():
+    with served(max_open_requests=4) as (llm, server):
+        for change in ({"prompt": [[1]] * 5}, {"n": 5}, {"prompt": [[1], [2]], "n": 3}):
+            refused = httpx.post(f"{server.url}/v1/completions", json=ASK | change)
+            assert "max_open_requests=4" in error_of(refused, 400)["message"]
+        assert not llm.submitted
+
+
+def test_who_does_not_want_to_wait_for_a_suspended_engine_is_told():
+    with served() as (llm, server):
+        llm.state = EngineState.SUSPENDED
+        refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"wait_while_suspended": False})
+        assert "suspended" in error_of(refused, 503)["message"]
+        assert refused.headers["retry-after"] == "1"
+        assert httpx.post(f"{server.url}/v1/completions", json=ASK).status_code == 200
+
+
+RAISED = [
+    (InvalidRequestError("prompt: too long"), 400),
+    (ConfigError("SamplingParams.top_p=7: must be in (0, 1]"), 400),
+    (RequestTimeoutError("after 3 s"), 408),
+    (RequestAbortedError("aborted"), 409),
+    (StaleRequestError("stale"), 409),
+    (QueueFullError("full"), 429),
+    (EngineStateError("stopping"), 503),
+    (EngineDeadError("dead"), 503),
+    (ConnectionLostError("gone"), 503),
+    (WeightsChangedError("changed"), 503),
+    (RankLostError("lost"), 503),
+    (DeadlineError("late"), 504),
+    (RequestFailedError("CUDA error: an illegal address of ours"), 500),
+    (ValueError("inside"), 500),
+]
+
+
+@pytest.mark.parametrize(("exc", "status"), RAISED)
+def test_every_exception_has_its_status(exc, status):
+    error = describe(exc)
+    assert error.status == status
+    assert ("Retry-After" in error.headers) is (status in (429, 503))
+    assert (str(exc) in error.message) is (status != 500)
+
+
+def test_the_table_has_no_row_that_is_not_tried():
+    tried = {kind for exc, _ in RAISED for kind in type(exc).__mro__}
+    by_body = {"UnicodeEncodeError", "RecursionError", "ControlError"}
+    assert {kind.__name__ for kind in STATUS_OF if kind not in tried} == by_body
+
+
+def test_a_sampling_error_names_its_field():
+    with pytest.raises(ConfigError) as raised:
+        SamplingParams(top_p=7)
+    assert describe(raised.value).param == "top_p"
+
+
+def test_an_unforeseen_failure_is_logged_whole_and_answered_without_the_inside(caplog):
+    with served() as (llm, server):
+        llm.refuse_with = LookupError("secret of the inside")
+        response = httpx.post(f"{server.url}/v1/completions", json=ASK)
+        error = error_of(response, 500)
+        llm.refuse_with = None
+        assert (error["type"], error["code"]) == ("server_error", "internal_error")
+        assert "secret" not in response.text
+        assert "secret of the inside" in caplog.text
+        assert "Traceback" in caplog.text
+        assert httpx.post(f"{server.url}/v1/completions", json=ASK).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request_at_once(stream):
+    with served() as (llm, server):
+        llm.hold()
+        body = json.dumps(ASK | {"stream": stream}).encode()
+        with raw(server) as client:
+            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            if stream:
+                assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+            wait_for_requests(llm, 1)
+        assert llm.aborted.get(timeout=DEADLINE_S) == 0
+        llm.release()
+        assert '"/v1/completions",status="499"} 1.0' in httpx.get(f"{server.url}/metrics").text
+
+
+# --- start and end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_named_at_once_and_leaves_nothing(open_house):
+    llm, server = open_house
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"ServerConfig\.port={port}: .* already in use"):
+        serve(llm, ServerConfig(port=port), blocking=False)
+    with pytest.raises(ConfigError, match=r"ServerConfig\.host='192\.0\.2\.1'.*cannot listen"):
+        serve(llm, ServerConfig(host="192.0.2.1", insecure=True, port=0), blocking=False)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_server_starts_once_stops_twice_and_frees_its_port():
+    llm = FakeLLM()
+    try:
+        server = Server(llm, ServerConfig(port=0))
+        with pytest.raises(RuntimeError, match="before start"):
+            _ = server.url
+        assert server.start().start() is server
+        assert server.running
+        port = int(server.url.rpartition(":")[2])
+        with httpx.Client(base_url=server.url) as client:
+            assert client.get("/health").status_code == 200
+            server.stop()
+            server.stop()
+            assert not server.running
+            with pytest.raises(httpx.TransportError):
+                client.get("/health")
+        with pytest.raises(RuntimeError, match="build another"):
+            server.start()
+        with Server(llm, ServerConfig(port=port)) as again:
+            assert httpx.get(f"{again.url}/health").status_code == 200
+    finally:
+        llm.loop.close()
+
+
+def test_a_server_on_ipv6_has_a_url_too():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with served(host="::1") as (_, server):
+        assert server.url.startswith("http://[::1]:")
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_stopping_server_lets_requests_end_in_their_grace():
+    with served(shutdown_grace_s=DEADLINE_S) as (llm, server), asked_held(llm, server) as client:
+        stopping = in_thread(server.stop)
+        with pytest.raises(OSError):  # noqa: PT011 - refused or reset, as the system likes
+            until_refused(server)
+        llm.release()
+        assert b'"Hello"' in read_all(client)
+        stopping()
+        assert llm.aborted.empty()
+
+
+def test_what_does_not_end_in_the_grace_is_aborted_and_told():
+    with (
+        served() as (llm, server),
+        asked_held(llm, server) as whole,
+        asked(server, stream=True) as stream,
+        raw(server) as half,
+    ):
+        half.sendall(post_bytes("/v1/completions", b'{"pro', "Content-Type: application/json", length=500))
+        assert stream.recv(65536)
+        wait_for_requests(llm, 2)
+        server.stop()
+        assert {llm.aborted.get_nowait(), llm.aborted.get_nowait()} == {0, 1}
+        answer = read_all(whole)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"shutting_down" in answer
+        told = read_all(stream)
+        assert b"shutting_down" in told
+        assert b"[DONE]" not in told
+        read_all(half)
+
+
+def test_a_loop_that_is_closed_takes_its_server_along():
+    llm = FakeLLM()
+    server = serve(llm, ServerConfig(port=0), blocking=False)
+    url = server.url
+    llm.loop.close()
+    server.stop()
+    assert not server.running
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health")
+    with pytest.raises(RuntimeError, match="close"):
+        serve(llm, ServerConfig(port=0), blocking=False)
+
+
+@contextmanager
+def asked_held(llm: FakeLLM, server: Server) -> Iterator[socket.socket]:
+    llm.hold()
+    with asked(server) as client:
+        wait_for_requests(llm, 1)
+        yield client
+
+
+def in_thread(function):
+    """Run it beside the test; the result joins, and raises what it raised."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return lambda: future.result(DEADLINE_S)
+
+
+def until_refused(server: Server) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        raw(server).close()
+        time.sleep(0.005)
+
+
+BLOCKING = """
+import sys, threading
+from rollout.config import ServerConfig
+from rollout.server import Server
+from tests.server.fake_llm import FakeLLM
+llm = FakeLLM()
+llm.hold()
+server = Server(llm, ServerConfig(port=0, shutdown_grace_s=float(sys.argv[1]))).start()
+print(server.url, flush=True)
+server.wait()
+llm.loop.close()
+print("ended", server.running, llm.num_open, threading.active_count(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_blocking_server_ends_in_order_on_a_signal_and_leaves_no_process(number):
+    with blocking_server("0") as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as client:
+            body = json.dumps(ASK).encode()
+            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            assert httpx.get(f"{url}/health").status_code == 200
+            process.send_signal(number)
+            read_all(client)
+        output, errors = process.communicate(timeout=DEADLINE_S)
+        assert output.split()[:3] == ["ended", "False", "0"], errors
+        assert (process.returncode, errors) == (0, "")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace():
+    with blocking_server("600") as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as client:
+            body = json.dumps(ASK | {"stream": True}).encode()
+            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            assert client.recv(65536)
+            process.send_signal(signal.SIGINT)
+            with suppress(OSError):
+                while True:
+                    socket.create_connection((host, int(port)), timeout=DEADLINE_S).close()
+                    time.sleep(0.005)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode != 0
+        assert "KeyboardInterrupt" in errors
+
+
+@contextmanager
+def blocking_server(grace: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-c", BLOCKING, grace]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            assert process.stdout
+            url = process.stdout.readline().strip()
+            assert url, process.stderr and process.stderr.read()
+            yield process, url
+        finally:
+            process.kill()
