@@ -471,7 +471,7 @@ def process(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[st
         yield child
     finally:
         child.kill()
-        child.communicate(timeout=60)
+        child.communicate(timeout=300)
 
 
 def ask(url: str, body: dict[str, Any] | None = None, key: str | None = None) -> tuple[int, dict[str, Any]]:
@@ -480,7 +480,7 @@ def ask(url: str, body: dict[str, Any] | None = None, key: str | None = None) ->
         request.add_header("Authorization", f"Bearer {key}")
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(request, data, timeout=60) as reply:
+        with urllib.request.urlopen(request, data, timeout=300) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as refused:
         return refused.code, json.load(refused)
@@ -517,7 +517,7 @@ def test_a_folder_is_served_with_its_coordinator_until_ctrl_c_and_nothing_is_lef
         assert err.splitlines()[-1] == "stopped"
         assert "S3CRET" not in line + out + err
         assert family, "the coordinator is a process of its own"
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=300)
         assert not alive
 
 
@@ -552,7 +552,7 @@ def test_two_engines_are_started_by_one_command_and_one_that_dies_costs_no_reque
             _, err = child.communicate(timeout=120)
             assert child.returncode == 0
             assert "rank 1 has ended with code -9: its requests go on elsewhere" in err
-            assert not psutil.wait_procs(family, timeout=60)[1]
+            assert not psutil.wait_procs(family, timeout=300)[1]
         finally:
             for each in family:
                 with suppress(psutil.NoSuchProcess):

@@ -146,7 +146,7 @@ def run_stuck(folder: Path, before: str, after: str, until: str) -> tuple[str, s
         eventually(lambda: said.read_text().endswith("\n"), process)
         os.kill(process.pid, signal.SIGUSR1)
         eventually(lambda: until in heard.read_text(), process)
-        process.communicate(b"\n", timeout=60)
+        process.communicate(b"\n", timeout=300)
     return said.read_text().strip(), heard.read_text(), process.returncode
 
 

@@ -14,7 +14,7 @@ import zmq
 from rollout.distributed.protocol.frames import Sequencer, decode, encode
 from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Connect, ConnectAck, Heartbeat, Message
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 Answer = Callable[["FakeCoordinator", bytes, Message], object]
 
 

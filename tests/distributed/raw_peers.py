@@ -34,7 +34,7 @@ from rollout.distributed.transport.keys import JobKeys
 
 Kind = TypeVar("Kind", bound=Message)
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 """Guards against hanging, no more."""
 
 BLOCK_SIZE = 16

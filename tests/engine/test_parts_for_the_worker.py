@@ -395,7 +395,7 @@ def test_what_is_done_under_the_lock_is_done_between_two_steps() -> None:
     seen: list[float] = []
 
     def serve() -> None:
-        going.wait(30)
+        going.wait(120)
         for _ in range(20):
             with engine.locked():
                 seen.append(engine.counters["steps"])
@@ -409,7 +409,7 @@ def test_what_is_done_under_the_lock_is_done_between_two_steps() -> None:
     while not done.is_set() and engine.has_unfinished:
         engine.step()
         going.set()
-    thread.join(30)
+    thread.join(120)
     assert done.is_set()
     assert seen == sorted(seen)
     finish(engine)

@@ -22,6 +22,7 @@ from tests.engines import (
     assert_greedy,
     at_random,
     finish,
+    gated,
     greedily,
     make_engine,
     pass_suspended,
@@ -572,7 +573,7 @@ def test_wait_until_returns_when_another_thread_gets_there() -> None:
     waiter.start()
     engine.pause()
     engine.suspend("offload")
-    waiter.join(20.0)
+    waiter.join(120.0)
     assert not waiter.is_alive()
     engine.wait_until(EngineState.SUSPENDED, 0.0)
 
@@ -602,10 +603,11 @@ def test_a_pause_from_another_thread_waits_for_the_step_and_no_longer() -> None:
             failures.append(exc)
 
     runner = threading.Thread(target=run)
-    runner.start()
-    assert stepped.wait(20.0)
-    engine.pause()
-    runner.join(20.0)
+    with gated(engine, 400):
+        runner.start()
+        assert stepped.wait(120.0)
+        engine.pause()
+        runner.join(120.0)
     assert [str(failure) for failure in failures] == ["step() while paused: call unpause() first"]
     assert engine.has_unfinished
     engine.context.scheduler.check()

@@ -128,7 +128,7 @@ def test_turns_are_taken_in_order_of_arrival_and_given_back_whatever_happens():
             while len(turns._queue) < number + 2:
                 arrived.acquire(timeout=0.001)
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert seen == [0, 1, 2, 3]
     with turns.taken(0.0):
         pass

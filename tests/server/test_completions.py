@@ -29,7 +29,7 @@ from tests.server.fake_llm import served
 from tests.server.scripted import ScriptedLLM, client_of, events, joined, scripted, spoken
 
 TOKENIZER = byte_level("qwen2.5")
-DEADLINE_S = 30
+DEADLINE_S = 120
 
 
 def ids(text: str) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 from rollout.errors import DeadlineError
 from rollout.threads.loop_thread import LoopThread
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ loop = LoopThread()
 loop.run(asyncio.sleep(0), 30)
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_calls_of_one_moment_come_in_order_and_one_that_raises_keeps_none_from_its_turn(loop):

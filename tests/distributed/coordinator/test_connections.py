@@ -17,7 +17,7 @@ from rollout.distributed.coordinator.process import DataParallelInferenceCoordin
 
 pytestmark = pytest.mark.distributed
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 LIMIT = 8 << 20
 MORE, COMMAND = 0x03, 0x06
 

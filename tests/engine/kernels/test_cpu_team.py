@@ -83,7 +83,7 @@ def test_more_callers_than_have_places_at_once_each_get_their_own() -> None:
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(timeout=60)
+        caller.join(timeout=300)
         assert not caller.is_alive()
     assert not wrong
 
