@@ -10,7 +10,10 @@ import ctypes
 import threading
 
 from rollout.diagnosis import thread_name
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import interruptible, uninterrupted
+
+POLL_S = 0.1
+"""Polling interval for a second Ctrl-C while waiting."""
 
 
 class FairLock:
@@ -46,32 +49,42 @@ class FairLock:
         return f"held by {thread_name(self._owner)}{', wanted by others' if self.wanted else ''}"
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner == me:
-            self._depth += 1
-            return
+        taken = False
         try:
-            with interrupt_deferred():
-                # `_next` is held by the first waiter: the last holder queues behind it.
-                with self._next:
-                    if not self._lock.acquire(blocking=False):
-                        self.ask()
-                        self._lock.acquire()
-                self._owner = me
-                self._depth = 1
+            with uninterrupted():
+                if self._owner != threading.get_ident():
+                    self._wait()
+                    self._owner = threading.get_ident()
+                self._depth += 1
+                taken = True
         except BaseException:
-            if self._owner == me:
-                self._release()
+            if taken:
+                self._leave()
             raise
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._depth > 1:
-            self._depth -= 1
-            return
-        with interrupt_deferred():
-            self._release()
+        self._leave()
 
-    def _release(self) -> None:
-        self._depth = 0
-        self._owner = None
-        self._lock.release()
+    def _wait(self) -> None:
+        # Held by the first waiter: the last holder queues behind it.
+        _acquire(self._next)
+        try:
+            if not self._lock.acquire(blocking=False):
+                self.ask()
+                _acquire(self._lock)
+        finally:
+            self._next.release()
+
+    def _leave(self) -> None:
+        with uninterrupted():
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+                self._lock.release()
+
+
+def _acquire(lock: threading.Lock) -> None:
+    """Wait for a lock; a second Ctrl-C ends the wait, never with the lock taken."""
+    while not lock.acquire(timeout=POLL_S):
+        with interruptible():
+            pass
