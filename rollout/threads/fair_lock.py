@@ -49,21 +49,24 @@ class FairLock:
         return f"held by {thread_name(self._owner)}{', wanted by others' if self.wanted else ''}"
 
     def __enter__(self) -> None:
-        taken = False
-        try:
-            with uninterrupted():
-                if self._owner != threading.get_ident():
+        if self._owner == threading.get_ident():
+            self._depth += 1
+        else:
+            try:
+                with uninterrupted():
                     self._wait()
-                    self._owner = threading.get_ident()
-                self._depth += 1
-                taken = True
-        except BaseException:
-            if taken:
-                self._leave()
-            raise
+                    self._owner, self._depth = threading.get_ident(), 1
+            except BaseException:
+                if self._owner == threading.get_ident():
+                    self._release()
+                raise
 
     def __exit__(self, *exc_info: object) -> None:
-        self._leave()
+        if self._depth > 1:
+            self._depth -= 1
+        else:
+            with uninterrupted():
+                self._release()
 
     def _wait(self) -> None:
         # Held by the first waiter: the last holder queues behind it.
@@ -75,12 +78,10 @@ class FairLock:
         finally:
             self._next.release()
 
-    def _leave(self) -> None:
-        with uninterrupted():
-            self._depth -= 1
-            if not self._depth:
-                self._owner = None
-                self._lock.release()
+    def _release(self) -> None:
+        self._depth = 0
+        self._owner = None
+        self._lock.release()
 
 
 def _acquire(lock: threading.Lock) -> None:
