@@ -58,15 +58,16 @@ class FairLock:
                     self._owner, self._depth = threading.get_ident(), 1
             except BaseException:
                 if self._owner == threading.get_ident():
-                    self._release()
+                    self.__exit__()
                 raise
 
     def __exit__(self, *exc_info: object) -> None:
+        # Without a call before the release: a Ctrl-C takes effect at calls.
         if self._depth > 1:
             self._depth -= 1
         else:
-            with uninterrupted():
-                self._release()
+            self._depth, self._owner = 0, None
+            self._lock.release()
 
     def _wait(self) -> None:
         # Held by the first waiter: the last holder queues behind it.
@@ -77,11 +78,6 @@ class FairLock:
                 _acquire(self._lock)
         finally:
             self._next.release()
-
-    def _release(self) -> None:
-        self._depth = 0
-        self._owner = None
-        self._lock.release()
 
 
 def _acquire(lock: threading.Lock) -> None:
