@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 from tests.distributed.worker.test_rank_session import assign, put_together, undisturbed
 from tests.engines import at_random, greedily, make_engine, token_ids
+from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -104,6 +106,30 @@ def serving(
             worker.stop()
             if running is not None:
                 running.ends()
+
+
+class Gated:
+    """An engine whose third forward, and later ones, wait until another thread waits for the engine."""
+
+    def __init__(self) -> None:
+        model = make_model("qwen3")
+        self.engine = make_engine(model)
+        self._forwards = 0
+        self._awaited = threading.Event()
+        model.register_forward_pre_hook(self._wait)
+
+    def _wait(self, *_: object) -> None:
+        self._forwards += 1
+        if self._forwards > 2:
+            assert self._awaited.wait(DEADLINE_S)
+
+    def let_go(self) -> None:
+        """What was told has arrived and takes effect at the next boundary."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.engine.wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self._awaited.set()
 
 
 def wait_until(holds: Callable[[], bool], worker: EngineWorker) -> None:
@@ -311,13 +337,15 @@ def test_generating_beside_a_worker_leaves_its_requests_alone() -> None:
 
 
 def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping() -> None:
-    with serving() as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
+    gated = Gated()
+    with serving(gated.engine) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(20), interval=1))
         coordinator.hear(Progress)
         coordinator.tell(Command(1, "pause", None))
+        gated.let_go()
         assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
         steps = worker.engine.counters["steps"]
-        assert steps < 200
+        assert steps < 20
         coordinator.tell(Command(2, "set_version", 1))
         coordinator.hear(CommandAck)
         assert worker.engine.counters["steps"] == steps
@@ -398,14 +426,15 @@ def test_samples_that_an_update_ends_are_told_without_another_step() -> None:
 
 
 def test_a_stop_ends_the_run_after_everything_was_told() -> None:
-    engine = make_engine("qwen3")
+    gated = Gated()
     with Coordinator() as coordinator:
-        worker = EngineWorker(engine, coordinator.address, name="rank-0")
+        worker = EngineWorker(gated.engine, coordinator.address, name="rank-0")
         worker.start(DEADLINE_S)
         running = Running(worker)
-        coordinator.tell(assign(token_ids(7), greedily(200, n=2), interval=1))
+        coordinator.tell(assign(token_ids(7), greedily(20, n=2), interval=1))
         coordinator.hear(Progress)
         coordinator.tell(Command(1, "pause", None), Command(2, "stop", None))
+        gated.let_go()
         coordinator.hear_stretches(2)
         assert coordinator.hear(CommandAck) == CommandAck(2, "stopped", 0, None)
         running.ends()
@@ -437,10 +466,12 @@ def test_stopping_a_worker_tells_what_it_has_and_leaves() -> None:
 
 def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> None:
     lost: list[Exception] = []
-    with serving(on_lost=lost.append) as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
+    gated = Gated()
+    with serving(gated.engine, on_lost=lost.append) as (coordinator, worker):
+        coordinator.tell(assign(token_ids(7), greedily(20), interval=1))
         coordinator.hear(Progress)
         coordinator.tell(Refused("silent", "nothing was heard of it", True))
+        gated.let_go()
         coordinator.hear(Register)
         first, second = coordinator.ranks
         assert first != second
