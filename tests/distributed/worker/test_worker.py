@@ -109,27 +109,20 @@ def serving(
 
 
 class Gated:
-    """An engine whose third forward, and later ones, wait until another thread waits for the engine."""
+    """An engine whose forwards, from the third on, wait until another thread waits for the engine, or the gate is open."""
 
     def __init__(self) -> None:
         model = make_model("qwen3")
         self.engine = make_engine(model)
+        self.open = threading.Event()
         self._forwards = 0
-        self._awaited = threading.Event()
         model.register_forward_pre_hook(self._wait)
 
     def _wait(self, *_: object) -> None:
         self._forwards += 1
-        if self._forwards > 2:
-            assert self._awaited.wait(DEADLINE_S)
-
-    def let_go(self) -> None:
-        """What was told has arrived and takes effect at the next boundary."""
         deadline = time.monotonic() + DEADLINE_S
-        while not self.engine.wanted:
+        while self._forwards > 2 and not (self.engine.wanted or self.open.wait(0.001)):
             assert time.monotonic() < deadline
-            time.sleep(0.001)
-        self._awaited.set()
 
 
 def wait_until(holds: Callable[[], bool], worker: EngineWorker) -> None:
@@ -342,7 +335,6 @@ def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping(
         coordinator.tell(assign(token_ids(7), greedily(20), interval=1))
         coordinator.hear(Progress)
         coordinator.tell(Command(1, "pause", None))
-        gated.let_go()
         assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
         steps = worker.engine.counters["steps"]
         assert steps < 20
@@ -351,6 +343,7 @@ def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping(
         assert worker.engine.counters["steps"] == steps
         coordinator.tell(Command(3, "unpause", None))
         assert coordinator.hear(CommandAck) == CommandAck(3, "running", 1, None)
+        gated.open.set()
         coordinator.hear_stretches(1)
 
 
@@ -434,7 +427,6 @@ def test_a_stop_ends_the_run_after_everything_was_told() -> None:
         coordinator.tell(assign(token_ids(7), greedily(20, n=2), interval=1))
         coordinator.hear(Progress)
         coordinator.tell(Command(1, "pause", None), Command(2, "stop", None))
-        gated.let_go()
         coordinator.hear_stretches(2)
         assert coordinator.hear(CommandAck) == CommandAck(2, "stopped", 0, None)
         running.ends()
@@ -471,8 +463,8 @@ def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> Non
         coordinator.tell(assign(token_ids(7), greedily(20), interval=1))
         coordinator.hear(Progress)
         coordinator.tell(Refused("silent", "nothing was heard of it", True))
-        gated.let_go()
         coordinator.hear(Register)
+        gated.open.set()
         first, second = coordinator.ranks
         assert first != second
         coordinator.hear(EngineMoved)
