@@ -36,7 +36,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, KVCacheManagementMode
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
 
 
 class DynamicInferenceEngine(GroupMember):
@@ -85,7 +85,7 @@ class DynamicInferenceEngine(GroupMember):
             UnsupportedModelError, InvalidRequestError: not with this model; everything is as it was before.
             ConfigError: not with this configuration, as above.
         """
-        with self._lock, interrupt_deferred():
+        with interrupt_deferred(), self._lock:
             records, version, before = self.snapshot(), self.policy_version, dict(vars(self))
             context, changes = self.context, self.context.allocator.index.changes
             context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
@@ -145,7 +145,7 @@ class DynamicInferenceEngine(GroupMember):
             EngineStateError: the engine is stopping or stopped.
         """
         params = sampling_params or SamplingParams()
-        with self._lock, interrupt_deferred():
+        with uninterrupted(), self._lock:
             self._lifecycle.refuse_when_stopped()
             number = self._next_request_id if request_id is None else request_id
             tokens = self.controller.tokenize(prompt)
@@ -203,7 +203,7 @@ class DynamicInferenceEngine(GroupMember):
         Raises:
             InvalidRequestError: it can never be served here; nothing was queued.
         """
-        with self._lock, interrupt_deferred():
+        with uninterrupted(), self._lock:
             self._lifecycle.refuse_when_stopped()
             number = record.request_id
             if record.sample_index in self._ledger.live.get(number, ()):
@@ -230,7 +230,7 @@ class DynamicInferenceEngine(GroupMember):
         Returns:
             How many samples were ended (0: it had finished, or never was).
         """
-        with self._lock, interrupt_deferred():
+        with uninterrupted(), self._lock:
             removed = self.context.scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
             for sample in removed:
                 self._ledger.end(sample, FinishReason.ABORT, f"RequestAbortedError: request {request_id} was aborted")
@@ -267,9 +267,15 @@ class DynamicInferenceEngine(GroupMember):
             EngineStateError: the engine is not RUNNING.
             EngineDeadError: too many steps in a row have failed.
         """
-        with self._lock:
-            self._step(ahead=ahead)
-            return self.take_ended()
+        ended: list[DynamicInferenceRequestRecord] = []
+        try:
+            with uninterrupted(), self._lock:
+                self._step(ahead=ahead)
+                ended = self.take_ended()
+        except BaseException:
+            self._ledger.put_back(ended)
+            raise
+        return ended
 
     def ask_for_boundary(self) -> None:
         """Let a `step(ahead=True)` that is being made end as soon as it can; from any thread, without waiting."""
@@ -277,15 +283,16 @@ class DynamicInferenceEngine(GroupMember):
 
     def _step(self, *, ahead: bool) -> None:
         """Leaves the records that have ended in the ledger."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             if self._lifecycle.cause_of_death is not None and self._ledger.ended:
                 return
             self._lifecycle.refuse_unless_running()
             self._refuse_alone()
             if not self.weights.ready:
                 self._guard.refuse_scattered()
-                self.weights.gather()
-            with interrupt_deferred(), plain_tensors():
+                with interruptible():
+                    self.weights.gather()
+            with plain_tensors():
                 self._stepper.step(ahead=ahead)
                 if self._lifecycle.cause_of_death is not None:
                     self._moved()

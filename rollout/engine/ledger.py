@@ -123,6 +123,10 @@ class Ledger:
         self.ended = stay
         return taken
 
+    def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
+        """Records that `take` handed out and that did not arrive: they are handed out again."""
+        self.ended[:0] = taken
+
     def _text(self, sample: Sample) -> str | None:
         if sample.text is not None:
             return str(sample.text.text())

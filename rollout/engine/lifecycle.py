@@ -9,7 +9,7 @@ from typing import TypeVar
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
 from rollout.threads.fair_lock import FairLock
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import uninterrupted
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Lifecycle:
             EngineDeadError: the engine is dead.
         """
         acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
-        with self._lock, interrupt_deferred():
+        with uninterrupted(), self._lock:
             if self.state in harmless_in:
                 return None
             self.refuse_when_stopped()

@@ -360,7 +360,7 @@ class EngineParts:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Several calls at one step boundary: no step of another thread comes between them."""
-        with self._lock, interrupt_deferred(), plain_tensors():
+        with interrupt_deferred(), self._lock, plain_tensors():
             yield
 
     @property

@@ -30,7 +30,7 @@ from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import EngineStateError, InvalidRequestError
 from rollout.requests.images import ImageInputs, ImagePrompt
 from rollout.sampling_params import SamplingParams
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import uninterrupted
 
 LOGITS_BYTES = 1 << 29
 """Bounds the float32 logits of one forward."""
@@ -87,10 +87,10 @@ class Prefill:
         self._make_room(max((len(sample.tokens) for sample in index_of), default=0))
         try:
             while scheduler.waiting or scheduler.by_row:
-                with interrupt_deferred():
+                with uninterrupted():
                     self._step(scheduler, index_of, wanted, take)
         finally:
-            with interrupt_deferred():
+            with uninterrupted():
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:

@@ -259,10 +259,7 @@ class EngineLoop:
 
     def _apply(self) -> None:
         """Apply what has arrived since the last step boundary."""
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            with self._changed:
-                _, number = heapq.heappop(self._deadlines)
+        for number in self._passed_deadlines() if self._deadlines else ():
             if (late := self._groups.get(number)) is not None:
                 self._delivery.fail(late, RequestTimeoutError(f"request {number}: its timeout_s has passed", number))
         if self._commands:
@@ -273,6 +270,15 @@ class EngineLoop:
         if self._arrived:
             for group in self._next_arrived():
                 self._queue(group)
+
+    def _passed_deadlines(self) -> list[int]:
+        """Remove the deadlines that have passed; returns the numbers of their groups."""
+        now, numbers = time.monotonic(), list[int]()
+        # Looked at and removed under one lock: `open_group` may sweep them meanwhile.
+        with self._changed:
+            while self._deadlines and self._deadlines[0][0] <= now:
+                numbers.append(heapq.heappop(self._deadlines)[1])
+        return numbers
 
     def _next_arrived(self) -> list[Group]:
         taken: list[Group] = []

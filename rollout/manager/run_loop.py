@@ -20,6 +20,7 @@ from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
+from rollout.threads.interrupts import uninterrupted
 
 PATIENCE_S = 0.1
 """Longest wait while environments are busy, after which their deadlines are looked at."""
@@ -206,12 +207,12 @@ class RunLoop:
         Raises:
             JournalError: a group cannot be written; the next call tries again.
         """
-        with self._engine.locked():
+        with uninterrupted(), self._engine.locked():
             self._take(self._backend.take_ended())
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """End groups, handing nothing out. Unknown ids are ignored."""
-        with self._engine.locked():
+        with uninterrupted(), self._engine.locked():
             for each in list(group_ids):
                 self.groups.drop([each])
                 self._backend.abort(each)
@@ -244,7 +245,7 @@ class RunLoop:
         if self._engine.state is EngineState.SUSPENDED:
             # The coordinator held the engine when this run began, and may hold it no longer.
             self._ensure_running()
-        with self._engine.locked():
+        with uninterrupted(), self._engine.locked():
             self._take(self._backend.step())
         self._metrics.step(self._local_samples())
 

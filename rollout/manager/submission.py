@@ -12,7 +12,7 @@ from rollout.manager.backend import Backend
 from rollout.manager.run_loop import RunLoop
 from rollout.requests.prompt import Prompt, has_images
 from rollout.sampling_params import SamplingParams
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import uninterrupted
 
 
 def submit(
@@ -52,13 +52,13 @@ def submit(
         journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
         for position in loop.lengths.longest_first(keys):
             where = f"prompts[{position}]"
-            with interrupt_deferred():
+            with uninterrupted():
                 if group := loop.journal.submitted(journal_keys[position], first + position):
                     finished[position] = group
                     continue
                 added.append(first + position)
                 backend.submit(added[-1], prompts[position], params[position], extras[position])
-        with interrupt_deferred():
+        with uninterrupted():
             for position, key in enumerate(keys):
                 loop.groups.add(first + position, params[position].n, key, journal_keys[position])
             for group in finished.values():

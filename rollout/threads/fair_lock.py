@@ -10,7 +10,10 @@ import ctypes
 import threading
 
 from rollout.diagnosis import thread_name
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import interruptible, uninterrupted
+
+POLL_S = 0.1
+"""Polling interval for a second Ctrl-C while waiting."""
 
 
 class FairLock:
@@ -46,32 +49,39 @@ class FairLock:
         return f"held by {thread_name(self._owner)}{', wanted by others' if self.wanted else ''}"
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner == me:
+        if self._owner == threading.get_ident():
             self._depth += 1
-            return
-        try:
-            with interrupt_deferred():
-                # `_next` is held by the first waiter: the last holder queues behind it.
-                with self._next:
-                    if not self._lock.acquire(blocking=False):
-                        self.ask()
-                        self._lock.acquire()
-                self._owner = me
-                self._depth = 1
-        except BaseException:
-            if self._owner == me:
-                self._release()
-            raise
+        else:
+            try:
+                with uninterrupted():
+                    self._wait()
+                    self._owner, self._depth = threading.get_ident(), 1
+            except BaseException:
+                if self._owner == threading.get_ident():
+                    self.__exit__()
+                raise
 
     def __exit__(self, *exc_info: object) -> None:
+        # Without a call before the release: a Ctrl-C takes effect at calls.
         if self._depth > 1:
             self._depth -= 1
-            return
-        with interrupt_deferred():
-            self._release()
+        else:
+            self._depth, self._owner = 0, None
+            self._lock.release()
 
-    def _release(self) -> None:
-        self._depth = 0
-        self._owner = None
-        self._lock.release()
+    def _wait(self) -> None:
+        # Held by the first waiter: the last holder queues behind it.
+        _acquire(self._next)
+        try:
+            if not self._lock.acquire(blocking=False):
+                self.ask()
+                _acquire(self._lock)
+        finally:
+            self._next.release()
+
+
+def _acquire(lock: threading.Lock) -> None:
+    """Wait for a lock; a second Ctrl-C ends the wait, never with the lock taken."""
+    while not lock.acquire(timeout=POLL_S):
+        with interruptible():
+            pass

@@ -14,16 +14,27 @@ from typing import Any
 
 
 class _Deferral:
-    """Signal handler that remembers the first Ctrl-C and passes on later ones."""
+    """Signal handler that remembers the first Ctrl-C, and passes on a second one where nothing is shielded from it.
+
+    Attributes:
+        presses: since the block began; 1 again once a second one was passed on.
+        shielded: whether a second one has to wait, too.
+    """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
-        self.pressed = False
+        self.presses = 0
+        self.shielded = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.pressed:
-            self.handler(number, frame)
-        self.pressed = True
+        self.presses += 1
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Let a second Ctrl-C take effect, if there was one and nothing is shielded from it."""
+        if self.presses > 1 and not self.shielded:
+            self.presses = 1
+            self.handler(signal.SIGINT, None)
 
 
 def _handler() -> Callable[[int, FrameType | None], Any] | None:
@@ -38,12 +49,13 @@ def _handler() -> Callable[[int, FrameType | None], Any] | None:
 def interrupt_pending() -> bool:
     """Whether a Ctrl-C is deferred by the enclosing `interrupt_deferred()`."""
     handler = _handler()
-    return isinstance(handler, _Deferral) and handler.pressed
+    return isinstance(handler, _Deferral) and handler.presses > 0
 
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Context manager that delays a Ctrl-C to the end of the block; a second one takes effect immediately.
+    """Context manager that delays a Ctrl-C to the end of the block; a second one takes effect immediately, outside of
+    `uninterrupted()`.
 
     The installed handler is called, only later. No-op outside the main thread (Python interrupts only that one), without a
     Python handler of Ctrl-C, and nested in another such block. Costs about 5 µs.
@@ -57,6 +69,45 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
+        # Or another one would leave this handler in place.
+        deferral.shielded = True
         signal.signal(signal.SIGINT, handler)
-        if deferral.pressed:
+        if deferral.presses:
             handler(signal.SIGINT, None)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Context manager that delays every Ctrl-C to the end of the block, a second one too: for what must not be half done.
+
+    Inside the block, one in `interruptible()` takes effect. No-op where `interrupt_deferred()` is.
+    """
+    with interrupt_deferred():
+        deferral = _handler()
+        if not isinstance(deferral, _Deferral):
+            yield
+            return
+        before = deferral.shielded
+        try:
+            deferral.shielded = True
+            yield
+        finally:
+            deferral.shielded = before
+            deferral.pass_on()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Context manager inside `uninterrupted()` in which a second Ctrl-C takes effect at once, also one that has waited: for
+    what may take long."""
+    deferral = _handler()
+    if not isinstance(deferral, _Deferral):
+        yield
+        return
+    before = deferral.shielded
+    try:
+        deferral.shielded = False
+        deferral.pass_on()
+        yield
+    finally:
+        deferral.shielded = before

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollout.errors import DeadlineError
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import uninterrupted
 
 
 class Turns:
@@ -47,7 +47,7 @@ class Turns:
             self._holder = me
             yield
         finally:
-            with interrupt_deferred(), self._changed:
+            with uninterrupted(), self._changed:
                 if self._holder is me:
                     self._holder = None
                 if ticket in self._queue:

@@ -170,17 +170,18 @@ def test_ctrl_c_inside_generate_loses_neither_what_has_ended_nor_what_has_not() 
 
 
 @contextmanager
-def ctrl_c_at_line(number: int) -> Iterator[None]:
-    """The person at the keyboard presses Ctrl-C while the engine is at its so-manyth line."""
-    left = number
+def ctrl_c_at_lines(*numbers: int) -> Iterator[None]:
+    """Ctrl-C is pressed whenever the engine has executed so many lines."""
+    left, count = sorted(numbers), 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
+        nonlocal count
         if f"rollout{os.sep}engine" not in frame.f_code.co_filename:
             return None
         if event == "line":
-            left -= 1
-            if left == 0:
+            count += 1
+            if left and count >= left[0]:
+                del left[0]
                 signal.raise_signal(signal.SIGINT)
         return trace
 
@@ -193,10 +194,11 @@ def ctrl_c_at_line(number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("line", [*range(3, 1500, 149), *range(1500, 11000, 977)])
-def test_ctrl_c_at_any_line_of_the_engine_loses_nothing(line: int) -> None:
+@pytest.mark.parametrize("after", [(), (5, 40)], ids=["once", "three times"])
+def test_ctrl_c_at_any_line_of_the_engine_loses_nothing(line: int, after: tuple[int, ...]) -> None:
     engine = make_engine("qwen3", kv_cache_blocks=14, max_tokens_per_step=16)
-    ended = []
-    with suppress(KeyboardInterrupt), ctrl_c_at_line(line):
+    ended, handler = [], signal.getsignal(signal.SIGINT)
+    with suppress(KeyboardInterrupt), ctrl_c_at_lines(line, *(line + more for more in after)):
         for seed in range(4):
             engine.add_request(token_ids(3 + 2 * seed, seed), greedily(6), request_id=seed)
         engine.add_request(token_ids(6, 7), at_random(5, n=2), request_id=9)
@@ -204,6 +206,7 @@ def test_ctrl_c_at_any_line_of_the_engine_loses_nothing(line: int) -> None:
         pass_suspended(engine, "offload")
         while engine.has_unfinished:
             ended += engine.step()
+    assert signal.getsignal(signal.SIGINT) is handler
     if engine.state is EngineState.SUSPENDED:
         engine.resume()
     if engine.state is EngineState.PAUSED:

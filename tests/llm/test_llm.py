@@ -151,6 +151,30 @@ def test_a_request_that_fails_is_named_and_its_neighbours_are_not_harmed() -> No
         assert [len(each.generated_tokens) for each in ahead.result(PATIENCE_S)] == [400]
 
 
+def test_a_deadline_that_is_swept_while_it_passes_ends_nothing_else() -> None:
+    """A request that arrives sweeps those of ended ones; the engine's thread looked at one and removed another."""
+
+    class Swept(list[tuple[float, int]]):
+        def __getitem__(self, index: Any) -> Any:
+            first = super().__getitem__(index)
+            thread = threading.Thread(target=sweep)
+            thread.start()
+            thread.join(0.05)
+            return first
+
+    with blocking() as llm:
+        loop: Any = llm._service
+
+        def sweep() -> None:
+            with loop._changed:
+                loop._deadlines = []
+
+        loop._deadlines = Swept([(0.0, 99)])
+        (sample,) = llm.generate(token_ids(5), SamplingParams(max_tokens=4))
+        assert len(sample.generated_tokens) == 4
+        assert not loop.over.done()
+
+
 def test_a_sample_that_fails_in_a_step_raises_or_is_returned_with_its_error() -> None:
     model = make_model("gpt2")
     with blocking(model) as llm:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from rollout.engine.kernels.torch_paged import CacheWrite, PagedAttention, write_slots
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import interruptible, uninterrupted
 
 IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
@@ -86,7 +86,8 @@ def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
     """Output of one forward of `model` that passes `batch` to every attention layer; needs an active `Installation`."""
     token = _carried.set(batch)
     try:
-        return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
+        with interruptible():
+            return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
     finally:
         _carried.reset(token)
 
@@ -177,16 +178,17 @@ class Installation:
             self._depth += 1
             return
         try:
-            with interrupt_deferred():
+            with uninterrupted():
                 self._install()
+                self._depth = 1
+                self.module_epoch += 1
         except BaseException:
+            self._depth = 0
             self._restore.close()
             raise
-        self._depth = 1
-        self.module_epoch += 1
 
     def __exit__(self, *exc_info: object) -> None:
-        with interrupt_deferred():
+        with uninterrupted():
             self._depth -= 1
             if not self._depth:
                 self.module_epoch += 1

@@ -440,13 +440,14 @@ def test_stopping_a_worker_tells_what_it_has_and_leaves() -> None:
 def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> None:
     lost: list[Exception] = []
     with serving(on_lost=lost.append) as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
-        coordinator.hear(Progress)
-        coordinator.tell(Refused("silent", "nothing was heard of it", True))
-        coordinator.hear(Register)
-        first, second = coordinator.ranks
-        assert first != second
-        coordinator.hear(EngineMoved)
+        with gated(worker.engine):
+            coordinator.tell(assign(token_ids(7), greedily(200, logprobs=1), interval=1))
+            coordinator.hear(Progress)
+            coordinator.tell(Refused("silent", "nothing was heard of it", True))
+            coordinator.hear(Register)
+            first, second = coordinator.ranks
+            assert first != second
+            coordinator.hear(EngineMoved)
         assert worker.engine.context.allocator.num_used == 0
         assert [str(error) for error in lost] == [str(lost[0])]
         assert "nothing was heard of it" in str(lost[0])
