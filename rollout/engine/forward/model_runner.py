@@ -120,14 +120,15 @@ class ModelRunner:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
         # Graphs need a separate workspace, which `release_workspace` must not free.
         if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
-            kernels.shares = self.paged.shares
+            kernels.shares, chunked = self.paged.shares, self.paged.chunks
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused:
                 self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
             if graphed_rows:
                 self.graphs = GraphedDecode(
-                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights
-                )
+                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights,
+                    chunked=chunked,
+                )  # fmt: skip
         self.exact = exact
         self.installation = Installation(model, autocast)
         self._stream: Callable[[], Stream] | None = None

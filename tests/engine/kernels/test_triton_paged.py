@@ -173,7 +173,16 @@ def check_decode(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim", "block_size"),
-    [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (4, 1, 96, 8), (5, 2, 64, 1), (8, 1, 128, 16), (1, 1, 256, 4)],
+    [
+        (1, 2, 16, 8),
+        (2, 1, 64, 16),
+        (3, 2, 80, 16),
+        (4, 1, 96, 8),
+        (5, 2, 64, 1),
+        (8, 1, 128, 16),
+        (1, 1, 256, 4),
+        (2, 1, 512, 16),
+    ],
 )
 def test_decode_equals_float64_for_every_head_size_and_grouping(paged, group, kv_heads, dim, block_size, dtype):
     pool = Pool(dim + group, group=group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype)
@@ -374,7 +383,16 @@ def check_prefill(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim", "block_size"),
-    [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (7, 1, 96, 8), (8, 1, 128, 16), (1, 1, 256, 2), (40, 1, 16, 1)],
+    [
+        (1, 2, 16, 8),
+        (2, 1, 64, 16),
+        (3, 2, 80, 16),
+        (7, 1, 96, 8),
+        (8, 1, 128, 16),
+        (1, 1, 256, 2),
+        (40, 1, 16, 1),
+        (2, 1, 512, 16),
+    ],
 )
 def test_prefill_equals_float64_for_every_head_size_and_grouping(paged, group, kv_heads, dim, block_size, dtype):
     pool = Pool(dim + group, group=group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype)
@@ -612,7 +630,7 @@ def test_a_plan_of_parts_depends_on_the_length_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_size_the_kernels_serve_has_a_tile_that_holds_its_group_and_cuts_a_part_evenly(mode, dtype):
     for group in range(1, triton_paged.MAX_GROUP + 1):
-        for dim in (16, 80, 128, 256):
+        for dim in (16, 80, 128, 256, 512):
             plan = triton_paged._plan(mode, group, dim, dtype)
             assert plan.rows >= group
             assert plan.rows >= 16
