@@ -59,7 +59,9 @@ class InferenceConfig(Options):
 
     kv_cache_memory_fraction: float = 0.5
     """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a
-    CPU. Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use."""
+    CPU. Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU a pool that is
+    suspended around the optimizer can have more, say 0.85: what a step needs beside it is measured and left free, and a
+    resume takes what the trainer has left."""
 
     max_sequence_length: int | None = None
     """Maximum length of prompt + completion, in tokens. None: the model's `max_position_embeddings`."""

@@ -72,7 +72,7 @@ class EngineControl(EngineInspection):
         def act() -> MemoryMove:
             if chosen is not KVCacheManagementMode.PERSIST:
                 # Steps may have run on another stream than the caller's.
-                self.controller.runner.settle()
+                self.controller.runner.order.settle()
                 self.controller.runner.release_workspace(graphs=self.config.release_cuda_graphs)
             return self.context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
 
@@ -86,7 +86,7 @@ class EngineControl(EngineInspection):
 
         def act() -> MemoryMove:
             move = self.context.resume()
-            self.controller.runner.mark_written()
+            self.controller.runner.order.mark()
             return move
 
         return self._signal(ControlSignal.RESUME, act) or MemoryMove()
@@ -94,7 +94,7 @@ class EngineControl(EngineInspection):
     def wait_until_restored(self) -> None:
         """Block until the copies of a `resume` have ended."""
         with self.locked():
-            self.controller.runner.wait_until_written()
+            self.controller.runner.order.wait()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
         """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
@@ -156,7 +156,7 @@ class EngineControl(EngineInspection):
                 )
             self._guard.changed()
             self.installation.module_epoch += 1
-            self.controller.runner.mark_written()
+            self.controller.runner.order.mark()
             torch.clear_autocast_cache()
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
             self.controller.runner.vision.features.clear()

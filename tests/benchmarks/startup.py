@@ -30,11 +30,14 @@ def seconds_to_first_token(name: str, subject: Subject, interpreters: Interprete
     """
     if name == "llama.cpp":
         _convert(subject, interpreters, deadline_s)
+    # Written if it is not there: no part of the time.
+    folder = str(subject.folder)
     start = time.perf_counter()
     child = _start(name, subject, interpreters)
     try:
         if name in ("ours", "generate"):
-            answer = child.ask(deadline_s, "first_token", who=name, folder=str(subject.folder), prompt=PROMPT)
+            device = str(subject.device)
+            answer = child.ask(deadline_s, "first_token", who=name, folder=folder, prompt=PROMPT, device=device)
         else:
             load(child, name, subject, Room(sequences=1, longest=64, kv_tokens=64))
             answer = child.ask(deadline_s, "generate", prompts=[PROMPT], lengths=[1])

@@ -56,13 +56,13 @@ def away_and_back(engine: DynamicInferenceEngine, mode: str, subject: Subject) -
     """One suspend and resume, until every request can decode its next token."""
     settle(subject.device)
     engine.pause()
-    held, figures = allocated(subject), {}
+    held, figures = driver_used(subject), {}
     start = time.perf_counter()
     moved = engine.suspend(mode)  # type: ignore[arg-type]
     settle(subject.device)
     figures["suspend_s"] = time.perf_counter() - start
     figures["bytes"] = float(moved.bytes_copied)
-    figures["bytes_given_back"] = float(held - allocated(subject))
+    figures["bytes_given_back"] = float(held - driver_used(subject))
     start = time.perf_counter()
     engine.resume()
     settle(subject.device)
@@ -74,9 +74,13 @@ def away_and_back(engine: DynamicInferenceEngine, mode: str, subject: Subject) -
     return figures
 
 
-def allocated(subject: Subject) -> int:
-    """Bytes that tensors hold on the device; 0 where nobody counts them."""
-    return torch.cuda.memory_allocated(subject.device) if subject.device.type == "cuda" else 0
+def driver_used(subject: Subject) -> int:
+    """Bytes of a GPU that its driver has given away, to torch and to pools that it maps itself; 0 on a CPU."""
+    if subject.device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(subject.device)
+    return total - free
 
 
 def plain_copy(subject: Subject, count: int) -> dict[str, float]:
@@ -136,7 +140,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
             f"{count / found['plain'][plain]:.1f} GB/s, ratio {found['plain'][plain] / offload[name]:.2f}",
         )
     if found["given_back_of_pool"] is not None:
-        table.add_row("given back to the allocator", f"{found['given_back_of_pool']:.1%} of the pool")
+        table.add_row("given back to the driver", f"{found['given_back_of_pool']:.1%} of the pool")
     table.add_row("until all can decode again, resumed", f"{1e3 * offload['back_s']:.1f} ms")
     table.add_row("the same, prefilled again", f"{1e3 * recompute['back_s']:.1f} ms")
     table.add_row("prefilling over resuming", f"{found['prefill_over_resume']:.1f}")

@@ -141,10 +141,14 @@ def test_adapters_with_dropout_train_on_after_a_failed_capture() -> None:
     assert any(parameter.grad is not None for parameter in tuned.parameters())
 
 
-def test_a_compiled_model_is_captured_as_it_was_written() -> None:
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_compiled_model_is_captured_as_it_was_written(regions: bool) -> None:
     model = make_model("qwen3").cuda()
     reference = make_model("qwen3")
-    model.compile()
+    if regions:
+        model.model.layers = torch.nn.ModuleList(torch.compile(layer) for layer in model.model.layers)
+    else:
+        model.compile()
     engine = engine_of(model)
     (request,) = engine.generate([token_ids(9, 1)], greedily(12))
     assert captured(engine)

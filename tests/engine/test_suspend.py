@@ -394,7 +394,7 @@ def test_an_offload_begins_when_the_device_has_done_its_work_and_another_error_c
         order.append("save")
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(runner, "settle", lambda: order.append("settle"))
+    monkeypatch.setattr(runner.order, "settle", lambda: order.append("settle"))
     engine.pause()
     with monkeypatch.context() as patch:
         patch.setattr(engine.cache, "save", failing)

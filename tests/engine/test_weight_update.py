@@ -578,7 +578,7 @@ def test_a_forward_waits_once_for_an_update_and_a_resume_on_other_streams() -> N
     log: list[str] = []
     lanes = {name: Lane(name, log) for name in ("optimizer", "main", "rollout")}
     current = ["rollout"]
-    engine.controller.runner._stream = lambda: lanes[current[0]]  # type: ignore[assignment]
+    engine.controller.runner.order.stream = lambda: lanes[current[0]]  # type: ignore[assignment]
     engine.add_request(token_ids(5), greedily(6))
     steps(engine, 2)
     assert log == []

@@ -20,6 +20,7 @@ from peft import (
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.scheduling import adapters
 from rollout.engine.scheduling.adapters import NO_ADAPTER, AdapterSwitches, described
 from rollout.engine.scheduling.block_allocator import BlockAllocator
 from rollout.engine.scheduling.block_checks import check_blocks
@@ -534,3 +535,32 @@ def test_a_variant_tells_layers_apart_and_says_its_names():
     layers[0].enable_adapters(False)
     assert described(switches.variant) == "'other'"
     assert described(AdapterSwitches(make_model("qwen3")).look(0)) == "none"
+
+
+@pytest.mark.parametrize("of_peft", [True, False], ids=["peft", "another library"])
+def test_a_variant_that_was_read_is_read_anew_after_every_way_to_change_it(of_peft, monkeypatch):
+    if not of_peft:
+        # Its properties may compute from anything.
+        monkeypatch.setattr(adapters, "_is_pefts", lambda layer: False)
+    model = peft_model()
+    switches = AdapterSwitches(model)
+    layer = next(each for each in model.modules() if hasattr(each, "lora_A"))
+    changes = [
+        lambda: model.base_model.set_adapter(["default", "other"]),
+        lambda: layer.active_adapters.remove("default"),
+        lambda: layer.scaling.update(other=3.0),
+        lambda: layer.enable_adapters(False),
+        lambda: layer.enable_adapters(True),
+        lambda: model.base_model.set_adapter("default"),
+        lambda: layer.scale_layer(0.5),
+    ]
+    before, reads = switches.look(0), []
+    monkeypatch.setattr(adapters, "_acting", lambda each, read=adapters._acting: (reads.append(each), read(each))[1])
+    for change in changes:
+        change()
+        now = switches.variant
+        assert now == AdapterSwitches(model).look(0) != before
+        reads.clear()
+        assert switches.look(0) == now
+        assert bool(reads) != of_peft, "what has not changed is not read again"
+        before = now

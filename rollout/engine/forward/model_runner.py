@@ -7,12 +7,10 @@ recurrent states runs one forward [B, L] per length L instead (`recurrent_forwar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +41,8 @@ from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import tried_out
 from rollout.engine.memory.buffers import download_together, upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.memory.stream_order import StreamOrder
 from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.multimodal.vision import Vision
@@ -120,21 +118,21 @@ class ModelRunner:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
         # Graphs need a separate workspace, which `release_workspace` must not free.
         if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
-            kernels.shares = self.paged.shares
+            kernels.shares, chunked = self.paged.shares, self.paged.chunks
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused:
                 self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
             if graphed_rows:
                 self.graphs = GraphedDecode(
-                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights
-                )
+                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights,
+                    chunked=chunked,
+                )  # fmt: skip
         self.exact = exact
         self.installation = Installation(model, autocast)
-        self._stream: Callable[[], Stream] | None = None
+        self.order = StreamOrder(layout.device)
+        """Of what this runner does behind what callers have queued on the device."""
         if layout.device.type == "cuda":
-            self._stream = lambda: CudaStream(torch.cuda.current_stream(layout.device))
             triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
-        self._written: list[Any] = []
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None
@@ -157,6 +155,8 @@ class ModelRunner:
 
         Prompt log-probs of the step's prefill chunks are appended to the sequences that want them.
         """
+        # Blocks, states and images are touched before the forward.
+        self.order.follow()
         self.move_states(step.state_moves)
         if step.ahead and self.runs is not None:
             return self.runs.run(step)
@@ -201,6 +201,7 @@ class ModelRunner:
             states: state slot of each sequence; not read without a state pool.
             named: adapter of each sequence; None: none has one.
         """
+        self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
         if len(work.zeroed_slots):
@@ -225,21 +226,6 @@ class ModelRunner:
         self.cache.zero_slots(slots)
         if self._leader is not None:
             self._leader.zero_slots(slots)
-
-    def mark_written(self) -> None:
-        """Let the next forward wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
-        if self._stream is not None:
-            self._written.append(self._stream().mark())
-
-    def wait_until_written(self) -> None:
-        """Block until what was marked since the last forward is done."""
-        for mark in self._written:
-            mark.synchronize()
-
-    def settle(self) -> None:
-        """Block until the device has done what is queued on all of its streams."""
-        if self.layout.device.type == "cuda":
-            torch.cuda.synchronize(self.layout.device)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
         """Copy (source, destination) state slots, all read before any is written; a negative source: zeros."""
@@ -328,10 +314,7 @@ class ModelRunner:
             images: those of the step; None: it has none.
             named: [R] adapter of each sequence; None: none has one.
         """
-        if self._stream is not None:
-            for mark in self._written:
-                self._stream().after(mark)
-            self._written.clear()
+        self.order.follow()
         rotary = rows.positions if images is None else images.positions
         with self.installation:
             if named is not None:

@@ -28,7 +28,7 @@ class TritonPagedAttention:
         paged: the kernels.
         rows: the step's positions; the leading ones of one position each are *decoding*, the others are chunks.
         device: of the cache.
-        fallback: handles inputs that the kernels do not support (`serves`).
+        fallback: handles inputs that the kernels do not support (`serves`, `TritonPaged.chunks`).
     """
 
     def __init__(
@@ -49,6 +49,9 @@ class TritonPagedAttention:
         )
         self._shared = SharedPrefixes(*shared) if len(groups.members) else None
         self._parts = DecodeParts(self._positions, num_parts(rows.positions[:decodes]), self._shared)
+        self._chunks = None
+        if not paged.chunks and decodes < len(rows):
+            self._chunks = fallback.of(rows.select(np.arange(decodes, len(rows)))[0])
         self._longest = int(counts[decodes:].max(initial=0))
         self._causal = rows.seen is None
         self._whole = bool((ends == counts)[decodes:].all())
@@ -103,6 +106,8 @@ class TritonPagedAttention:
             return flash_prefill.prefill(
                 flash, query, key, value, self._begins, self._longest, scaling=scaling, window=window, softcap=softcap
             )
+        if self._chunks is not None:
+            return self._chunks(query, key, value, key_cache, value_cache, **rules)
         return self._paged.prefill(
             query, key_cache, value_cache, self._tables[self._decodes :], self._begins, self._starts, window, scaling,
             softcap=softcap, chunk=chunk, sinks=sinks,

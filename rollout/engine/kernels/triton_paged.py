@@ -28,7 +28,7 @@ from rollout.engine.kernels import decode_parts
 from rollout.engine.kernels.decode_parts import DecodeParts, PartList, SharedPrefixes, num_splits
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 256, 64
+MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
 PROGRAMS = 32
 """Of a decode launch, for each processor of the device: a multiple of what runs at a time, so that none waits for the last
 program of another, and few enough that starting those without work costs little."""
@@ -91,6 +91,8 @@ class TritonPaged:
         self._buffers: list[Tensor] = []
         self.shares = True
         """Whether prefixes that rows share may be passed to `decode_with_lse`."""
+        self.chunks = True
+        """Whether `prefill` may be called."""
 
     def write(
         self,
@@ -382,15 +384,20 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     room for four programs, more than enough concurrent loads to hide the memory latency. Prefill wants few rows of K per
     row of Q instead: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. At three stages the block ids
     are prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers: small tiles, correct but
-    slow.
+    slow; with twice the warps its sums fit there, instead of spilling 12 KB per thread at dim 256. Beyond 256 the tiles take
+    less than 99 KB, which smaller devices have.
     """
     whole = dtype.itemsize == 4
-    narrow = power_of_two(dim) <= 128
-    heads = power_of_two(group)
+    width, heads = power_of_two(dim), power_of_two(group)
+    narrow, wide = width <= 128, width > 256
     if mode in ("decode", "tail"):
+        if wide:
+            return _Plan(max(16, heads), 16 if whole else 32, 8, 2)
         return _Plan(max(16, heads), 64 if narrow and not whole else 32, 4, 2 if whole else 3)
     if whole:
-        return _Plan(max(32, heads), 32 if narrow else 16, 4, 1)
+        return _Plan(max(16 if wide else 32, heads), 32 if narrow else 16, 4 if width <= 64 else 8, 1)
+    if wide:
+        return _Plan(max(32, heads), 32, 8, 2)
     if mode == "prefix" or not narrow:
         return _Plan(max(64, heads), 64 if narrow else 32, 4, 3)
     return _Plan(128, 64, 8, 3)

@@ -35,7 +35,7 @@ class Heads:
 def tried_out(
     paged: TritonPaged, kinds: Iterable[Heads], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> TritonPaged | None:
-    """The kernels if they work for all `kinds`, without shared prefixes where those alone do not; else None.
+    """The kernels if they write and decode for all `kinds`, without the modes that alone do not work; else None.
 
     Says in a warning what does not work, and why.
     """
@@ -43,11 +43,18 @@ def tried_out(
         failed = dict(_Trial(paged, heads, dtype, block_size, device).failures())
         paged.clear()
         described = f"{heads.heads} heads of {heads.dim} in {dtype} on {device}"
-        if failed.keys() - {"shared prefixes"}:
-            mode, reason = next(iter(failed.items()))
-            _log.warning("attention of %s runs on plain torch: Triton's %s does not work (%s)", described, mode, reason)
+        if mode := next((mode for mode in ("write", "decode") if mode in failed), None):
+            _log.warning(
+                "attention of %s runs on plain torch: Triton's %s does not work (%s)", described, mode, failed[mode]
+            )
             return None
-        if failed:
+        if "prefill" in failed:
+            paged.chunks = False
+            _log.warning(
+                "attention of chunks of prompts, of %s, runs on plain torch: Triton's prefill does not work (%s)",
+                described, failed["prefill"],
+            )  # fmt: skip
+        if "shared prefixes" in failed:
             paged.shares = False
             _log.warning(
                 "attention of %s reads a shared prefix once per sequence (%s)", described, failed["shared prefixes"]

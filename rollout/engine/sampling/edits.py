@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.memory.buffers import upload
+from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampling_table import SamplingRows
 from rollout.errors import ConfigError
@@ -84,11 +84,16 @@ def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) 
         flat[index] = flat[index] - (counts[index] * rows.frequency_penalty[row] + rows.presence_penalty[row])
 
 
-def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: Tensor) -> Tensor:
-    """[2, N] int64 on the device: the row of every token, and its index in the flattened scores."""
+def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] int64 each, on the device: the row of every token, and its index in the flattened scores."""
     vocabulary = scores.shape[1]
-    row = np.repeat(np.asarray(rows, np.int64), [len(ids) for ids in tokens])
-    token = np.concatenate(tokens).astype(np.int64)
+    counts, token = np.array([len(ids) for ids in tokens]), np.concatenate(tokens)
     inside = (token >= 0) & (token < vocabulary)
-    row, token = row[inside], token[inside]
-    return upload(np.stack([row, row * vocabulary + token]), scores.device)
+    if not inside.all():
+        counts = np.bincount(np.repeat(np.arange(len(rows)), counts)[inside], minlength=len(rows))
+        token = token[inside]
+    # Four bytes per token of the histories: they go to the device in every step.
+    first, count, token = (np.asarray(each, np.int32) for each in (rows, counts, token))
+    row, times, column = upload_together((first, count, token), scores.device)
+    row = row.long().repeat_interleave(times.long(), output_size=len(token))
+    return row, row * vocabulary + column

@@ -7,6 +7,7 @@ model compute the same. Works with the two switches of PEFT's layers without imp
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,12 +21,15 @@ NO_ADAPTER: Variant = ()
 
 
 class AdapterSwitches:
-    """Reads the active adapters of one model."""
+    """Reads the active adapters of one model, in every step: a model may have hundreds of layers with some."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: list[Any] = []
         self._module_epoch = -1
+        self._seen: list[tuple[dict[str, Any], Any, Any, Any]] | None = None
+        """Of each layer: see `_read`, when the variant was read last; None: read it anew."""
+        self._variant: Variant = NO_ADAPTER
 
     def look(self, module_epoch: int) -> Variant:
         """Current variant, after rescanning the modules if `module_epoch` has changed.
@@ -36,6 +40,7 @@ class AdapterSwitches:
         if module_epoch != self._module_epoch:
             self._module_epoch = module_epoch
             self._layers = [module for module in self._model.modules() if _has_switches(module)]
+            self._seen = None
         return self.variant
 
     def present(self, module_epoch: int) -> bool:
@@ -46,11 +51,18 @@ class AdapterSwitches:
     @property
     def variant(self) -> Variant:
         """Current variant of the layers found by the last scan."""
-        each = [_acting(layer) for layer in self._layers]
-        distinct = set(each)
-        if len(distinct) > 1:
-            return tuple(each)
-        return distinct.pop() if distinct else NO_ADAPTER
+        seen = self._seen
+        if seen is None or not all(
+            own.get("_disable_adapters") is disabled
+            and own.get("_active_adapter") == active
+            and own.get("scaling") == scaling
+            for own, disabled, active, scaling in seen
+        ):
+            each = [_acting(layer) for layer in self._layers]
+            distinct = set(each)
+            self._variant = tuple(each) if len(distinct) > 1 else distinct.pop() if distinct else NO_ADAPTER
+            self._seen = [_read(layer) for layer in self._layers] if all(map(_is_pefts, self._layers)) else None
+        return self._variant
 
 
 def described(variant: Variant) -> str:
@@ -69,6 +81,18 @@ def _has_switches(module: nn.Module) -> bool:
     return all(
         isinstance(getattr(type(module), name, None), property) for name in ("active_adapters", "disable_adapters")
     )
+
+
+def _is_pefts(layer: Any) -> bool:
+    """Whether its switches are PEFT's properties, which return what `_read` does."""
+    switches = (getattr(type(layer), name).fget for name in ("active_adapters", "disable_adapters"))
+    return all(str(getattr(each, "__module__", "")).startswith("peft.") for each in switches)
+
+
+def _read(layer: Any) -> tuple[dict[str, Any], Any, Any, Any]:
+    """A layer's attributes, and copies of those that its variant depends on."""
+    own = vars(layer)
+    return own, own.get("_disable_adapters"), copy(own.get("_active_adapter")), copy(own.get("scaling"))
 
 
 def _acting(layer: Any) -> Variant:

@@ -156,7 +156,8 @@ class Asked:
 
     shares = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, chunks: bool = True) -> None:
+        self.chunks = chunks
         self.calls: list[tuple[str, int, int, bool]] = []
 
     def decode_with_lse(
@@ -173,8 +174,8 @@ class Asked:
         return torch.ones_like(query)
 
 
-def asked(rows: PagedRows, *, dim: int = 16, **rules: int) -> tuple[list[tuple], torch.Tensor]:
-    kernels, cpu = Asked(), torch.device("cpu")
+def asked(rows: PagedRows, *, dim: int = 16, chunks: bool = True, **rules: int) -> tuple[list[tuple], torch.Tensor]:
+    kernels, cpu = Asked(chunks=chunks), torch.device("cpu")
     plain = TorchPagedAttention(rows, cpu, Workspace())
     attend = TritonPagedAttention(kernels, rows, cpu, plain)  # type: ignore[arg-type]
     query = torch.randn(len(rows.positions), 4, dim)
@@ -190,6 +191,20 @@ def test_leading_rows_of_one_position_decode_and_all_others_prefill() -> None:
     assert (out[2:] == 1).all()
     assert asked(step([1, 1], [20, 100], [[]] * 2))[0] == [("decode", 2, TABLE_STEP, False)]
     assert asked(step([9], [20], [[]]))[0] == [("prefill", 9, TABLE_STEP, False)]
+
+
+def test_chunks_are_left_to_torch_where_prefill_does_not_work_and_decodes_are_not() -> None:
+    rows = step([1, 1, 40, 7, 1], [20, 100, 300, 7, 9], [[]] * 5)
+    torch.manual_seed(0)
+    calls, out = asked(rows, chunks=False)
+    assert calls == [("decode", 2, TABLE_STEP, False)]
+    torch.manual_seed(0)
+    query, cache = torch.randn(50, 4, 16), torch.randn(1000, BLOCK, 2, 16)
+    own = cache.flatten(0, 1)[torch.from_numpy(rows.slots)]
+    plain = TorchPagedAttention(rows, torch.device("cpu"), Workspace())(query, own, own, cache, cache, scaling=0.3)
+    assert (out[:2] == 0).all()
+    torch.testing.assert_close(out[2:], plain[2:])
+    assert asked(step([1, 1], [20, 100], [[]] * 2), chunks=False)[0] == [("decode", 2, TABLE_STEP, False)]
 
 
 def test_prefixes_are_shared_but_not_by_layers_with_a_window_or_chunks() -> None:

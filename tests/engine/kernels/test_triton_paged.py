@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.float16]
 if not INTERPRETED:  # It multiplies the bits of bfloat16 as integers.
     DTYPES.append(torch.bfloat16)
 SHAPES = [(1, 2, 16, 8), (2, 1, 64, 16), (3, 2, 80, 16), (5, 1, 96, 8), (5, 2, 64, 1), (8, 1, 128, 16), (1, 1, 256, 4),
-          (40, 1, 16, 1)]  # fmt: skip
+          (40, 1, 16, 1), (2, 1, 512, 16)]  # fmt: skip
 """Query heads of a KV head, KV heads, head size, block size."""
 
 
@@ -591,7 +591,7 @@ def test_a_plan_of_parts_depends_on_the_length_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_size_the_kernels_serve_has_a_tile_that_holds_its_group_and_cuts_a_part_evenly(mode, dtype):
     for group in range(1, triton_paged.MAX_GROUP + 1):
-        for dim in (16, 80, 128, 256):
+        for dim in (16, 80, 128, 256, 512):
             plan = triton_paged._plan(mode, group, dim, dtype)
             assert plan.rows >= group
             assert plan.rows >= 16
