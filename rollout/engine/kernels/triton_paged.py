@@ -381,8 +381,8 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     iteration, 2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits: decoding with 120 registers in each of 128 threads leaves
     room for four programs, more than enough concurrent loads to hide the memory latency. Prefill wants few rows of K per
     row of Q instead: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. At three stages the block ids
-    are prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers: small tiles, correct but
-    slow.
+    are prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers that hold K and V too: half
+    as many for the sums, or they spill to memory (7 KB per thread at dim 256 in 4 warps).
     """
     whole = dtype.itemsize == 4
     narrow = power_of_two(dim) <= 128
@@ -390,9 +390,9 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     if mode in ("decode", "tail"):
         return _Plan(max(16, heads), 64 if narrow and not whole else 32, 4, 2 if whole else 3)
     if whole:
-        return _Plan(max(32, heads), 32 if narrow else 16, 4, 1)
+        return _Plan(max(32, heads), 32 if narrow else 16, 8, 1)
     if mode == "prefix" or not narrow:
-        return _Plan(max(64, heads), 64 if narrow else 32, 4, 3)
+        return _Plan(max(64, heads), 64 if narrow else 32, 4 if narrow else 8, 3)
     return _Plan(128, 64, 8, 3)
 
 
