@@ -132,7 +132,7 @@ class ModelRunner:
         self._stream: Callable[[], Stream] | None = None
         if layout.device.type == "cuda":
             self._stream = lambda: CudaStream(torch.cuda.current_stream(layout.device))
-            triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
+            triton_draw.load(layout.device, layout.kv_dtype)  # Compiled and tried out here, not in the first step.
         self._written: Any = None
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
