@@ -13,6 +13,7 @@ from rollout.engine.forward.chunk_state import ChunkInputs
 from rollout.engine.forward.cuda_capture import WARM_UP_RUNS
 from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.memory.kv_cache import KVCache
+from tests.capturable import Capturable
 
 POOLS: dict[int, tuple[Tensor, Tensor]] = {}
 """Address of a layer's K in a pool that exists → its K and V."""
@@ -104,7 +105,9 @@ class Recorder:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self._find_pool()
-        for _ in range(WARM_UP_RUNS):
+        for _ in range(WARM_UP_RUNS - 1):
+            work()
+        with Capturable():
             work()
         record = make_fx(work)()
         self.captures += 1

@@ -23,6 +23,7 @@ from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.kernels import decode_parts, triton_layers
 from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, rms_norm, rotated
 from rollout.engine.kernels.triton_paged import load
+from tests.capturable import Capturable
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
 from tests.interpreter import assert_holds_interpreted
 from tests.models import make_model
@@ -61,7 +62,8 @@ class Rerun:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.captures += 1
-        work()
+        with Capturable():
+            work()
         return lambda: self._replay(work)
 
     def forget(self) -> None:
