@@ -16,13 +16,21 @@ import torch
 
 from rollout.engine.forward.chunk_state import ChunkState
 from rollout.engine.forward.decode_state import DecodeState
-from rollout.engine.kernels import triton_attention, triton_draw, triton_exact, triton_layers, triton_paged
+from rollout.engine.kernels import (
+    triton_attention,
+    triton_draw,
+    triton_exact,
+    triton_experts,
+    triton_layers,
+    triton_paged,
+)
+from rollout.engine.kernels.cpu_forward import Activation, NormKind, RotaryKind
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_draw import TritonDraw
 from rollout.engine.kernels.triton_exact import AttendedRows
-from rollout.engine.kernels.triton_layers import HeadNorms, Place
+from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
 from rollout.engine.kernels.triton_paged import TritonPaged
 from rollout.engine.memory.buffers import packed
 from rollout.engine.sampling import sampler
@@ -126,18 +134,37 @@ def test_captured_steps_of_any_size_launch_the_same_attention(paged) -> None:
 
 
 def test_layers_of_any_rows_launch_the_same_kernels() -> None:
-    weight, keys_values = torch.zeros(48, dtype=BF16), pool()
-    norms = HeadNorms(*torch.zeros(2, DIM, dtype=BF16))
+    weight, caches = NormWeights(torch.zeros(48, dtype=BF16), None), pool()
+    heads, norms = HeadNorms(*torch.zeros(2, DIM, dtype=BF16)), Norms(NormKind.RMS, 1e-6)
+    sizes = KV_HEADS * DIM, HEADS * DIM
     with recorded(triton_layers.load) as asked:
         layers = triton_layers.load()
         for count in (1, 2, 7, 16, 33):
             hidden = torch.zeros(count, 48, dtype=BF16)
-            layers.add_norm(hidden, hidden.clone(), weight, 1e-6, BF16)
-            own, turned = torch.zeros(count, KV_HEADS, DIM, dtype=BF16), torch.zeros(count, DIM, dtype=BF16)
-            query, slots = torch.zeros(count, HEADS, DIM, dtype=BF16), torch.zeros(count, dtype=torch.int32)
-            layers.rotate_and_write(query, own, own, norms, 1e-6, turned, turned, Place(*keys_values, None), slots)
-            layers.silu_times(hidden, hidden)
-    assert variants(asked) == {"add_norm": 1, "rotate_and_write": 1, "silu_times": 1}
+            layers.add_norm(hidden, hidden.clone(), None, weight, norms, BF16)
+            turned, slots = torch.zeros(count, DIM, dtype=BF16), torch.zeros(count, dtype=torch.int32)
+            for packed_together in (False, True):
+                whole = torch.zeros(count, 2 * sizes[0] + sizes[1], dtype=BF16)
+                parts = whole.split([sizes[1], sizes[0], sizes[0]], 1)
+                query, key, value = (
+                    (each if packed_together else each.contiguous()).view(count, -1, DIM) for each in parts
+                )
+                layers.rotate_and_write(
+                    query, key, value, heads, norms, (turned, turned), RotaryKind.HALVES, Place(*caches, None), slots
+                )
+            layers.activate(hidden, hidden, Activation.SILU)
+            layers.add_scaled(hidden, hidden, 0.5)
+    assert variants(asked) == dict.fromkeys(("add_norm", "rotate_and_write", "activate", "add_scaled"), 1)
+
+
+def test_experts_launch_three_sizes_of_blocks_for_any_rows() -> None:
+    gate_up, down = torch.zeros(4, 64, 48, dtype=BF16), torch.zeros(4, 48, 32, dtype=BF16)
+    with recorded(triton_experts.load) as asked:
+        for count in (1, 2, 7, 16, 33, 64, 90, 500):
+            hidden, shares = torch.zeros(count, 48, dtype=BF16), torch.zeros(count, 2, dtype=BF16)
+            chosen = torch.arange(2 * count).view(count, 2) % 4
+            triton_experts.load()(hidden, shares, chosen, gate_up, down, Activation.SILU)
+    assert variants(asked) == {"gate_and_up": 3, "shared_down": 3}
 
 
 def test_draws_for_any_rows_launch_the_same_kernels() -> None:
