@@ -304,7 +304,7 @@ class TextGenerationController:
             return
         tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
         cuts = [length - length // 2]
-        alone = bool(self.layout.states) or self.runner.paged is not None or self.runner.graphs is not None
+        alone = bool(self.layout.states) or all_ranks(self.runner.paged is not None or self.runner.graphs is not None)
         if alone and length > cuts[0] + 1:
             # Recurrent layers and Triton's kernels compute a single token otherwise than a chunk.
             cuts.append(length - 1)

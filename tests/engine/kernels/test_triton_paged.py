@@ -11,9 +11,11 @@ import json
 import logging
 import math
 import os
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -28,7 +30,7 @@ from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from tests.gpu_first_run.findings import Run
 from tests.gpu_first_run.tune import tune
-from tests.interpreter import assert_holds_interpreted
+from tests.interpreter import assert_holds_interpreted, shuffle_programs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -602,6 +604,32 @@ def test_tuning_tries_tiles_and_programs_and_leaves_the_kernels_as_they_were(tmp
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
     assert_holds_interpreted(__file__)
+
+
+class Builder:
+    """What the interpreter tells a grid and the places in it."""
+
+    def __init__(self) -> None:
+        self.grid_dim: tuple[int, ...] = ()
+        self.places: list[tuple[int, ...]] = []
+
+    def set_grid_dim(self, *sizes: int) -> None:
+        self.grid_dim = sizes
+
+    def set_grid_idx(self, *place: int) -> None:
+        self.places.append(place)
+
+
+def test_interpreted_programs_run_once_each_in_an_order_that_is_not_the_grids() -> None:
+    builder, places = Builder(), list(product(range(4), range(3), range(2)))
+    shuffle_programs(builder, random.Random(0))
+    for _ in range(2):
+        builder.set_grid_dim(4, 3, 2)
+        for place in places:
+            builder.set_grid_idx(*place)
+    first, second = builder.places[:24], builder.places[24:]
+    assert sorted(first) == sorted(second) == places
+    assert places != first != second != places
 
 
 def test_a_plan_of_parts_depends_on_the_length_alone() -> None:
