@@ -1,9 +1,14 @@
-"""Runs tests again in a process of its own, with Triton's kernels interpreted on the CPU."""
+"""Runs tests again in a process of its own, with Triton's kernels interpreted on the CPU.
+
+There this file is a plugin of pytest, by which the programs of a launch run in random order: the interpreter runs them one
+after the other, a GPU in any order.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,7 +38,7 @@ def combined(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 def assert_holds_interpreted(*options: str) -> None:
     """Fail unless the tests that `options` of pytest choose pass under `TRITON_INTERPRET=1`."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *options],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", __name__, *options],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=1500, check=False,
@@ -42,3 +47,27 @@ def assert_holds_interpreted(*options: str) -> None:
         pytest.skip("this Triton's interpreter cannot loop with this numpy")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
+
+
+def pytest_configure() -> None:
+    """Have the interpreter's programs run in random order."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    shuffle_programs(interpreter_builder, random.Random(0))
+
+
+def shuffle_programs(builder: Any, chance: random.Random) -> None:
+    """Have `builder`, which is told the grid of a launch and the place of each program in turn, run another one there."""
+    begin, place, order = builder.set_grid_dim, builder.set_grid_idx, list[int]()
+
+    def set_grid_dim(*sizes: int) -> None:
+        begin(*sizes)
+        count = math.prod(sizes)
+        order[:] = chance.sample(range(count), count)
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        _, rows, columns = builder.grid_dim
+        index = order[(x * rows + y) * columns + z]
+        place(index // (rows * columns), index // columns % rows, index % columns)
+
+    builder.set_grid_dim, builder.set_grid_idx = set_grid_dim, set_grid_idx

@@ -265,7 +265,7 @@ def _attention(runner: ModelRunner) -> str:
 def _sampling(layout: ModelLayout) -> str:
     if layout.device.type == "cpu" and cpu_library.load() is not None:
         return "C++; top-k, top-p, min-p and penalties in torch before it"
-    if layout.device.type == "cuda" and triton_draw.load(layout.device) is not None:
+    if layout.device.type == "cuda" and triton_draw.load(layout.device, layout.kv_dtype) is not None:
         return "Triton; penalties, top log-probs and kept tokens in torch"
     return "torch"
 

@@ -31,8 +31,13 @@ class Routes:
         self._chunks.append(chunk)
         fused = runner.fused if runner.why_not_fused() is None else None
         if fused is None:
-            with _Recorded(chunk):
-                yield
+            # Nothing is recorded by what is replayed.
+            graphs, runner.graphs = runner.graphs, None
+            try:
+                with _Recorded(chunk):
+                    yield
+            finally:
+                runner.graphs = graphs
             return
         fused.record = lambda index, experts: chunk.append(experts)
         try:

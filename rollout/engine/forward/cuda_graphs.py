@@ -288,6 +288,12 @@ class GraphedDecode:
         self.retry()
         self._forget()
 
+    def give_up(self, why: str) -> None:
+        """Capture and replay nothing any more."""
+        self._given_up = why
+        self._forget()
+        self._say_why_not(why)
+
     def ready(self, module_epoch: int) -> bool:
         """Whether steps of the model, in its current state, are captured; see `run`."""
         if self.why_not or has_global_hooks():
@@ -370,8 +376,7 @@ class GraphedDecode:
         self._replays = 0
         self._forget()
         if self._wasted >= MAX_WASTED:
-            self._given_up = "its parameters or modules change every few steps"
-            self._say_why_not(self._given_up)
+            self.give_up("its parameters or modules change every few steps")
 
     def _forward(self, size: _Size, made: Callable[[], DecodeInputs | ChunkInputs]) -> torch.dtype:
         """Run the forward and keep its logits; returns their dtype."""

@@ -132,7 +132,7 @@ class ModelRunner:
         self.order = StreamOrder(layout.device)
         """Of what this runner does behind what callers have queued on the device."""
         if layout.device.type == "cuda":
-            triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
+            triton_draw.load(layout.device, layout.kv_dtype)  # Compiled and tried out here, not in the first step.
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None

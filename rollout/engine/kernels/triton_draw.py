@@ -20,7 +20,9 @@ from rollout.engine.kernels.triton_paged import device_of, power_of_two
 from rollout.requests.seeds import GOLDEN, LAST_SHIFT, ROUNDS
 
 SPAN = 4096
-"""Tokens per chunk: few enough for the registers of one program, and at most 64 chunks for a vocabulary of 2^18."""
+"""Tokens per chunk: few enough for the registers of one program."""
+LEAST_CHUNKS = 64
+"""Chunks that a kernel has room for, those of a vocabulary of 2^18: one compiled kernel for nearly all models."""
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _UNIT = 2.0**42
 _log = logging.getLogger(__name__)
@@ -103,11 +105,9 @@ class _Call:
         self._chunks = -(-self._vocabulary // SPAN)
         self._grid = self._rows, self._chunks
         self._bits = 8 * min(scores.element_size(), 4)
-        self._fixed = {
-            "vocabulary": self._vocabulary, "span": SPAN, "precise": precise, "num_warps": 8, "enable_fp_fusion": False,
-        }  # fmt: skip
+        self._fixed = {"span": SPAN, "precise": precise, "num_warps": 8, "enable_fp_fusion": False}
         self._numeric = self._fixed | {"bits": self._bits}
-        self._stride = scores.stride(0)
+        self._sizes = scores.stride(0), self._vocabulary
 
     def drawn(self, greedy: Tensor, keys: Tensor, positions: Tensor, filters: Filters) -> TritonDrawn:
         """See `TritonDraw.__call__`."""
@@ -115,18 +115,18 @@ class _Call:
         if not self._rows:
             none = self._new(torch.float32)
             return TritonDrawn(keys.new_empty(0), none, none.double(), none)
-        self._kernels.peaks[self._grid](*self._read, chunk_peak, best, self._stride, **self._fixed)
+        self._kernels.peaks[self._grid](*self._read, chunk_peak, best, *self._sizes, **self._fixed)
         peak = chunk_peak.amax(1)
         cut = self._cut(peak, filters)
         arguments = self._filters(peak, cut, filters)
         chosen = self._numeric | {"cut": cut is not None, "floored": filters.min_p is not None}
         sums = self._new(torch.int64, self._chunks)
-        self._kernels.sums[self._grid](*self._read, peak, *arguments, sums, self._stride, **chosen)
+        self._kernels.sums[self._grid](*self._read, peak, *arguments, sums, *self._sizes, **chosen)
         token, weight = self._new(torch.int64), self._new(torch.int64)
         score = self._new(torch.float32)
         self._kernels.choose[(self._rows,)](
             *self._read, peak, *arguments, sums, chunk_peak, best, greedy, keys, positions, token, score, weight,
-            self._stride, chunks=self._chunks, padded_chunks=power_of_two(self._chunks), **_SPLITMIX, **chosen,
+            *self._sizes, self._chunks, padded_chunks=max(LEAST_CHUNKS, power_of_two(self._chunks)), **_SPLITMIX, **chosen,
         )  # fmt: skip
         log_sum = (weight.double() / _UNIT).log_()
         return TritonDrawn(token, peak, torch.where(peak.isfinite(), log_sum, torch.nan), score)
@@ -146,7 +146,7 @@ class _Call:
         sums = self._new(torch.int64, self._chunks)
         chosen = self._numeric | {"cut": False, "floored": False}
         self._kernels.sums[self._grid](
-            *self._read, peak, *self._filters(peak, None, Filters()), sums, self._stride, **chosen
+            *self._read, peak, *self._filters(peak, None, Filters()), sums, *self._sizes, **chosen
         )
         return sums.sum(1)
 
@@ -154,18 +154,16 @@ class _Call:
         """The fewest tokens, likeliest first, that weigh `wanted`; `counts`: so many tokens."""
         rounds = self._bits // 4
         reached = torch.zeros(rounds, self._rows, 16, dtype=torch.int64, device=peak.device)
-        # Of an even number: Triton compiles a kernel separately for addresses that are no multiple of 16.
-        even = torch.zeros(rounds + 1, self._rows + self._rows % 2, dtype=torch.int64, device=peak.device)
-        low = even[:, : self._rows]
+        low = torch.zeros(rounds + 1, self._rows, dtype=torch.int64, device=peak.device)
         for number in range(rounds):
             last = max(0, number - 1)
             self._kernels.narrow[self._grid](
-                *self._read, peak, wanted, reached[last], reached[number], low[last], low[number], self._stride,
-                shift=self._bits - 4 * (number + 1), counts=counts, **self._numeric,
+                *self._read, peak, wanted, reached[last], reached[number], low[last], low[number], *self._sizes,
+                self._bits - 4 * (number + 1), counts=counts, **self._numeric,
             )  # fmt: skip
         found = torch.empty(4, self._rows, self._chunks, dtype=torch.int64, device=peak.device)
         self._kernels.ties[self._grid](
-            *self._read, peak, wanted, reached[-1], low[rounds - 1], low[rounds], found, self._stride, **self._numeric
+            *self._read, peak, wanted, reached[-1], low[rounds - 1], low[rounds], found, *self._sizes, **self._numeric
         )
         above, above_weight, ties, tie_weight = found.sum(2).unbind()
         # All ties weigh the same.
@@ -202,33 +200,50 @@ class _Kernels:
     choose: Any
 
 
+_MOVING = ("shift", "chunks")
+_ANYWHERE = (
+    "temperature", "least", "edge", "room", "wanted", "before", "low", "low_out", "greedy", "keys", "positions",
+)  # fmt: skip
+"""Arguments of which Triton is not to compile a kernel for numbers, or for addresses, that 16 divides: they change between
+steps, and are parts of tensors of any number of rows."""
+
+
 @cache
-def load(device: torch.device) -> TritonDraw | None:
-    """The kernels, after a trial run on `device`; None where they do not work."""
+def load(device: torch.device, dtype: torch.dtype) -> TritonDraw | None:
+    """The kernels, after a trial run on `device` with logits of `dtype`; None where they do not work."""
+    if dtype not in DTYPES:
+        return None
     try:
-        jit = import_module("triton").jit
-        code = import_module("rollout.engine.kernels.triton_draw_kernels")
-        kernels = _Kernels(*(jit(each) for each in (code.peaks, code.sums, code.narrow, code.ties, code.choose)))
-        draw = TritonDraw(kernels, precise=device.type == "cuda")
-        _try_out(draw, device)
+        draw = TritonDraw(_kernels(), precise=device.type == "cuda")
+        _try_out(draw, device, dtype)
     except Exception as exc:  # noqa: BLE001 - compiler, linker or driver may fail in any way; plain torch works without them
         reason = f"{type(exc).__name__}: {exc}".partition("\n")[0]
-        _log.warning("sampling on %s runs on plain torch (%s)", device, reason)
+        _log.warning("sampling from %s on %s runs on plain torch (%s)", dtype, device, reason)
         return None
     return draw
 
 
-def _try_out(draw: TritonDraw, device: torch.device) -> None:
-    """Rows of one token that all parameters leave: every kernel, in every dtype of logits."""
-    for dtype in DTYPES:
-        scores = torch.zeros(3, SPAN + 1, dtype=dtype, device=device)
-        scores[:, SPAN] = 30
-        ones = torch.ones(3, device=device)
-        filters = Filters(ones.long(), 0.5 * ones.double(), 0.1 * ones)
-        for asked in (Filters(), filters):
-            drawn = draw(scores, ones, ones < 0, ones.long(), ones.long(), asked)
-            if drawn.token.tolist() != [SPAN] * 3:
-                raise RuntimeError(f"draws of the only likely token gave others ({dtype})")
+@cache
+def _kernels() -> _Kernels:
+    jit = import_module("triton").jit
+    code = import_module("rollout.engine.kernels.triton_draw_kernels")
+    return _Kernels(
+        *(
+            jit(each, do_not_specialize=_MOVING, do_not_specialize_on_alignment=_ANYWHERE)
+            for each in (code.peaks, code.sums, code.narrow, code.ties, code.choose)
+        )
+    )
+
+
+def _try_out(draw: TritonDraw, device: torch.device, dtype: torch.dtype) -> None:
+    """Rows of one token that all parameters leave: every kernel, as it is compiled for vocabularies that 16 divides."""
+    scores = torch.zeros(3, SPAN + 16, dtype=dtype, device=device)
+    scores[:, SPAN] = 30
+    ones = torch.ones(3, device=device)
+    for filters in (Filters(), Filters(ones.long(), 0.5 * ones.double(), 0.1 * ones)):
+        drawn = draw(scores, ones, ones < 0, ones.long(), ones.long(), filters)
+        if drawn.token.tolist() != [SPAN] * 3:
+            raise RuntimeError("draws of the only likely token gave others")
 
 
 def serves(scores: Tensor) -> bool:

@@ -101,8 +101,8 @@ def peaks(
     peak: tl.tensor,
     best: tl.tensor,
     stride: tl.tensor,
+    vocabulary: tl.tensor,
     precise: tl.constexpr,
-    vocabulary: tl.constexpr,
     span: tl.constexpr,
 ) -> None:
     """Largest tempered score of `span` tokens, NaN where one is, and the first token that has it. Grid: R x C."""
@@ -129,11 +129,11 @@ def sums(
     ties_before: tl.tensor,
     total: tl.tensor,
     stride: tl.tensor,
+    vocabulary: tl.tensor,
     bits: tl.constexpr,
     cut: tl.constexpr,
     floored: tl.constexpr,
     precise: tl.constexpr,
-    vocabulary: tl.constexpr,
     span: tl.constexpr,
 ) -> None:
     """Sum of the weights of those of `span` tokens that pass the filters. Grid: R x C."""
@@ -161,11 +161,11 @@ def narrow(
     low: tl.tensor,
     low_out: tl.tensor,
     stride: tl.tensor,
+    vocabulary: tl.tensor,
+    shift: tl.tensor,
     bits: tl.constexpr,
-    shift: tl.constexpr,
     counts: tl.constexpr,
     precise: tl.constexpr,
-    vocabulary: tl.constexpr,
     span: tl.constexpr,
 ) -> None:
     """One round of the search for the largest key such that those from it on weigh `wanted`, four bits of it. Grid: R x C.
@@ -191,8 +191,9 @@ def narrow(
         weight = inside.to(tl.int64)
     else:
         weight = _weights(_relative(tempered, tl.load(peak + row), precise), inside)
+    unit = tl.cast(1, tl.int64) << shift
     for digit in tl.static_range(1, 16):
-        pivot = start + (digit << shift)
+        pivot = start + digit * unit
         tl.atomic_add(after + row * 16 + digit, tl.sum(tl.where(key >= pivot, weight, 0), 0), sem="relaxed")
 
 
@@ -206,9 +207,9 @@ def ties(
     edge: tl.tensor,
     above: tl.tensor,
     stride: tl.tensor,
+    vocabulary: tl.tensor,
     bits: tl.constexpr,
     precise: tl.constexpr,
-    vocabulary: tl.constexpr,
     span: tl.constexpr,
 ) -> None:
     """End of the search: the key `edge` [R]; `above` [4, R, C] int64: tokens above it and their weight, ties and theirs.
@@ -251,6 +252,8 @@ def choose(
     score: tl.tensor,
     weight: tl.tensor,
     stride: tl.tensor,
+    vocabulary: tl.tensor,
+    chunks: tl.tensor,
     golden: tl.constexpr,
     shift_1: tl.constexpr,
     factor_1: tl.constexpr,
@@ -261,9 +264,7 @@ def choose(
     cut: tl.constexpr,
     floored: tl.constexpr,
     precise: tl.constexpr,
-    vocabulary: tl.constexpr,
     span: tl.constexpr,
-    chunks: tl.constexpr,
     padded_chunks: tl.constexpr,
 ) -> None:
     """Draw a token from the sums of the chunks: the first whose running sum exceeds the draw, or the likeliest. Grid: R.

@@ -383,9 +383,9 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     iteration, 2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits: decoding with 120 registers in each of 128 threads leaves
     room for four programs, more than enough concurrent loads to hide the memory latency. Prefill wants few rows of K per
     row of Q instead: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. At three stages the block ids
-    are prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers: small tiles, correct but
-    slow; with twice the warps its sums fit there, instead of spilling 12 KB per thread at dim 256. Beyond 256 the tiles take
-    less than 99 KB, which smaller devices have.
+    are prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers that hold K and V too: half
+    as many for the sums, or they spill to memory (7 KB per thread at dim 256 in 4 warps). Beyond 256 the tiles take less
+    than 99 KB, which smaller devices have.
     """
     whole = dtype.itemsize == 4
     width, heads = power_of_two(dim), power_of_two(group)
@@ -395,11 +395,11 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
             return _Plan(max(16, heads), 16 if whole else 32, 8, 2)
         return _Plan(max(16, heads), 64 if narrow and not whole else 32, 4, 2 if whole else 3)
     if whole:
-        return _Plan(max(16 if wide else 32, heads), 32 if narrow else 16, 4 if width <= 64 else 8, 1)
+        return _Plan(max(16 if wide else 32, heads), 32 if narrow else 16, 8, 1)
     if wide:
         return _Plan(max(32, heads), 32, 8, 2)
     if mode == "prefix" or not narrow:
-        return _Plan(max(64, heads), 64 if narrow else 32, 4, 3)
+        return _Plan(max(64, heads), 64 if narrow else 32, 4 if narrow else 8, 3)
     return _Plan(128, 64, 8, 3)
 
 

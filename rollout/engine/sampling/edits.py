@@ -54,8 +54,9 @@ def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Ten
         return None
     rows = upload(np.array([allowed.rows[place] - start for place in places], np.int64), scores.device)
     packed = upload(allowed.bits[places], scores.device)
-    powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=scores.device)
-    return rows, packed[:, :, None].bitwise_and(powers).eq(0).flatten(1)[:, : scores.shape[1]]
+    # Made on the device: a list would be copied there while the host waits for the forward.
+    bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    return rows, packed[:, :, None].bitwise_right_shift(bits).bitwise_and(1).eq(0).flatten(1)[:, : scores.shape[1]]
 
 
 def _add_biases(scores: Tensor, rows: SamplingRows) -> None:

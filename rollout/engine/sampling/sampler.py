@@ -108,7 +108,7 @@ def sample(
         return Sampled(token_ids, _log_probs(score, _Total(peak, log_sum)), None, None)
     gpu = None
     if triton_draw.serves(logits) and not (exact or rows.top_n or rows.any_keeping):
-        gpu = triton_draw.load(logits.device)
+        gpu = triton_draw.load(logits.device, logits.dtype)
     if gpu is not None and not (rows.any_penalty or rows.any_bias or rows.any_raw or banned or allowed):
         token_ids, total, score = _drawn_on_gpu(gpu, logits, rows, positions)
         return Sampled(token_ids, _log_probs(score, total), None, None)

@@ -28,6 +28,7 @@ from rollout.engine.kernels import triton_exact, triton_paged
 from rollout.engine.kernels.triton_exact import AttendedRows
 from rollout.engine.sampling.softmax_logprobs import softmax_logprobs
 from rollout.requests.request import DynamicInferenceRequest
+from tests.capturable import Capturable
 from tests.engine.exact.test_exact import distance, padded, whole
 from tests.engines import at_random, finish, make_engine, pass_suspended, steps, token_ids
 from tests.interpreter import INTERPRETED
@@ -188,7 +189,8 @@ class Rerun:
             self.replays += 1
             work()
 
-        work()
+        with Capturable():
+            work()
         return replay
 
     def forget(self) -> None:

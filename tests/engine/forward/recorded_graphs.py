@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,6 +16,7 @@ from rollout.engine.forward.chunk_state import ChunkInputs
 from rollout.engine.forward.cuda_capture import WARM_UP_RUNS
 from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.memory.kv_cache import KVCache
+from tests.capturable import Capturable
 
 POOLS: dict[int, tuple[Tensor, Tensor]] = {}
 """Address of a layer's K in a pool that exists → its K and V."""
@@ -105,11 +105,10 @@ class Result:
     index: int
 
 
-class Record(TorchDispatchMode):
+class Record(Capturable):
     """Takes down the operations that run while it is entered; calling it runs them again, and no other line of Python.
 
-    Tensors that were there before stay those, results are made anew; a number is what it was. No number may be read from a
-    tensor, as in a capture.
+    Tensors that were there before stay those, results are made anew; a number is what it was.
     """
 
     def __init__(self) -> None:
@@ -119,12 +118,10 @@ class Record(TorchDispatchMode):
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("a capture cannot read a number from a tensor")
         kwargs = kwargs or {}
         taken = tree_map_only(Tensor, lambda tensor: self._results.get(tensor, tensor), (args, kwargs))
         self._calls.append((func, *taken))
-        out = func(*args, **kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._results[leaf] = Result(self._count)

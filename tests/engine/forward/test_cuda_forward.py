@@ -37,6 +37,7 @@ from rollout.engine.kernels.triton_layer_trial import LayerSizes, normed, rotate
 from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
 from rollout.engine.kernels.triton_paged import load
 from rollout.engine.scheduling import run_ahead
+from tests.capturable import Capturable
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, token_ids
 from tests.interpreter import INTERPRETED
 from tests.models import make_model, require_recurrent_cache
@@ -91,7 +92,8 @@ class Rerun:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.captures += 1
-        work()
+        with Capturable():
+            work()
         return lambda: self._replay(work)
 
     def forget(self) -> None:

@@ -117,6 +117,28 @@ def test_replayed_steps_give_the_tokens_of_generate(name: str) -> None:
     assert recorder.replays == 7, "the first token of each comes from its prompt"
 
 
+class Wrong(Plain):
+    """Kernels that compute something else."""
+
+    def __call__(self, *given: Any, **rules: Any) -> Tensor:
+        return super().__call__(*given, **rules) + 0.3
+
+
+@pytest.mark.parametrize("kind", [Plain, Wrong])
+def test_a_model_is_verified_by_a_captured_step_too(kind: type[Plain], caplog: Any) -> None:
+    """Prefill kernels were compared with the module's forward, decode kernels and graphs never."""
+    engine, recorder = graphed("qwen3")
+    engine.controller.runner.graphs._kernels = kind(engine.cache)
+    engine.controller.verify_model(12)
+    wrong = kind is Wrong
+    assert recorder.captures == 1
+    assert ("a replayed step differs from the forward" in engine.controller.runner.graphs.why_not) == wrong
+    assert ("differs from the forward" in caplog.text) == wrong
+    start(engine)
+    finish_exact(engine, "qwen3")
+    assert (recorder.replays == 1) == wrong
+
+
 def test_each_size_is_captured_when_it_is_first_needed_and_only_then() -> None:
     engine, recorder = graphed("qwen3")
     for seed, tokens in enumerate((3, 6, 9, 9, 9)):

@@ -24,6 +24,7 @@ from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace, w
 from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAttention, shared_prefixes
 from rollout.engine.kernels.triton_paged import TritonPaged, load
 from rollout.engine.memory.buffers import ALIGNMENT, packed, upload_together
+from tests.capturable import Capturable
 from tests.engines import assert_greedy, finish, greedily, make_engine, pass_suspended, steps, token_ids
 from tests.interpreter import INTERPRETED, combined
 from tests.models import make_model
@@ -354,7 +355,8 @@ class Rerun:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.captures += 1
-        work()
+        with Capturable():
+            work()
         return work
 
     def forget(self) -> None:

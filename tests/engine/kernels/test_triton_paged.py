@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -26,7 +28,7 @@ from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from tests.gpu_first_run.findings import Run
 from tests.gpu_first_run.tune import tune
-from tests.interpreter import INTERPRETED, combined
+from tests.interpreter import INTERPRETED, combined, shuffle_programs
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16]
@@ -583,6 +585,32 @@ def test_tuning_tries_tiles_and_programs_and_leaves_the_kernels_as_they_were(tmp
 # --- without a device -------------------------------------------------------------------------------------------------
 
 
+class Builder:
+    """What the interpreter tells a grid and the places in it."""
+
+    def __init__(self) -> None:
+        self.grid_dim: tuple[int, ...] = ()
+        self.places: list[tuple[int, ...]] = []
+
+    def set_grid_dim(self, *sizes: int) -> None:
+        self.grid_dim = sizes
+
+    def set_grid_idx(self, *place: int) -> None:
+        self.places.append(place)
+
+
+def test_interpreted_programs_run_once_each_in_an_order_that_is_not_the_grids() -> None:
+    builder, places = Builder(), list(product(range(4), range(3), range(2)))
+    shuffle_programs(builder, random.Random(0))
+    for _ in range(2):
+        builder.set_grid_dim(4, 3, 2)
+        for place in places:
+            builder.set_grid_idx(*place)
+    first, second = builder.places[:24], builder.places[24:]
+    assert sorted(first) == sorted(second) == places
+    assert places != first != second != places
+
+
 def test_a_plan_of_parts_depends_on_the_length_alone() -> None:
     assert [num_splits(tokens) for tokens in (0, 1, SPLIT, SPLIT + 1, 10 * SPLIT)] == [0, 1, 1, 2, 10]
 
@@ -596,6 +624,10 @@ def test_every_size_the_kernels_serve_has_a_tile_that_holds_its_group_and_cuts_a
             assert plan.rows >= group
             assert plan.rows >= 16
             assert SPLIT % plan.span == 0
+            if group <= 16:
+                # Sums per thread. Twice as many, of float32 at dim 256, left 7 KB of registers per thread in memory.
+                sums = plan.rows * triton_paged.power_of_two(dim) // (32 * plan.warps)
+                assert sums <= (32 if dtype == torch.float32 else 64)
 
 
 def test_merging_skips_empty_parts_and_gives_zeros_for_nothing_but_empty_ones() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollout.engine.kernels import cpu_draw
+from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampler import sample, token_logprobs
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.errors import ConfigError
@@ -97,11 +98,12 @@ def test_a_stream_depends_on_seed_sample_and_position_alone() -> None:
 def test_nothing_waits_for_the_device(device: str) -> None:
     logits, histories = logits_of(64).to(device), histories_of(64)
     rows, positions = rows_of(many_kinds(64), device), torch.arange(64, device=device)
+    allowed = Allowed([5], np.full((1, -(-VOCAB // 8)), 255, np.uint8), {})
     sample(logits, rows, positions, histories=histories)
     torch.cuda.set_sync_debug_mode("error")
     try:
         rows = rows_of(many_kinds(64), device)
-        sample(logits, rows, positions, histories=histories, banned=[(3, [1, 2])])
+        sample(logits, rows, positions, histories=histories, banned=[(3, [1, 2])], allowed=allowed)
         token_logprobs(logits, positions, 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,203 @@
+"""Tests that what differs between steps does not select another compiled kernel, on a device that is not there.
+
+Triton compiles a kernel for the types of its arguments, for numbers that are 1 or that 16 divides, and for addresses that 16
+divides. A kernel that is compiled within a step holds it up for a second, and in a capture it could not be loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine.forward.chunk_state import ChunkState
+from rollout.engine.forward.decode_state import DecodeState
+from rollout.engine.kernels import (
+    triton_attention,
+    triton_draw,
+    triton_exact,
+    triton_experts,
+    triton_layers,
+    triton_paged,
+)
+from rollout.engine.kernels.cpu_forward import Activation, NormKind, RotaryKind
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
+from rollout.engine.kernels.triton_attention import TritonPagedAttention
+from rollout.engine.kernels.triton_draw import TritonDraw
+from rollout.engine.kernels.triton_exact import AttendedRows
+from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
+from rollout.engine.kernels.triton_paged import TritonPaged
+from rollout.engine.memory.buffers import packed
+from rollout.engine.sampling import sampler
+from rollout.engine.sampling.sampling_table import SamplingTable
+from rollout.sampling_params import SamplingParams
+from tests.triton_launches import recorded
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing"),
+]
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+HEADS, KV_HEADS, DIM, BLOCK, COLUMNS = 4, 2, 16, 16, 64
+
+
+def variants(asked: dict[str, set[str]]) -> dict[str, int]:
+    return {name: len(keys) for name, keys in asked.items()}
+
+
+def pool() -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = torch.zeros(2, 8, BLOCK, KV_HEADS, DIM, dtype=BF16)
+    return keys, values
+
+
+def of_heads(count: int, heads: int) -> torch.Tensor:
+    """[count, heads, D], as a module makes it: a view of heads first."""
+    return torch.zeros(heads, count, DIM, dtype=BF16).transpose(0, 1)
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> TritonPaged:
+    monkeypatch.setattr(triton_paged, "_try_out", lambda *_: None)
+    found = triton_paged._kernels.__wrapped__(CPU)
+    assert found is not None
+    return TritonPaged(found)
+
+
+def eager_step(paged: TritonPaged, counts: Sequence[int], ends: Sequence[int]) -> None:
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+    width = -(-max(ends) // BLOCK)
+    rows = PagedRows(offsets, positions, np.arange(len(counts) * width).reshape(-1, width), BLOCK)
+    keys, values = pool()
+    attention = TritonPagedAttention(paged, rows, CPU, TorchPagedAttention(rows, CPU, Workspace()))
+    query, own = of_heads(offsets[-1], HEADS), of_heads(offsets[-1], KV_HEADS)
+    paged.write(own, own, keys, values, torch.zeros(offsets[-1], dtype=torch.int64))
+    attention(query, own, own, keys, values, scaling=0.1, window=None)
+
+
+def uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """As `upload_together` for a GPU."""
+    flat, begins = packed(arrays)
+    whole = torch.from_numpy(flat)
+    return [whole[begin : begin + each.size].view(each.shape) for each, begin in zip(arrays, begins, strict=True)]
+
+
+def test_eager_steps_of_any_rows_launch_the_same_attention(paged, monkeypatch) -> None:
+    monkeypatch.setattr(triton_attention, "upload_together", uploaded)
+    with recorded() as asked:
+        eager_step(paged, [1], [5])
+        eager_step(paged, [1, 1, 7, 16], [40, 700, 90, 16])
+        assert variants(asked) == {"write": 1, "attend_parts": 1, "merge": 1, "attend_chunks": 1}
+        for counts, ends in (([1] * 16, [300] * 16), ([1] * 3, [1] * 3), ([1] * 17, [9] * 17)):
+            eager_step(paged, counts, ends)
+        eager_step(paged, [16], [16])
+        eager_step(paged, [1, 17, 1], [16, 17, 600])
+        assert variants(asked) == {"write": 1, "attend_parts": 1, "merge": 1, "attend_chunks": 1}
+
+
+def test_captured_steps_of_any_size_launch_the_same_attention(paged) -> None:
+    keys, values = pool()
+    addresses = torch.zeros(8, dtype=torch.int64)
+    decodes, chunks = DecodeState(32, COLUMNS, BLOCK, CPU), ChunkState(512, COLUMNS, CPU)
+    with recorded() as asked:
+        for layer in range(3):
+            cells = addresses[2 * layer : 2 * layer + 2]
+            for count, capacity, shares in (
+                (1, 16, False),
+                (2, 16, True),
+                (16, 1000, True),
+                (24, 7, False),
+                (32, 1, True),
+            ):
+                inputs = decodes.inputs(count, COLUMNS, capacity, shares=shares)
+                slots, table = inputs.groups[0]
+                own = of_heads(count, KV_HEADS)
+                paged.write(own, own, keys, values, slots, cells=cells)
+                paged.decode_with_lse(
+                    of_heads(count, HEADS), keys, values, table, inputs.seen, None, 0.1, shared=inputs.shared, cells=cells,
+                    parts=inputs.parts,
+                )  # fmt: skip
+            for tokens in (256, 384):
+                step = chunks.inputs(tokens)
+                slots, table = step.groups[0]
+                paged.write(of_heads(tokens, KV_HEADS), of_heads(tokens, KV_HEADS), keys, values, slots, cells=cells)
+                paged.prefill(
+                    of_heads(tokens, HEADS), keys, values, table, step.begins, step.starts, None, 0.1, cells=cells
+                )
+    assert variants(asked) == {"write": 1, "attend_parts": 3, "merge": 1, "attend_chunks": 1}
+
+
+def test_layers_of_any_rows_launch_the_same_kernels() -> None:
+    weight, caches = NormWeights(torch.zeros(48, dtype=BF16), None), pool()
+    heads, norms = HeadNorms(*torch.zeros(2, DIM, dtype=BF16)), Norms(NormKind.RMS, 1e-6)
+    sizes = KV_HEADS * DIM, HEADS * DIM
+    with recorded(triton_layers.load) as asked:
+        layers = triton_layers.load()
+        for count in (1, 2, 7, 16, 33):
+            hidden = torch.zeros(count, 48, dtype=BF16)
+            layers.add_norm(hidden, hidden.clone(), None, weight, norms, BF16)
+            turned, slots = torch.zeros(count, DIM, dtype=BF16), torch.zeros(count, dtype=torch.int32)
+            for packed_together in (False, True):
+                whole = torch.zeros(count, 2 * sizes[0] + sizes[1], dtype=BF16)
+                parts = whole.split([sizes[1], sizes[0], sizes[0]], 1)
+                query, key, value = (
+                    (each if packed_together else each.contiguous()).view(count, -1, DIM) for each in parts
+                )
+                layers.rotate_and_write(
+                    query, key, value, heads, norms, (turned, turned), RotaryKind.HALVES, Place(*caches, None), slots
+                )
+            layers.activate(hidden, hidden, Activation.SILU)
+            layers.add_scaled(hidden, hidden, 0.5)
+    assert variants(asked) == dict.fromkeys(("add_norm", "rotate_and_write", "activate", "add_scaled"), 1)
+
+
+def test_experts_launch_three_sizes_of_blocks_for_any_rows() -> None:
+    gate_up, down = torch.zeros(4, 64, 48, dtype=BF16), torch.zeros(4, 48, 32, dtype=BF16)
+    with recorded(triton_experts.load) as asked:
+        for count in (1, 2, 7, 16, 33, 64, 90, 500):
+            hidden, shares = torch.zeros(count, 48, dtype=BF16), torch.zeros(count, 2, dtype=BF16)
+            chosen = torch.arange(2 * count).view(count, 2) % 4
+            triton_experts.load()(hidden, shares, chosen, gate_up, down, Activation.SILU)
+    assert variants(asked) == {"gate_and_up": 3, "shared_down": 3}
+
+
+def test_draws_for_any_rows_launch_the_same_kernels() -> None:
+    """Parameters of an odd number of rows lie where 16 divides no address, and each round of a search was a kernel."""
+    with recorded(triton_draw.load, triton_draw._kernels) as asked:
+        draw = TritonDraw(triton_draw._kernels(), precise=True)
+        for count in (1, 2, 3, 16):
+            for params in (SamplingParams(), SamplingParams(top_k=3, top_p=0.5, min_p=0.1)):
+                table = SamplingTable(CPU)
+                for row in range(count):
+                    table.set(row, params, row)
+                for vocabulary in (160, 32_000):
+                    logits, at = torch.zeros(count, vocabulary, dtype=BF16), torch.zeros(count, dtype=torch.int64)
+                    sampler._drawn_on_gpu(draw, logits, table.select(np.arange(count)), at)
+    # With filters and without; a search by number and one by weight.
+    assert variants(asked) == {"peaks": 1, "sums": 2, "choose": 2, "narrow": 2, "ties": 1}
+
+
+def test_exact_mode_launches_the_same_kernels_for_decoding_chunks_and_training(monkeypatch) -> None:
+    monkeypatch.setattr(triton_exact, "upload_together", uploaded)
+    weight, tables = torch.zeros(48, 48, dtype=BF16), torch.zeros(64, DIM, dtype=BF16)
+    with recorded(triton_exact._kernels) as asked:
+        for count in (1, 3, 16, 40):
+            x, at = torch.zeros(count, 48, dtype=BF16), torch.zeros(count + 1, dtype=torch.int64)[1:]
+            query, own = torch.zeros(count, HEADS, DIM, dtype=BF16), torch.zeros(count, KV_HEADS, DIM, dtype=BF16)
+            triton_exact.linear(x, weight, None)
+            triton_exact.rms_norm(x, weight[0], 1e-6)
+            triton_exact.rotate(query, tables, tables, at)
+            triton_exact.silu_times(x, x)
+            triton_exact.attention(query, own, own, np.array([0, count]), at, 0.1, None)
+            for longest in (9, 5000):
+                # Of a step, wherever its arrays lie.
+                table, begins = torch.zeros(1, 34, dtype=torch.int32)[:, 1:], torch.zeros(3, dtype=torch.int32)[1:]
+                rows = AttendedRows(table, begins, at.int(), longest, BLOCK, BLOCK)
+                triton_exact.paged_attention(query, torch.zeros(3, dtype=torch.int64)[1:], rows, KV_HEADS, 0.1, None)
+    assert variants(asked) == dict.fromkeys(("product", "rms_norm", "rotate", "silu_times", "attend", "fold"), 1)
