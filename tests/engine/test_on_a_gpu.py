@@ -236,6 +236,28 @@ def test_weights_written_on_another_stream_are_waited_for() -> None:
     assert_greedy(reference, request, tolerance=1e-2)
 
 
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_a_suspend_and_a_resume_on_another_stream_keep_the_order_of_the_steps(mode: str) -> None:
+    engine = engine_of(make_model("qwen3").cuda())
+    for seed in range(3):
+        engine.add_request(token_ids(9 + seed, seed), greedily(12))
+    for _ in range(3):
+        engine.step()
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        # What a step still does when the next call comes from another stream.
+        torch.cuda._sleep(10**8)
+        engine.step()
+        with torch.cuda.stream(side):
+            engine.pause()
+            engine.suspend(mode)
+            torch.cuda._sleep(10**8)
+            engine.resume()
+            engine.unpause()
+    for request in finish(engine).values():
+        assert_greedy("qwen3", request, tolerance=1e-3)
+
+
 def test_an_engine_steps_beside_a_thread_that_uses_the_device() -> None:
     engine = engine_of(make_model("qwen3").cuda())
     over = threading.Event()

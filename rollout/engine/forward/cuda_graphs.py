@@ -37,6 +37,7 @@ from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.shortage import lacks_device_memory
 
 LEAST_LENGTH = 1024
 """Least length in tokens of a graph whose launches have a program for each part there could be; longer ones are powers of
@@ -328,12 +329,12 @@ class GraphedDecode:
         try:
             with no_kept_casts():
                 replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
-        except torch.OutOfMemoryError as exc:
-            self._short.add(size)
-            _log.warning("no memory to capture %s until the next suspend: %s", size, exc)
-            return None
         except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
-            self._fail(size, exc)
+            if lacks_device_memory(exc):
+                self._short.add(size)
+                _log.warning("no memory to capture %s until the next suspend: %s", size, exc)
+            else:
+                self._fail(size, exc)
             return None
         self._captured.add(size.precision)
         self._graphs[size] = _Graph(replay, written[-1])

@@ -134,7 +134,7 @@ class ModelRunner:
         if layout.device.type == "cuda":
             self._stream = lambda: CudaStream(torch.cuda.current_stream(layout.device))
             triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
-        self._written: Any = None
+        self._written: list[Any] = []
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None
@@ -226,10 +226,20 @@ class ModelRunner:
         if self._leader is not None:
             self._leader.zero_slots(slots)
 
-    def weights_written(self) -> None:
+    def mark_written(self) -> None:
         """Let the next forward wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
         if self._stream is not None:
-            self._written = self._stream().mark()
+            self._written.append(self._stream().mark())
+
+    def wait_until_written(self) -> None:
+        """Block until what was marked since the last forward is done."""
+        for mark in self._written:
+            mark.synchronize()
+
+    def settle(self) -> None:
+        """Block until the device has done what is queued on all of its streams."""
+        if self.layout.device.type == "cuda":
+            torch.cuda.synchronize(self.layout.device)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
         """Copy (source, destination) state slots, all read before any is written; a negative source: zeros."""
@@ -318,9 +328,10 @@ class ModelRunner:
             images: those of the step; None: it has none.
             named: [R] adapter of each sequence; None: none has one.
         """
-        if self._stream is not None and self._written is not None:
-            self._stream().after(self._written)
-            self._written = None
+        if self._stream is not None:
+            for mark in self._written:
+                self._stream().after(mark)
+            self._written.clear()
         rotary = rows.positions if images is None else images.positions
         with self.installation:
             if named is not None:
@@ -335,7 +346,9 @@ class ModelRunner:
                 return forward_by_length(self._module_forward, self.layout, self.states, ids, rows, keep, slots, images)
             if self.exact and fused is None:
                 self.refuse_inexact()
-            if self.graphs is not None and (images is None or images.only_shifts):
+            # Nothing is recorded by what is replayed.
+            recorded = fused is not None and fused.record is not None
+            if self.graphs is not None and (images is None or images.only_shifts) and not recorded:
                 epoch = self.installation.module_epoch
                 replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
                 if replayed is not None:
@@ -430,11 +443,5 @@ class ModelRunner:
             sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
             kept = packed_sets(sets)
         token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
-        return StepTokens(
-            token_ids,
-            logprobs,
-            top,
-            failed=allowed.failed if allowed else {},
-            complete=complete,
-            kept=kept,
-        )
+        failed = allowed.failed if allowed else {}
+        return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept)

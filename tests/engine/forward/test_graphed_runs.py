@@ -23,7 +23,7 @@ from rollout.engine.forward.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.kernels import decode_parts
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.sampling_params import SamplingParams
-from tests.engine.forward.recorded_graphs import Plain, Recorder, Rerunner
+from tests.engine.forward.recorded_graphs import Plain, Recorder
 from tests.engines import at_random, greedily, make_engine, pass_suspended, token_ids
 from tests.models import make_model
 
@@ -37,14 +37,12 @@ def small(name: str = "qwen3", layers: int = 1) -> Any:
     return make_model(name, num_hidden_layers=layers)
 
 
-def engine_for(
-    model: Any, device: type[Recorder] = Rerunner, **options: Any
-) -> tuple[DynamicInferenceEngine, Recorder]:
+def engine_for(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Recorder]:
     """An engine whose decode steps are recorded on a pretended device; its clock stands still, so that runs are long."""
     engine = make_engine(model, fused_forward=False, **({"kv_cache_blocks": 120} | options))
     engine.context.scheduler.clock = lambda: 0.0
     runner = engine.controller.runner
-    recorder = device(engine.cache)
+    recorder = Recorder(engine.cache)
     runner.graphs = GraphedDecode(
         runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache),
         chunked=False,
@@ -88,7 +86,7 @@ def assert_same(ours: dict[Any, Any], wanted: dict[Any, Any]) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_runs_sample_what_one_step_at_a_time_does_although_rows_end_within_them(name: str) -> None:
     model = small(name, 1 if name == "qwen3" else 2)
-    (plain, _), (ahead, recorder) = engine_for(model), engine_for(model, Recorder if name == "qwen3" else Rerunner)
+    (plain, _), (ahead, recorder) = engine_for(model), engine_for(model)
     wanted, singly = results(plain, ENDS, ahead=False)
     drawn, execute = [], ahead.controller.runner.execute
     ahead.controller.runner.execute = lambda step: drawn.append(execute(step)) or drawn[-1]  # type: ignore[method-assign]
