@@ -420,11 +420,12 @@ def test_within_a_run_the_host_waits_for_nothing_but_the_tokens_of_earlier_steps
     engine = engine_of(deep_model(torch.bfloat16, layers=2))
     engine.add_request(token_ids(20, 1), SamplingParams(max_tokens=64, ignore_eos=True))
     # The prompt, and the first decode, which captures the graph and says what a step costs.
-    engine.step()
-    engine.step(ahead=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with engine.installation:
+        engine.step()
         engine.step(ahead=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.step(ahead=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert engine.last_step_count == 62

@@ -190,7 +190,7 @@ class GraphedDecode:
         """
         self.last, decodes = None, _decodes(rows, keep)
         chunked = decodes < len(rows)
-        if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self.ready(module_epoch):
+        if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self._ready(module_epoch):
             return None
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
@@ -294,8 +294,7 @@ class GraphedDecode:
         self._forget()
         self._say_why_not(why)
 
-    def ready(self, module_epoch: int) -> bool:
-        """Whether steps of the model, in its current state, are captured; see `run`."""
+    def _ready(self, module_epoch: int) -> bool:
         if self.why_not or has_global_hooks():
             return False
         if module_epoch != self._module_epoch:

@@ -46,8 +46,8 @@ class GraphedRuns:
         self._on = switched_on("runs")
 
     def ready(self, module_epoch: int) -> bool:
-        """Whether steps of the model, in its current state, are replayed."""
-        return self._on and self._graphs.ready(module_epoch)
+        """Whether steps of the model may be replayed; the first one of a run says whether they are."""
+        return self._on and not self._graphs.why_not
 
     def decode(
         self,

@@ -426,11 +426,5 @@ class ModelRunner:
             sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
             kept = packed_sets(sets)
         token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
-        return StepTokens(
-            token_ids,
-            logprobs,
-            top,
-            failed=allowed.failed if allowed else {},
-            complete=complete,
-            kept=kept,
-        )
+        failed = allowed.failed if allowed else {}
+        return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept)

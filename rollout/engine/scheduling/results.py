@@ -88,6 +88,11 @@ class StepResults:
             count = min(together - done, int(left_in_block.min()))
             self._append_span(rows, sampled, slice(done, done + count), times)
             done += count
+        if done == steps - 1:
+            table.computed[rows] += 1
+            self._queues.blocks.register_decoded(rows)
+            self._append(rows, sampled, np.arange(done, len(rows) * steps, steps), times.item(-1), ended)
+            return ended
         run = step.of_run(steps)
         assert run.depths is not None
         depths, goes_on = run.depths - done, run.depths < steps - 1
@@ -96,11 +101,13 @@ class StepResults:
 
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
         """Leading steps of a run by which none of `rows` ends; not the last step, by which they may reach their length."""
-        tokens, logprobs = (each.reshape(len(rows), -1)[:, :-1] for each in (sampled.token_ids, sampled.logprobs))
-        ends = np.isnan(logprobs).any(axis=0)
+        tokens, logprobs = (each.reshape(len(rows), -1) for each in (sampled.token_ids, sampled.logprobs))
+        ends = np.isnan(logprobs)
         for stop_ids in self._queues.table.stop_ids[rows].T:
-            ends |= (tokens == stop_ids[:, None]).any(axis=0)
-        return int(np.append(ends, True).argmax())
+            ends |= tokens == stop_ids[:, None]
+        if not ends[:, :-1].any():
+            return sampled.steps - 1
+        return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
         """Append the tokens of these steps of a run to `rows`, none of which ends by them or crosses a block boundary."""

@@ -24,9 +24,7 @@ from rollout.engine.forward.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.kernels import (
-    cpu_draw,
     decode_parts,
-    triton_draw,
     triton_experts,
     triton_layer_trial,
     triton_layers,
@@ -356,13 +354,9 @@ def test_a_prefix_that_samples_share_is_read_once_by_captured_steps(monkeypatch)
 
 @on_the_device
 def test_runs_of_steps_queued_on_the_device_are_those_steps(monkeypatch) -> None:
-    """Forward, parts of keys, draw: by the kernels. A row ends within the run, another crosses blocks and parts."""
+    """A row ends within the run, another crosses blocks and parts of keys, whose lists are made on the device."""
     monkeypatch.setattr(decode_parts, "SPLIT", 16)
     monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
-    if INTERPRETED:
-        monkeypatch.setattr(cpu_draw, "serves", lambda scores: False)
-        monkeypatch.setattr(triton_draw, "serves", lambda scores: True)
-        monkeypatch.setattr(triton_draw, "SPAN", 128)
     model, found, lengths = small("qwen3"), [], []
     tokens, stops = (6, range(3, 50)) if INTERPRETED else (60, range(3, 6))
     for ahead in (False, True):

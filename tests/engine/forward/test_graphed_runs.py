@@ -1,6 +1,6 @@
 """Tests of runs of decode steps that are replays of one graph, on a pretended device.
 
-The draw is that of the CPU: test_cuda_forward.py has runs with the kernels of Triton, test_on_a_gpu.py those of a GPU.
+The draw is that of the CPU. test_cuda_forward.py has runs of the kernels of Triton, test_on_a_gpu.py those of a GPU.
 """
 
 from __future__ import annotations
@@ -165,7 +165,11 @@ def test_a_run_is_as_long_as_its_graph_has_room_for(monkeypatch: pytest.MonkeyPa
     ours, made = results(engine, greedily(40), prompts=1)
     assert_same(ours, wanted)
     assert made == [1, 1, 8, 16, 14], "up to 16 and 32 positions, and to the end"
-    assert sorted(size.parts for size in engine.controller.runner.graphs._graphs) == [1, 2, 4, 8]
+    graphs = engine.controller.runner.graphs
+    assert sorted(size.parts for size in graphs._graphs) == [1, 2, 4, 8]
+    assert graphs.last is not None
+    graphs.release()
+    assert graphs.last is None, "it would keep what the graphs have read"
 
 
 def test_a_run_without_memory_is_made_again_in_a_smaller_pool() -> None:
