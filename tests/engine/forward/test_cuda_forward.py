@@ -20,15 +20,25 @@ from rollout.engine.forward.choices import Routes
 from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.trial_forwards import paged_logits
-from rollout.engine.kernels import decode_parts, triton_experts, triton_layer_trial, triton_layers
+from rollout.engine.kernels import (
+    cpu_draw,
+    decode_parts,
+    triton_draw,
+    triton_experts,
+    triton_layer_trial,
+    triton_layers,
+)
 from rollout.engine.kernels.cpu_forward import Activation, NormKind, RotaryKind
 from rollout.engine.kernels.triton_experts import ExpertSizes
 from rollout.engine.kernels.triton_layer_trial import LayerSizes, normed, rotated
 from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
 from rollout.engine.kernels.triton_paged import load
-from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
+from rollout.engine.scheduling import run_ahead
+from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, token_ids
 from tests.interpreter import assert_holds_interpreted
 from tests.models import make_model, require_recurrent_cache
 
@@ -118,11 +128,14 @@ def engine_of(model: Any, *, chunked: bool = False, **options: Any) -> DynamicIn
         kernels, runner.paged = load(DEVICE), load(DEVICE)
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
-        runner.runs = None
         runner.fused = CudaForward(runner.model, runner.layout, cache, runner._attention, decode)
         runner.graphs = GraphedDecode(
             runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused, chunked=chunked
         )
+        runner.runs = DecodeRuns(
+            GraphedRuns(runner.forward, runner.graphs, DEVICE), runner.table, cache, runner.sampling, runner.adapters,
+            runner.installation, engine._lock.asked,
+        )  # fmt: skip
     return engine
 
 
@@ -339,6 +352,35 @@ def test_a_prefix_that_samples_share_is_read_once_by_captured_steps(monkeypatch)
     assert any(size.shares for size in runner_of(engine).graphs._graphs)
     for request in requests:
         assert_greedy(model, request, tolerance=1e-5 if INTERPRETED else 1e-3)
+
+
+@on_the_device
+def test_runs_of_steps_queued_on_the_device_are_those_steps(monkeypatch) -> None:
+    """Forward, parts of keys, draw: by the kernels. A row ends within the run, another crosses blocks and parts."""
+    monkeypatch.setattr(decode_parts, "SPLIT", 16)
+    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
+    if INTERPRETED:
+        monkeypatch.setattr(cpu_draw, "serves", lambda scores: False)
+        monkeypatch.setattr(triton_draw, "serves", lambda scores: True)
+        monkeypatch.setattr(triton_draw, "SPAN", 128)
+    model, found, lengths = small("qwen3"), [], []
+    tokens, stops = (6, range(3, 50)) if INTERPRETED else (60, range(3, 6))
+    for ahead in (False, True):
+        engine = engine_of(model)
+        engine.add_request(token_ids(13, 1), at_random(tokens))
+        engine.add_request(token_ids(3, 2), at_random(tokens, ignore_eos=False, stop_token_ids=list(stops)))
+        ended: list[Any] = []
+        while engine.has_unfinished:
+            ended += engine.step(ahead=ahead)
+            lengths.append(engine.last_step_count)
+        found.append({each.request_id: each.merge() for each in ended})
+        assert captured(engine) == [True] * len(captured(engine)) != []
+    assert max(lengths) > LEAD, "no run was made"
+    for key, wanted in found[0].items():
+        ours = found[1][key]
+        assert (ours.generated_tokens, ours.finish_reason) == (wanted.generated_tokens, wanted.finish_reason)
+        assert ours.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-5)
+    assert found[0][1].finish_reason == "stop"
 
 
 @on_the_device
