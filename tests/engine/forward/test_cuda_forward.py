@@ -485,6 +485,18 @@ def test_what_is_left_to_the_module_is_named() -> None:
 
 
 @on_the_device
+def test_heads_that_the_attention_kernels_do_not_take_run_eagerly_with_plain_attention() -> None:
+    model, tokens = make_model("gpt2", num_attention_heads=6, n_layer=1).to(DEVICE), token_ids(6, 1)
+    engine = engine_of(model)
+    for _ in range(2):
+        logits = paged_logits(runner_of(engine), tokens, 5)
+        torch.testing.assert_close(logits, engine.controller.forward_logits(tokens), atol=1e-5, rtol=1e-4)
+    assert why_not(engine) == ""
+    graphs = runner_of(engine).graphs
+    assert graphs is None or not graphs._graphs
+
+
+@on_the_device
 def test_weights_changed_in_place_are_read_by_the_graphs_there_are() -> None:
     model = small("llama")
     engine = engine_of(model)
