@@ -304,16 +304,15 @@ def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+@pytest.mark.parametrize(("name", "fused"), [("gemma3", False), ("gemma3", True), ("qwen3", True)])
 def test_fsdp2_weights_are_captured_once_over_steps_of_training(
-    name: str, policy: MixedPrecisionPolicy, one_rank: DeviceMesh
+    name: str, fused: bool, policy: MixedPrecisionPolicy, one_rank: DeviceMesh
 ) -> None:
-    """Gemma 3's own forward, and Qwen 3's fused one."""
     model, alone = make_model(name).cuda(), make_model(name).cuda()
     for unit in (*model.model.layers, model):
         fully_shard(unit, mesh=one_rank, mp_policy=policy)
     optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
-    engine = engine_of(model)
+    engine = engine_of(model, fused_forward=fused)
     assert isinstance(engine.weights, MappedWeights)
     kept: list[Any] = []
     addresses: set[tuple[int, ...]] = set()

@@ -40,10 +40,12 @@ class Routes:
                 runner.graphs = graphs
             return
         fused.record = lambda index, experts: chunk.append(experts)
+        # Nothing is recorded by what is replayed.
+        graphs, runner.graphs = runner.graphs, None
         try:
             yield
         finally:
-            fused.record = None
+            fused.record, runner.graphs = None, graphs
 
     def joined(self) -> list[Tensor | None]:
         """int64 [rows, k] of each choice in its order; None where k differs between chunks. Empty: there are no choices, or

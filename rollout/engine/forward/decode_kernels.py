@@ -110,8 +110,7 @@ class TritonDecode:
         place = self.place(layer)
         # Under an autocast that the engine was not built under, the cache has another dtype.
         dtype, query = query.dtype, query.to(place.keys.dtype)
-        if not serves(query, place.keys, place.values):
-            raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
+        _require_served(query, place)
         self._paged.write(key, value, place.keys, place.values, self.slots(layer, inputs), cells=place.cells)
         return self.attend(layer, inputs, query, **rules).to(dtype)
 
@@ -129,6 +128,7 @@ class TritonDecode:
     def attend(self, layer: int, inputs: DecodeInputs | ChunkInputs, query: Tensor, **rules: Unpack[Rules]) -> Tensor:
         """Attention of [B, H, D], in the dtype of the cache, over K and V that are written."""
         place, window, chunk = self.place(layer), rules.get("window"), rules.get("chunk")
+        _require_served(query, place)
         table, softcap, sinks = inputs.groups[self._cache.group_of(layer)][1], rules.get("softcap"), rules.get("sinks")
         if isinstance(inputs, ChunkInputs):
             return self._paged.prefill(
@@ -151,6 +151,11 @@ class TritonDecode:
     def release(self) -> None:
         """Free the workspace."""
         self._paged.clear()
+
+
+def _require_served(query: Tensor, place: Place) -> None:
+    if not serves(query, place.keys, place.values):
+        raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
 
 
 def kernel_shapes(layout: ModelLayout) -> list[Heads]:

@@ -329,9 +329,7 @@ class ModelRunner:
                 return forward_by_length(self._module_forward, self.layout, self.states, ids, rows, keep, slots, images)
             if self.exact and fused is None:
                 self.refuse_inexact()
-            # Nothing is recorded by what is replayed.
-            recorded = fused is not None and fused.record is not None
-            if self.graphs is not None and (images is None or images.only_shifts) and not recorded:
+            if self.graphs is not None and (images is None or images.only_shifts):
                 epoch = self.installation.module_epoch
                 replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
                 if replayed is not None:
