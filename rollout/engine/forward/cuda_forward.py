@@ -31,6 +31,7 @@ from rollout.engine.kernels.torch_paged import PagedAttention
 from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, TritonLayers
 from rollout.engine.memory.buffers import upload_together
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.weights.autocast_copies import AutocastCopies
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -107,6 +108,7 @@ class CudaForward(BoundForward):
         cache: holds K and V.
         attention: makes the attention of an eager step.
         decode: attention of captured steps; None: none is captured.
+        copies: read in the place of weights that autocast casts; None: they are cast in every step.
     """
 
     by_kernels = True
@@ -119,11 +121,13 @@ class CudaForward(BoundForward):
         cache: KVCache,
         attention: Callable[[PagedRows], PagedAttention],
         decode: TritonDecode | None,
+        copies: AutocastCopies | None = None,
     ) -> None:
         # What exact mode has a training forward for is what this computes too: no live adapters, four families.
         super().__init__(model, layout, cache, exact=True)
         self._attention = attention
         self._decode = decode
+        self._copies = copies
         self._layers: list[_Layer] = []
         self._products: torch.dtype | None = None
         self.numbers: tuple[float, ...] = ()
@@ -204,16 +208,25 @@ class CudaForward(BoundForward):
         delta = None
         for layer in self._layers:
             hidden, normed = kernels.add_norm(hidden, delta, layer.input_norm, epsilon, narrow)
-            delta = linear(self._attended(layer, normed, cosines, sines, step), *layer.output)
+            delta = self._product(self._attended(layer, normed, cosines, sines, step), layer.output)
             hidden, normed = kernels.add_norm(hidden, delta, layer.post_norm, epsilon, narrow)
-            delta = linear(kernels.silu_times(linear(normed, *layer.gate), linear(normed, *layer.up)), *layer.down)
+            gate, up = self._product(normed, layer.gate), self._product(normed, layer.up)
+            delta = self._product(kernels.silu_times(gate, up), layer.down)
         _, normed = kernels.add_norm(hidden, delta, self._norm, epsilon, narrow)
-        return linear(normed if keep is None else normed.index_select(0, keep), self._head)
+        return self._product(normed if keep is None else normed.index_select(0, keep), _Linear(self._head, None))
+
+    def _product(self, x: Tensor, each: _Linear) -> Tensor:
+        """x [P, K] through a linear layer."""
+        if self._copies is None or self._products is None:
+            return linear(x, *each)
+        weight, bias = (part if part is None else self._copies.cast(part, self._products) for part in each)
+        assert weight is not None
+        return linear(x, weight, bias)
 
     def _attended(self, layer: _Layer, normed: Tensor, cosines: Tensor, sines: Tensor, step: _Attention) -> Tensor:
         """[P, H * D], before the output projection."""
         dim = self._layout.layers[layer.index].head_dim
-        query, key, value = (linear(normed, *each).view(len(normed), -1, dim) for each in layer.qkv)
+        query, key, value = (self._product(normed, each).view(len(normed), -1, dim) for each in layer.qkv)
         query, key = self._kernels.rotate_and_write(
             query, key, value, layer.head_norms, self._epsilon, cosines, sines, step.place(layer.index),
             step.slots(layer.index),

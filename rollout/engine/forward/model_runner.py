@@ -54,6 +54,7 @@ from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.engine.tensor_parallel.leader import Leader
 from rollout.engine.tensor_parallel.work import ForwardWork
+from rollout.engine.weights.autocast_copies import AutocastCopies
 from rollout.errors import UnsupportedModelError
 from rollout.requests.kept_tokens import KeptTokens, packed_sets
 
@@ -78,6 +79,7 @@ class ModelRunner:
         lockstep: has the ranks that exchange tokens with this one compute a forward whenever it does; None: there are none.
         states: holds the recurrent states; None: the model has none.
         asked: ends a run of decode steps; None: no runs are made.
+        copies: of weights that autocast casts, for steps on CUDA; None: such a step casts them.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class ModelRunner:
         lockstep: Lockstep | None = None,
         states: StatePool | None = None,
         asked: ctypes.c_int32 | None = None,
+        copies: AutocastCopies | None = None,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -111,6 +114,7 @@ class ModelRunner:
         if self.paged is not None and not exact:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
+        self.copies = copies
         self.fused: BoundForward | None = None
         """Runs the steps of a model that it serves, in place of the module's forward."""
         self.graphs: GraphedDecode | None = None
@@ -122,11 +126,12 @@ class ModelRunner:
             kernels.shares = self.paged.shares
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused:
-                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
+                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode, copies)
             if graphed_rows:
                 self.graphs = GraphedDecode(
-                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights
-                )
+                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights,
+                    copies=copies,
+                )  # fmt: skip
         self.exact = exact
         self.installation = Installation(model, autocast)
         self._stream: Callable[[], Stream] | None = None
@@ -271,6 +276,11 @@ class ModelRunner:
         """Device memory of the CUDA graphs; 0: there are none."""
         return 0 if self.graphs is None else self.graphs.graph_bytes
 
+    @property
+    def autocast_copy_bytes(self) -> int:
+        """Device memory of the copies of weights that autocast casts."""
+        return 0 if self.copies is None else self.copies.nbytes
+
     def release_workspace(self, *, graphs: bool = False) -> None:
         """Release buffers that the next step allocates again.
 
@@ -285,6 +295,8 @@ class ModelRunner:
             self.fused.release()
         if self.graphs is not None:
             self.graphs.release() if graphs else self.graphs.retry()
+        if self.copies is not None:
+            self.copies.release()
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
@@ -317,6 +329,8 @@ class ModelRunner:
             self._written = None
         rotary = rows.positions if images is None else images.positions
         with self.installation:
+            if self.copies is not None:
+                self.copies.refresh(self.installation.module_epoch)
             if named is not None:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
             fused = self.fused if images is None else None

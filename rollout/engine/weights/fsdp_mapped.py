@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _apply_to_tensors
 
@@ -123,7 +124,7 @@ class MappedWeights(ShardedWeights):
                 self._whole[each] = nn.Parameter(whole, requires_grad=each.sharded_param.requires_grad)
         ranks = group._all_gather_process_group
         # Nothing in this block may raise before its end: calls that are not carried out would block the next ones.
-        with dist._coalescing_manager(group=ranks, async_ops=True) as gathering:
+        with _coalescing_manager(group=ranks, async_ops=True) as gathering:
             for gathered, shard in moves:
                 _all_gather(gathered, shard, group=ranks, async_op=True)
         gathering.wait()

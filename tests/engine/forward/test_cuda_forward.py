@@ -5,6 +5,7 @@ They run in Triton's interpreter, in a process of its own (see tests/engine/kern
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,9 @@ from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.kernels import decode_parts, triton_layers
 from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, rms_norm, rotated
 from rollout.engine.kernels.triton_paged import load
+from rollout.engine.memory.arena import PoolMemory
+from rollout.engine.memory.block_pool import zeros
+from rollout.engine.weights.autocast_copies import AutocastCopies
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
 from tests.interpreter import assert_holds_interpreted
 from tests.models import make_model
@@ -87,9 +91,10 @@ def engine_of(model: Any, *, chunked: bool = False, **options: Any) -> DynamicIn
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
         runner.runs = None
-        runner.fused = CudaForward(runner.model, runner.layout, cache, runner._attention, decode)
+        runner.copies = AutocastCopies(runner.model, DEVICE, PoolMemory(zeros), lambda: math.inf)
+        runner.fused = CudaForward(runner.model, runner.layout, cache, runner._attention, decode, runner.copies)
         runner.graphs = GraphedDecode(
-            runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused, chunked=chunked
+            runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused, chunked=chunked, copies=runner.copies
         )
     return engine
 
@@ -302,15 +307,31 @@ def test_under_autocast_logits_are_those_of_the_module_under_autocast(name) -> N
     tokens = token_ids(6, 1)
     with torch.autocast(DEVICE.type, dtype):
         engine = engine_of(model)
-        logits = paged_logits(runner_of(engine), tokens, 3)
+        runner = runner_of(engine)
+        assert isinstance(runner.fused, CudaForward)
+        copies, runner.fused._copies = runner.fused._copies, None
+        cast = paged_logits(runner, tokens, 3)
+        runner.fused._copies = copies
+        # Which weights are cast shows in the first forward; the second reads copies of them.
+        paged_logits(runner, tokens[:1])
+        logits = paged_logits(runner, tokens, 3)
+        assert engine.stats()["autocast_copy_bytes"] > 0
+        assert torch.equal(logits, cast), "the copy is the cast"
         assert why_not(engine) == ""
         assert logits.dtype == dtype
         expected = engine.controller.forward_logits(tokens)
+        scale, bound = float(expected.abs().max()), 5e-3 if INTERPRETED else 5e-2
         (request,) = engine.generate([tokens], greedily(3))
         assert captured(engine) == [True]
         assert request.error is None
-    scale = float(expected.abs().max())
-    assert float((logits - expected).abs().max()) < scale * (5e-3 if INTERPRETED else 5e-2)
+        layout = copies.layout
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+        engine.weights_updated()
+        flipped = paged_logits(runner, tokens, 3).flip(-1)
+        assert float((flipped - logits).abs().max()) < scale * bound
+        assert copies.layout == layout
+    assert float((logits - expected).abs().max()) < scale * bound
     assert "KV cache has another dtype" in why_not(engine)
 
 
