@@ -230,7 +230,7 @@ METRICS: dict[str, Metric] = {
         "bytes", "device memory of CUDA graphs, their workspace and logits", "runner.graph_bytes", logged=False
     ),
     "rollout/autocast_copy_bytes": _gauge(
-        "bytes", "device memory of copies of weights in autocast's dtype", "runner.autocast_copy_bytes", logged=False
+        "bytes", "device memory of copies of weights in autocast's dtype", "runner.copies.nbytes", logged=False
     ),
     "rollout/state_slots": _gauge("slots", "recurrent states that can be kept", "states.num_slots", logged=False),
     "rollout/state_slots_used": _gauge(
@@ -293,7 +293,7 @@ METRICS: dict[str, Metric] = {
     "rollout/generate_s": _timer("time spent generating"),
     "rollout/suspend_s": _timer("time spent releasing the KV cache's device memory"),
     "rollout/train_s": _timer("time spent outside the engine: rewards, backward, optimizer"),
-    "rollout/resume_s": _timer("time spent restoring the KV cache"),
+    "rollout/resume_s": _timer("time spent restoring the KV cache, its copies included"),
     **{
         f"rollout/time_share_{phase}": _ratio(
             "share", f"share of the time of all phases spent in {phase}", (f"rollout/{phase}_s",), _PHASE_SECONDS
@@ -302,6 +302,9 @@ METRICS: dict[str, Metric] = {
     },
     "rollout/suspends": _counter("calls", "suspends that released the KV cache's device memory"),
     "rollout/suspend_bytes": _counter("bytes", "KV copied to host memory"),
+    "rollout/suspend_fallbacks": _counter(
+        "calls", "suspends that dropped KV which they were to offload, for want of memory to copy it to"
+    ),
     "rollout/resumes": _counter("calls", "resumes that restored the KV cache"),
     "rollout/resume_bytes": _counter("bytes", "KV copied back to the device"),
     "rollout/resume_fallbacks": _counter("requests", "requests recomputed at a resume because their KV no longer fits"),

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,17 +27,19 @@ from rollout.engine.forward.attention import forward_with
 from rollout.engine.forward.chunk_state import MOST_CHUNKS, SIZES, ChunkInputs, ChunkState, padded_tokens
 from rollout.engine.forward.cuda_capture import Device, Uncapturable, no_kept_casts
 from rollout.engine.forward.cuda_switches import switched_on
-from rollout.engine.forward.decode_kernels import CapturedBatch, DecodeKernels
+from rollout.engine.forward.decode_kernels import CapturedBatch, DecodeForward, DecodeKernels
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.forward.graph_signature import signature_of
 from rollout.engine.forward.graph_sizes import GraphMemory, padded_length, padded_rows, power_of_two, row_sizes
+from rollout.engine.forward.graph_steps import GraphStep
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
 from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
 from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.weights.autocast_copies import AutocastCopies
+from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 
 LEAST_WORKSPACE = 2**26
 """Bytes for the parts of keys of a step, before they are merged; doubled, at the price of a capture, for more."""
@@ -83,19 +84,6 @@ class _Graph:
     """Of the logits."""
 
 
-class DecodeForward(Protocol):
-    """A forward that may be captured instead of the module's."""
-
-    numbers: tuple[float, ...]
-    """What a captured step has fixed beside the addresses of parameters."""
-    by_kernels: bool
-    """Whether its attention is that of the `DecodeKernels`; prefill chunks are captured only then."""
-
-    def decode(self, inputs: Any) -> Tensor:
-        """Logits of `DecodeInputs`, [B, V], or of `ChunkInputs` at their `keep`; reads nothing that changes between steps
-        but the inputs and the cache."""
-
-
 class GraphedDecode:
     """Runs the decode steps of one model as CUDA graphs, and its prefill chunks.
 
@@ -106,7 +94,7 @@ class GraphedDecode:
         fused: captured in place of the module's forward where `run` says that it is ready.
         alone: capture nothing else.
         chunked: capture prefill chunks too.
-        copies: read by the module's captured forward in the place of weights that autocast casts; None: graphs cast them.
+        copies: read by the module's captured forward in the place of weights that autocast casts.
     """
 
     def __init__(
@@ -121,7 +109,7 @@ class GraphedDecode:
         *,
         alone: bool = False,
         chunked: bool = True,
-        copies: AutocastCopies | None = None,
+        copies: AutocastCopies = NO_COPIES,
     ) -> None:
         self.fused = fused
         self._alone = alone
@@ -142,10 +130,11 @@ class GraphedDecode:
         """What the graphs take of the device."""
         self._reached = 0
         """Most columns of the block tables of a step since the last suspend."""
-        self._copies = copies
-        self._layout_of_copies: object = None
+        self._copies, self._layout_of_copies = copies, copies.layout
         self._state: DecodeState | None = None
         self._chunks: ChunkState | None = None
+        self.last: GraphStep | None = None
+        """The last step, if it was one graph of decodes."""
         self._graphs: dict[_Size, _Graph] = {}
         self._logits: dict[tuple[torch.dtype, bool], Tensor] = {}
         """By dtype, and whether they are those of chunks."""
@@ -199,10 +188,13 @@ class GraphedDecode:
         Returns:
             Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
         """
-        decodes = _decodes(rows, keep)
+        self.last, decodes = None, _decodes(rows, keep)
         chunked = decodes < len(rows)
-        if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self._ready(module_epoch):
+        if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self.ready(module_epoch):
             return None
+        if self._copies.layout != self._layout_of_copies:
+            self._forget()
+            self._layout_of_copies = self._copies.layout
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
             return None
@@ -226,7 +218,12 @@ class GraphedDecode:
             if size is None:
                 return None
             sizes.append((size, len(kept)))
-        return self._replayed(sizes)
+            return self._replayed(sizes)
+        (only, _), state = sizes[0], self._state
+        assert state is not None
+        replay = partial(self._replayed, sizes)
+        self.last = GraphStep(state, replay, rows.positions, only.columns, self._block_size, only.parts)
+        return replay()
 
     def _replayed(self, sizes: list[tuple[_Size, int]]) -> Tensor:
         """Logits of the graphs of these sizes, the first so many of each."""
@@ -299,7 +296,8 @@ class GraphedDecode:
         self.retry()
         self._forget()
 
-    def _ready(self, module_epoch: int) -> bool:
+    def ready(self, module_epoch: int) -> bool:
+        """Whether steps of the model, in its current state, are captured; see `run`."""
         if self.why_not or has_global_hooks():
             return False
         if module_epoch != self._module_epoch:
@@ -308,9 +306,6 @@ class GraphedDecode:
             if signature != self._signature:
                 self._signature = signature
                 self._change()
-        if self._copies is not None and self._copies.layout != self._layout_of_copies:
-            self._layout_of_copies = self._copies.layout
-            self._forget()
         return not self._given_up
 
     def _precision(self) -> torch.dtype | None:
@@ -345,14 +340,15 @@ class GraphedDecode:
         try:
             with no_kept_casts():
                 replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
-        except torch.OutOfMemoryError as exc:
-            self._short.add(size)
-            kept = self.memory.lacked(positions)
-            told = "no memory to capture %s until the next suspend, after which the KV pool leaves %d MiB for it: %s"
-            _log.warning(told, size, kept >> 20, exc)
-            return None
         except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
-            self._fail(size, exc)
+            if lacks_device_memory(exc):
+                self._short.add(size)
+                told = (
+                    "no memory to capture %s until the next suspend, after which the KV pool leaves %d MiB for it: %s"
+                )
+                _log.warning(told, size, self.memory.lacked(positions) >> 20, exc)
+            else:
+                self._fail(size, exc)
             return None
         self.memory.captured(positions, before, self.graph_bytes)
         self._captured.add(size.precision)
@@ -410,7 +406,7 @@ class GraphedDecode:
     def _module_logits(self, inputs: DecodeInputs | ChunkInputs) -> Tensor:
         keep = torch.arange(len(inputs.ids), device=self._layout.device) if inputs.keep is None else inputs.keep
         batch = CapturedBatch(self._kernels, self._layout, inputs)
-        with nullcontext() if self._copies is None else self._copies.substituted():
+        with self._copies.substituted():
             output = forward_with(
                 batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
             )
@@ -428,7 +424,7 @@ class GraphedDecode:
     def _forget(self) -> None:
         self._graphs.clear()
         self.memory.released()
-        self._state = self._chunks = None
+        self._state = self._chunks = self.last = None
         self._logits.clear()
         self._device.forget()
         self._kernels.release()

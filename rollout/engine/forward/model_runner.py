@@ -26,21 +26,23 @@ from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
-from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.decode_runs import DecodeRuns, RunForward
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
+from rollout.engine.forward.graphed_runs import GraphedRuns
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
 from rollout.engine.forward.recurrent_forward import forward_by_length
 from rollout.engine.forward.recurrent_states import States
 from rollout.engine.forward.routers import Routers
 from rollout.engine.forward.step_rows import pack
+from rollout.engine.forward.step_sampling import sample_step
 from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import tried_out
-from rollout.engine.memory.buffers import download_together, upload, upload_together
+from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
 from rollout.engine.memory.state_pool import StatePool
@@ -48,15 +50,13 @@ from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.constraints import Constraints
-from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.engine.tensor_parallel.leader import Leader
 from rollout.engine.tensor_parallel.work import ForwardWork
-from rollout.engine.weights.autocast_copies import AutocastCopies
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 from rollout.errors import UnsupportedModelError
-from rollout.requests.kept_tokens import KeptTokens, packed_sets
 
 
 class ModelRunner:
@@ -79,7 +79,7 @@ class ModelRunner:
         lockstep: has the ranks that exchange tokens with this one compute a forward whenever it does; None: there are none.
         states: holds the recurrent states; None: the model has none.
         asked: ends a run of decode steps; None: no runs are made.
-        copies: of weights that autocast casts, for steps on CUDA; None: such a step casts them.
+        copies: of weights that autocast casts, for steps on CUDA.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ModelRunner:
         lockstep: Lockstep | None = None,
         states: StatePool | None = None,
         asked: ctypes.c_int32 | None = None,
-        copies: AutocastCopies | None = None,
+        copies: AutocastCopies = NO_COPIES,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -138,7 +138,7 @@ class ModelRunner:
         if layout.device.type == "cuda":
             self._stream = lambda: CudaStream(torch.cuda.current_stream(layout.device))
             triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
-        self._written: Any = None
+        self._written: list[Any] = []
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None
@@ -150,8 +150,11 @@ class ModelRunner:
         self.states = states
         self.runs: DecodeRuns | None = None
         """Makes several decode steps in one call."""
-        if asked is not None and isinstance(self.fused, FusedForward) and lockstep is None and not exact:
-            self.runs = DecodeRuns(self.fused, table, cache, self.sampling, adapters, self.installation, asked)
+        maker: RunForward | None = self.fused if isinstance(self.fused, FusedForward) else None
+        if self.graphs is not None:
+            maker = GraphedRuns(self.forward, self.graphs, layout.device)
+        if asked is not None and maker is not None and not exact and leader is None and lockstep is None:
+            self.runs = DecodeRuns(maker, table, cache, self.sampling, adapters, self.installation, asked)
 
     def execute(self, step: ScheduledStep) -> StepTokens:
         """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
@@ -184,7 +187,9 @@ class ModelRunner:
         sampled_logits = logits[: len(entries)]
         if len(entries) != len(repeats):
             sampled_logits = sampled_logits.index_select(0, upload(repeats, self.layout.device))
-        sampled = self._sample(step, sampled_logits)
+        sampled = sample_step(
+            step, sampled_logits, self.table, self.sampling, self.constraints, self.vision, exact=self.exact
+        )
         if step.depths is not None and (broken := np.isnan(sampled.logprobs) & (step.depths > 0)).any():
             # A kernel may multiply what lies behind a sequence's end by zero, which leaves a NaN of a rejected draft.
             self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
@@ -227,10 +232,20 @@ class ModelRunner:
         if self._leader is not None:
             self._leader.zero_slots(slots)
 
-    def weights_written(self) -> None:
+    def mark_written(self) -> None:
         """Let the next forward wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
         if self._stream is not None:
-            self._written = self._stream().mark()
+            self._written.append(self._stream().mark())
+
+    def wait_until_written(self) -> None:
+        """Block until what was marked since the last forward is done."""
+        for mark in self._written:
+            mark.synchronize()
+
+    def settle(self) -> None:
+        """Block until the device has done what is queued on all of its streams."""
+        if self.layout.device.type == "cuda":
+            torch.cuda.synchronize(self.layout.device)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
         """Copy (source, destination) state slots, all read before any is written; a negative source: zeros."""
@@ -253,8 +268,10 @@ class ModelRunner:
 
     def drop_fused(self, why: str) -> None:
         """Run the module's own forward from here on."""
-        self.fused, self.runs, self._dropped = None, None, why
-        if self.graphs is not None:
+        self.fused, self._dropped = None, why
+        if self.graphs is None:
+            self.runs = None
+        else:
             self.graphs.fused = None
 
     def refuse_inexact(self) -> None:
@@ -276,11 +293,6 @@ class ModelRunner:
         """Device memory of the CUDA graphs; 0: there are none."""
         return 0 if self.graphs is None else self.graphs.graph_bytes
 
-    @property
-    def autocast_copy_bytes(self) -> int:
-        """Device memory of the copies of weights that autocast casts."""
-        return 0 if self.copies is None else self.copies.nbytes
-
     def release_workspace(self, *, graphs: bool = False) -> None:
         """Release buffers that the next step allocates again.
 
@@ -295,8 +307,7 @@ class ModelRunner:
             self.fused.release()
         if self.graphs is not None:
             self.graphs.release() if graphs else self.graphs.retry()
-        if self.copies is not None:
-            self.copies.release()
+        self.copies.release()
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
@@ -324,13 +335,13 @@ class ModelRunner:
             images: those of the step; None: it has none.
             named: [R] adapter of each sequence; None: none has one.
         """
-        if self._stream is not None and self._written is not None:
-            self._stream().after(self._written)
-            self._written = None
+        if self._stream is not None:
+            for mark in self._written:
+                self._stream().after(mark)
+            self._written.clear()
         rotary = rows.positions if images is None else images.positions
         with self.installation:
-            if self.copies is not None:
-                self.copies.refresh(self.installation.module_epoch)
+            self.copies.refresh(self.installation.module_epoch)
             if named is not None:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
             fused = self.fused if images is None else None
@@ -343,7 +354,9 @@ class ModelRunner:
                 return forward_by_length(self._module_forward, self.layout, self.states, ids, rows, keep, slots, images)
             if self.exact and fused is None:
                 self.refuse_inexact()
-            if self.graphs is not None and (images is None or images.only_shifts):
+            # Nothing is recorded by what is replayed.
+            recorded = fused is not None and fused.record is not None
+            if self.graphs is not None and (images is None or images.only_shifts) and not recorded:
                 epoch = self.installation.module_epoch
                 replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
                 if replayed is not None:
@@ -397,52 +410,3 @@ class ModelRunner:
         if self.paged is not None:
             return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
         return plain if self._library is None else CpuPagedAttention(self._library, rows, plain)
-
-    # --- sampling -----------------------------------------------------------------------------------------------
-
-    def _sample(self, step: ScheduledStep, logits: Tensor) -> StepTokens:
-        table, rows = self.table, step.sampled_rows
-        params = self.sampling.select(rows)
-        length = table.length[rows] if step.depths is None else table.length[rows] + step.depths
-        short = np.flatnonzero(length < table.min_length[rows])
-        banned = [
-            (index, ids[ids >= 0].tolist()) for index in short.tolist() if len(ids := table.stop_ids[rows[index]])
-        ]
-        allowed = None
-        if self.constraints is not None:
-            allowed = self.constraints.allowed(rows, table.tokens, table.origin, table.length)
-        # A text that is complete can only end, also before `min_tokens`.
-        complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
-        banned = [(index, ids) for index, ids in banned if index not in complete]
-        histories = None
-        if params.any_penalty:
-            histories = [
-                (
-                    self.vision.text_ids(table.tokens[row, : table.origin[row]]),
-                    table.tokens[row, table.origin[row] : end],
-                )
-                for row, end in zip(rows.tolist(), length.tolist(), strict=True)
-            ]
-        positions = upload((length - table.origin[rows]).astype(np.int64), self.layout.device)
-        sampled = sample(
-            logits, params, positions, histories=histories, banned=banned, allowed=allowed, exact=self.exact
-        )
-        top = None
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            top = [
-                list(zip(ids, values, strict=True))
-                for ids, values in zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist(), strict=True)
-            ]
-        kept = None
-        if sampled.kept_ids is not None and sampled.kept_counts is not None:
-            sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
-            kept = packed_sets(sets)
-        token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
-        return StepTokens(
-            token_ids,
-            logprobs,
-            top,
-            failed=allowed.failed if allowed else {},
-            complete=complete,
-            kept=kept,
-        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class AutocastCopies:
     """The copies of one module's parameters.
 
     Args:
-        memory: of the copies.
+        memory: of the copies; None: there never are any.
         room: bytes of the device that they may take; None: they are wanted, and the KV pool leaves room for them.
 
     Attributes:
@@ -46,7 +47,7 @@ class AutocastCopies:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, memory: PoolMemory, room: Callable[[], float] | None
+        self, model: nn.Module, device: torch.device, memory: PoolMemory | None, room: Callable[[], float] | None
     ) -> None:
         self._model = model
         self._device = device
@@ -75,7 +76,7 @@ class AutocastCopies:
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of a parameter in autocast's `dtype`; the parameter, if it has none or autocast would not cast it."""
-        if type(parameter) is not nn.Parameter or not self._fits(parameter):
+        if self._memory is None or type(parameter) is not nn.Parameter or not self._fits(parameter):
             return parameter
         if dtype != self._dtype:
             # One dtype at a time. What is captured with copies of the other is still valid, until they are refreshed.
@@ -86,12 +87,12 @@ class AutocastCopies:
         self._wanted[parameter] = None
         return parameter
 
-    def substituted(self) -> TorchFunctionMode:
+    def substituted(self) -> AbstractContextManager[object]:
         """A context in which matrix products under autocast read the copies in the place of their parameters.
 
         It costs microseconds for each function of torch that is called: it is for captures.
         """
-        return _Substituted(self)
+        return nullcontext() if self._memory is None else _Substituted(self)
 
     def refresh(self, module_epoch: int) -> None:
         """Bring the copies up to date with the parameters, on the current stream; before a step runs.
@@ -127,6 +128,7 @@ class AutocastCopies:
 
     def _lay_out(self) -> None:
         assert self._dtype is not None
+        assert self._memory is not None
         self._drop()
         places, size = _place(self._wanted, self._dtype)
         if not size:
@@ -151,14 +153,18 @@ class AutocastCopies:
     def _drop(self) -> None:
         held, self._flat, self.layout = self._flat is not None, None, None
         self._copies.clear()
-        if held and self._memory.release is not None:
+        if held and self._memory is not None and self._memory.release is not None:
             self._memory.release()
+
+
+NO_COPIES = AutocastCopies(nn.Module(), torch.device("cpu"), None, None)
+"""Of an engine that has none."""
 
 
 def autocast_copies(
     config: InferenceConfig, weights: Weights, device: torch.device, room: Callable[[], float]
-) -> AutocastCopies | None:
-    """The copies of an engine as `config` asks for them; None: it has none.
+) -> AutocastCopies:
+    """The copies of an engine as `config` asks for them.
 
     Args:
         room: bytes of the device that they may take where the configuration leaves it to the engine.
@@ -177,7 +183,7 @@ def autocast_copies(
             "made; set it to None"
         )
     if wanted is False or why is not None or config.exact:
-        return None
+        return NO_COPIES
     memory = fixed_memory(device) if config.virtual_memory else None
     memory = memory or PoolMemory(_empty, torch.cuda.empty_cache)
     return AutocastCopies(weights.sampled, device, memory, None if wanted else room)

@@ -15,10 +15,10 @@ from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena, PoolMemory
-from rollout.engine.weights.autocast_copies import AutocastCopies, autocast_copies
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies, autocast_copies
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.errors import ConfigError
-from tests.engine.forward.recorded_graphs import Plain, Recorder
+from tests.engine.forward.recorded_graphs import Plain, Record, Recorder
 from tests.engine.memory.test_arena import PAGE, Driver
 from tests.engines import greedily, make_engine, pass_suspended, token_ids
 from tests.models import make_model
@@ -153,22 +153,17 @@ def test_products_read_copies_where_autocast_would_cast_and_nowhere_else(product
 class Watching(Recorder):
     """Keeps what was recorded."""
 
-    record: torch.nn.Module
+    record: Record
 
-    def _replay(self, record: Any) -> None:
+    def _replay(self, record: Record) -> None:
         self.record = record
         super()._replay(record)
 
     @property
     def casts(self) -> int:
         """Matrices that a replay casts."""
-        nodes = self.record.graph.nodes
-        return sum(
-            each.target is torch.ops.aten._to_copy.default
-            and each.args[0].op == "get_attr"
-            and getattr(self.record, each.args[0].target).dim() == 2
-            for each in nodes
-        )
+        calls = [args[0] for func, args, _ in self.record._calls if func is torch.ops.aten._to_copy.default]
+        return sum(isinstance(each, nn.Parameter) and each.dim() == 2 for each in calls)
 
 
 def graphed(
@@ -178,7 +173,7 @@ def graphed(
     # With a cached prefix the first step has other positions, and in bfloat16 other bits.
     engine = make_engine(model, fused_forward=False, enable_prefix_caching=False, **options)
     runner, recorder = engine.controller.runner, Watching(engine.cache)
-    runner.copies = None if driver is None else copies_of(model, driver, room)
+    runner.copies = NO_COPIES if driver is None else copies_of(model, driver, room)
     runner.graphs = GraphedDecode(
         runner.model, runner.layout, engine.cache, 8, recorder, Plain(engine.cache), chunked=False, copies=runner.copies
     )
@@ -243,7 +238,6 @@ def test_without_room_steps_cast_until_the_next_suspend_and_a_pool_that_is_told_
         small(), driver=driver, room=None if insists else lambda: room, autocast_dtype="bfloat16"
     )
     copies = engine.controller.runner.copies
-    assert copies is not None
     with caplog.at_level(logging.INFO):
         first = sampled(engine)
         assert sampled(engine) == first
@@ -263,7 +257,6 @@ def test_without_room_steps_cast_until_the_next_suspend_and_a_pool_that_is_told_
 def test_copies_in_memory_that_comes_back_elsewhere_are_captured_anew() -> None:
     engine, recorder = graphed(small(), driver=Driver(2**22), autocast_dtype="bfloat16")
     copies, held = engine.controller.runner.copies, []
-    assert copies is not None
 
     def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         held.append(torch.full((numel,), 255, dtype=dtype))
@@ -283,7 +276,7 @@ def test_copies_in_memory_that_comes_back_elsewhere_are_captured_anew() -> None:
 def test_what_asks_for_copies_where_there_are_none_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="autocast_weight_copies=True: Qwen3ForCausalLM: the model is on cpu"):
         make_engine(small(), autocast_weight_copies=True)
-    assert make_engine(small()).controller.runner.copies is None
+    assert make_engine(small()).controller.runner.copies is NO_COPIES
     wanted, device = InferenceConfig(autocast_weight_copies=True), torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="gathered to other addresses each time"):
         autocast_copies(wanted, GatheredWeights(small()), device, lambda: 0)
@@ -292,4 +285,5 @@ def test_what_asks_for_copies_where_there_are_none_is_refused_by_name() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="autocast_weight_copies"):
             InferenceConfig(autocast_weight_copies=True, **options)
-    assert autocast_copies(InferenceConfig(autocast_weight_copies=False), Weights(small()), device, lambda: 0) is None
+    off = InferenceConfig(autocast_weight_copies=False)
+    assert autocast_copies(off, Weights(small()), device, lambda: 0) is NO_COPIES
