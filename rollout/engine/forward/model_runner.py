@@ -187,9 +187,7 @@ class ModelRunner:
         sampled_logits = logits[: len(entries)]
         if len(entries) != len(repeats):
             sampled_logits = sampled_logits.index_select(0, upload(repeats, self.layout.device))
-        sampled = sample_step(
-            step, sampled_logits, self.table, self.sampling, self.constraints, self.vision, exact=self.exact
-        )
+        sampled = self._sample(step, sampled_logits)
         if step.depths is not None and (broken := np.isnan(sampled.logprobs) & (step.depths > 0)).any():
             # A kernel may multiply what lies behind a sequence's end by zero, which leaves a NaN of a rejected draft.
             self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
@@ -410,3 +408,6 @@ class ModelRunner:
         if self.paged is not None:
             return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
         return plain if self._library is None else CpuPagedAttention(self._library, rows, plain)
+
+    def _sample(self, step: ScheduledStep, logits: Tensor) -> StepTokens:
+        return sample_step(step, logits, self.table, self.sampling, self.constraints, self.vision, exact=self.exact)
