@@ -145,8 +145,8 @@ class InferenceConfig(Options):
     autocast_weight_copies: bool | None = None
     """On CUDA, under autocast: while the engine generates, keep copies of the float32 weights in autocast's dtype, which
     steps read instead of casting the weights each time (`autocast_copy_bytes` of the statistics; a suspend frees them). The
-    results are the same to the bit. True: the KV pool leaves room for them. None: they are made where there is room beside
-    the pool, a full step and CUDA graphs. False: every step casts."""
+    results are the same to the bit. None: where a full step and CUDA graphs have their memory beside them; for these and the
+    copies the KV pool gives up to half of its blocks. True: wherever their memory can be had. False: every step casts."""
 
     verify_model: bool = True
     """At construction, compare a few tokens computed through the paged path with the model's own forward."""

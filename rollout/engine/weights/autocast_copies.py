@@ -40,7 +40,8 @@ class AutocastCopies:
 
     Args:
         memory: of the copies; None: there never are any.
-        room: bytes of the device that they may take; None: they are wanted, and the KV pool leaves room for them.
+        room: bytes of the device that are free beside what steps need and `bytes_to_come`, negative if they are not; None:
+            the copies are made wherever their memory can be had.
 
     Attributes:
         layout: compares equal as long as the copies are the same ones at the same addresses; None: there are none.
@@ -69,9 +70,7 @@ class AutocastCopies:
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory that is to be kept free for the next refresh."""
-        if self._room is not None or self._dtype is None:
-            return 0
+        """Device memory that the next refresh takes; without copies eager steps need it, for casts that autocast keeps."""
         return max(0, _place(self._wanted, self._dtype)[1] - self.nbytes)
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,8 +133,10 @@ class AutocastCopies:
         if not size:
             return
         try:
-            if self._room is not None and (room := self._room()) < size:
-                raise torch.OutOfMemoryError(f"{room / 2**20:.0f} MiB are free beside the KV pool and a full step")
+            if self._room is not None and (room := self._room()) < 0:
+                raise torch.OutOfMemoryError(
+                    f"{-room / 2**20:.0f} MiB are missing for them beside the KV pool and a step"
+                )
             self._flat = self._memory.allocate(size, torch.uint8, self._device)
         except torch.OutOfMemoryError as exc:
             self._refused = True
@@ -167,7 +168,7 @@ def autocast_copies(
     """The copies of an engine as `config` asks for them.
 
     Args:
-        room: bytes of the device that they may take where the configuration leaves it to the engine.
+        room: see `AutocastCopies`; asked where the configuration leaves it to the engine.
 
     Raises:
         ConfigError: they are asked for where there can be none.

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena, PoolMemory
+from rollout.engine.weights import fsdp_mapped, source
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies, autocast_copies
 from rollout.engine.weights.base import GatheredWeights, Weights
+from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.errors import ConfigError
 from tests.engine.forward.recorded_graphs import Plain, Record, Recorder
 from tests.engine.memory.test_arena import PAGE, Driver
@@ -233,7 +241,7 @@ def test_a_suspend_frees_the_copies_and_the_graphs_find_them_where_they_were(mod
 def test_without_room_steps_cast_until_the_next_suspend_and_a_pool_that_is_told_leaves_it(
     insists: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver, room = Driver(PAGE), 0.0
+    driver, room = Driver(PAGE), -1.0
     engine, recorder = graphed(
         small(), driver=driver, room=None if insists else lambda: room, autocast_dtype="bfloat16"
     )
@@ -245,7 +253,7 @@ def test_without_room_steps_cast_until_the_next_suspend_and_a_pool_that_is_told_
     (said,) = (record for record in caplog.records if "no copies of the weights" in record.message)
     assert said.levelno == (logging.WARNING if insists else logging.INFO)
     wanted = copies.bytes_to_come
-    assert (wanted > PAGE) == insists
+    assert wanted > PAGE
     assert engine.context.to_come() == engine.controller.runner.graphs.bytes_to_come + wanted
     driver.total, room = 2**22, math.inf
     pass_suspended(engine, "offload")
@@ -268,6 +276,66 @@ def test_copies_in_memory_that_comes_back_elsewhere_are_captured_anew() -> None:
     pass_suspended(engine, "offload")
     assert sampled(engine) == first
     assert (len(held), recorder.captures) == (2, captures + 1)
+
+
+def test_weights_loaded_between_two_steps_are_in_the_copies_of_the_next(tmp_path: Path) -> None:
+    """Also where the announcement of the load comes later, and the attention stays installed meanwhile."""
+    model = small()
+    engine, _ = graphed(model, driver=Driver(2**22), autocast_dtype="bfloat16", weight_fingerprints="off")
+    sampled(engine)
+    save_file({name: -each for name, each in model.state_dict().items()}, tmp_path / "model.safetensors")
+    copies = engine.controller.runner.copies
+    with engine.installation:
+        sampled(engine)
+        engine.load_weights(tmp_path)
+        sampled(engine)
+        weight = model.lm_head.weight
+        assert torch.equal(copies.cast(weight, BF16), weight.to(BF16))
+        assert copies.cast(weight, BF16) is not weight
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_copies_of_weights_that_fsdp2_gathers_follow_each_gathering(
+    one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(2**24)
+    arena = Arena(driver)
+    monkeypatch.setattr(source, "fixed_memory", lambda device: PoolMemory(arena.take, arena.release))
+    gathered: list[object] = []
+    monkeypatch.setattr(
+        fsdp_mapped, "_coalescing_manager", lambda **options: gathered.append(1) or _coalescing_manager(**options)
+    )
+    found = []
+    for copied in (True, False):
+        model = make_model("qwen3", num_hidden_layers=2)
+        for unit in (*model.model.layers, model):
+            fully_shard(unit, mesh=one_rank)
+        engine, recorder = graphed(model, driver=Driver(2**22) if copied else None, autocast_dtype="bfloat16")
+        assert isinstance(engine.weights, MappedWeights)
+        copies, gathered[:] = engine.controller.runner.copies, []
+        for _ in range(3):
+            with engine.whole_weights():
+                found.append(sampled(engine))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            engine.weights_updated()
+            pass_suspended(engine, "offload")
+        assert len(gathered) == 3 * 3, "a collective for each unit"
+        assert recorder.casts == (0 if copied else 15)
+        assert recorder.captures == 1 + copied
+        assert copies.nbytes == 0
+    assert found[:3] == found[3:]
+    assert found[0] != found[1] != found[2]
 
 
 # --- the option ---------------------------------------------------------------------------------------------------------
