@@ -256,6 +256,10 @@ class DynamicInferenceContext:
             self.cache.drop()
             self._materialize(self.num_blocks, 1)
             self._follow_pool()
+            _log.info(
+                "the KV pool has %d of %d %s: the other memory is left to steps, CUDA graphs and copies of weights",
+                self.cache.num_blocks, self.num_blocks, self.allocator.unit,
+            )  # fmt: skip
 
     def _warn_of_failed_offload(self, exc: Exception) -> None:
         if not self._warned:

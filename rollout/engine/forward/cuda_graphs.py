@@ -162,8 +162,8 @@ class GraphedDecode:
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory that graphs will take beside `graph_bytes`."""
-        return 0 if self.why_not else self.memory.to_come(self.graph_bytes)
+        """Device memory that graphs will take beside `graph_bytes`, and their pool, which torch counts as free meanwhile."""
+        return self._device.graph_bytes + (0 if self.why_not else self.memory.to_come(self.graph_bytes))
 
     def run(
         self,
