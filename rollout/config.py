@@ -144,6 +144,12 @@ class InferenceConfig(Options):
     comes back at the same addresses. So do the weights that FSDP2 gathers. False, and where the driver lacks them: torch's
     allocator, its cache emptied at a suspend; gathered weights have no fixed addresses."""
 
+    autocast_weight_copies: bool | None = None
+    """On CUDA, under autocast: while the engine generates, keep copies of the float32 weights in autocast's dtype, which
+    steps read instead of casting the weights each time (`autocast_copy_bytes` of the statistics; a suspend frees them). The
+    results are the same to the bit. None: where a full step and CUDA graphs have their memory beside them; for these and the
+    copies the KV pool gives up to half of its blocks. True: wherever their memory can be had. False: every step casts."""
+
     verify_model: bool = True
     """At construction, compare a few tokens computed through the paged path with the model's own forward."""
 
@@ -195,6 +201,14 @@ class InferenceConfig(Options):
             "kv_cache_host_memory_gb",
             self.kv_cache_host_memory_gb is None or keeps,
             "None without enable_prefix_caching, or with prefix_caching_eviction_policy='ref_zero': nothing is kept then",
+        )
+        reads = (self.cuda_graphs or self.fused_forward) and not self.exact
+        reads = reads and self.inference_dtype in (None, "float32")
+        self._check(
+            "autocast_weight_copies",
+            reads or not self.autocast_weight_copies,
+            "None with exact=True, with a copy of another dtype (inference_dtype), and without cuda_graphs and "
+            "fused_forward: nothing reads copies then",
         )
         self._check("fused_forward", not self.exact or self.fused_forward, "True with exact=True")
         self._check(

@@ -51,7 +51,8 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     assert of_families == [("llama", True)] * 2 + [("llama, LoRA", True)] * 2
     labels = [each["label"] for each in found if each["what"] == "decode step"]
     assert labels == [
-        "fp32, autocast_dtype", "fp32, autocast around the call", "fp32, a bf16 copy", "fp32, autocast in the forward",
+        "fp32, autocast_dtype", "fp32, autocast_dtype, cast in every step", "fp32, autocast around the call",
+        "fp32, a bf16 copy", "fp32, autocast in the forward",
         "bf16, fused_forward=True", "bf16, fused_forward=False", "fp32, autocast_dtype, fused_forward=True",
         "fp32, autocast_dtype, fused_forward=False", "bf16", "2 samples a prompt, with all parts",
     ]  # fmt: skip

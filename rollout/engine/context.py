@@ -67,7 +67,9 @@ class DynamicInferenceContext:
     Attributes:
         states: pool and slots of the recurrent states.
         num_blocks: size of the pool as configured, in blocks or pages; `cache.num_blocks` is the present one.
-        headroom: bytes of the device that the pool leaves free.
+        headroom: bytes of the device that the pool leaves free for a step.
+        to_come: bytes that it leaves free beside, if it keeps half of its blocks: what graphs and copies of weights will
+            take.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DynamicInferenceContext:
     ) -> None:
         self.config = config
         self.headroom = 0
+        self.to_come: Callable[[], int] = lambda: 0
         self._spare = spare
         self._warned = False
         self.cache = cache
@@ -238,17 +241,25 @@ class DynamicInferenceContext:
         self._follow_pool()
         return True
 
+    def room(self) -> float:
+        """Bytes of the device that are free beside what the forward needs; negative: so many are missing."""
+        return self._spare() - self.headroom - self.to_come()
+
     def keep_free(self, headroom: int) -> None:
         """Leave `headroom` bytes of the device to the forward, now and at every resume, by a smaller pool if need be.
 
         Called before there are requests.
         """
         self.headroom = headroom
-        if self._spare() < headroom:
+        if self.room() < 0:
             self.allocator.drop_cached()
             self.cache.drop()
             self._materialize(self.num_blocks, 1)
             self._follow_pool()
+            _log.info(
+                "the KV pool has %d of %d %s: the other memory is left to steps, CUDA graphs and copies of weights",
+                self.cache.num_blocks, self.num_blocks, self.allocator.unit,
+            )  # fmt: skip
 
     def _warn_of_failed_offload(self, exc: Exception) -> None:
         if not self._warned:
@@ -310,10 +321,12 @@ class DynamicInferenceContext:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        if size <= least or self._spare() >= self.headroom:
+        # For graphs and copies, which are there for speed, at most half of the pool is given up.
+        needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
+        if size <= least or self._spare() >= needed:
             return None
         self.cache.drop()
-        return torch.OutOfMemoryError(f"{size} blocks do not leave {self.headroom} bytes to the forward")
+        return torch.OutOfMemoryError(f"{size} blocks do not leave {needed} bytes to the forward")
 
     def _materialize_states(self, states: StateMemory) -> None:
         largest = max((1 + len(leader.siblings) for leader in self.scheduler.leaders()), default=1)

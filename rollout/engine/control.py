@@ -184,7 +184,10 @@ class EngineControl(EngineInspection):
                     f"load_weights() into {type(self.model).__name__}, whose weights are spread over the ranks: load them "
                     "there as the trainer does (torch.distributed.checkpoint, say), and call weights_updated() on every rank"
                 )
-            return load_weights(self.model, folder)
+            loaded = load_weights(self.model, folder)
+            # A step that comes before the announcement does not mix them with copies of the former ones.
+            self.installation.module_epoch += 1
+            return loaded
 
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
         """Load a LoRA adapter from a folder, as PEFT saves it, for requests with `SamplingParams.adapter=name`.

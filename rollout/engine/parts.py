@@ -34,7 +34,7 @@ from rollout.engine.forward.model_support import (
     refuse_packed_temperature,
 )
 from rollout.engine.forward.routers import routers_of
-from rollout.engine.forward.trial_forwards import peak_bytes
+from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
 from rollout.engine.kernels import triton_exact
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
@@ -53,6 +53,7 @@ from rollout.engine.staleness import Staleness
 from rollout.engine.stepper import Stepper
 from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.engine.tensor_parallel.leader import Leader
+from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.engine.weights.tensor_parallel import modules_split_over
@@ -182,6 +183,7 @@ class EngineParts:
         # Collectives inside a forward are not captured.
         captured = self.config.cuda_graphs and routers is None and self.peers is None
         graphed_rows = self.config.max_requests * captured * (self.states is None)
+        copies = autocast_copies(self.config, self.weights, layout.device, self.context.room)
         runner = ModelRunner(
             model,
             layout,
@@ -200,7 +202,9 @@ class EngineParts:
             autocast=self._autocast,
             states=self.states,
             asked=self._lock.asked,
+            copies=copies,
         )
+        self.context.to_come = partial(bytes_to_come, runner)
         if self.config.exact:
             if self.weights.collective or self.weights.tensor_parallel_mesh is not None:
                 raise UnsupportedModelError(

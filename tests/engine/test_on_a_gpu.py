@@ -119,6 +119,32 @@ def test_graphs_run_under_autocast_and_follow_the_weights(where: str) -> None:
     assert (eager[1] - eager[0]).abs().max() > 0.2, "the update is large enough to be seen"
 
 
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_steps_that_read_copies_of_the_weights_give_the_bits_of_those_that_cast(where: str) -> None:
+    """The fused forward under an autocast around the call, and the module's own where it enters autocast itself."""
+    values, held = [], []
+    for copies in (True, False):
+        model = deep_model(torch.float32, layers=4)
+        if where == "inside":
+            model.forward = torch.autocast("cuda", torch.bfloat16)(model.forward)
+        with torch.autocast("cuda", torch.bfloat16, enabled=where == "around"):
+            engine = engine_of(model, autocast_weight_copies=copies, enable_prefix_caching=False)
+            for _ in range(3):
+                requests = engine.generate([token_ids(20, 1), token_ids(7, 2)], greedily(16))
+                values.append([request.generated_log_probs for request in requests])
+                held.append(engine.stats()["autocast_copy_bytes"])
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.data.mul_(1.1)
+                engine.weights_updated()
+                pass_suspended(engine, "offload")
+            assert captured(engine)
+    assert values[:3] == values[3:]
+    assert values[0] != values[1]
+    assert all(held[:3])
+    assert not any(held[3:])
+
+
 def test_a_copy_in_bf16_is_captured() -> None:
     model = deep_model(torch.float32, layers=4)
     engine = engine_of(model, inference_dtype="bfloat16")

@@ -149,4 +149,5 @@ def captured(engine: DynamicInferenceEngine) -> dict[str, Any]:
     fused = sum(size.fused is not None for size in graphs._graphs)
     shares, chunks = (sum(bool(getattr(size, name)) for size in graphs._graphs) for name in ("shares", "tokens"))
     counts = {"graphs": len(graphs._graphs), "fused_graphs": fused, "sharing_graphs": shares, "chunk_graphs": chunks}
-    return counts | {"why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes)}
+    copies = engine.controller.runner.copies.nbytes
+    return counts | {"why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes), "copies_gib": gib(copies)}

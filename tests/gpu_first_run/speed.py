@@ -99,6 +99,8 @@ def ways(run: Run) -> None:
     kind = run.device.type
     model = run.model(size, torch.float32)
     decode_steps(run, model, size, batch, context, "fp32, autocast_dtype", autocast_dtype="bfloat16")
+    casting = {"autocast_dtype": "bfloat16", "autocast_weight_copies": False}
+    decode_steps(run, model, size, batch, context, "fp32, autocast_dtype, cast in every step", **casting)
     with torch.autocast(kind, torch.bfloat16):
         decode_steps(run, model, size, batch, context, "fp32, autocast around the call")
     decode_steps(run, model, size, batch, context, "fp32, a bf16 copy", inference_dtype="bfloat16")

@@ -187,7 +187,7 @@ def _model_part(runner: ModelRunner, config: InferenceConfig, source: WeightSour
         parameter_bytes=weights.parameter_bytes,
         dtype=str(next(source.trained.parameters()).dtype).removeprefix("torch."),
         device=str(layout.device),
-        weights=_weights(source, layout),
+        weights=_weights(source, layout) + _copied(runner),
         layers=tuple(_layer_kinds(runner.model, layout)),
         fused=None if unknown else why is None,
         why_not_fused=why or "",
@@ -210,6 +210,11 @@ def _weights(source: WeightSource, layout: ModelLayout) -> str:
     if source.sampled is source.trained:
         return "the trainer's own, no copy"
     return f"a copy on {layout.device}, renewed after each update"
+
+
+def _copied(runner: ModelRunner) -> str:
+    size = runner.copies.nbytes
+    return f", and copies for autocast ({binary_bytes(size)}), filled again when they may have changed" if size else ""
 
 
 def _layer_kinds(model: nn.Module, layout: ModelLayout) -> list[LayerKind]:

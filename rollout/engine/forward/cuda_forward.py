@@ -37,6 +37,7 @@ from rollout.engine.kernels.triton_layer_trial import LayerSizes, failure
 from rollout.engine.kernels.triton_layers import Norms, Place, TritonLayers
 from rollout.engine.memory.buffers import upload_together
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 
 
 class _Attention(Protocol):
@@ -96,6 +97,7 @@ class CudaForward(BoundForward):
         cache: holds K and V.
         attention: makes the attention of an eager step.
         decode: attention of captured steps; None: none is captured.
+        copies: read in the place of weights that autocast casts.
     """
 
     by_kernels = True
@@ -108,10 +110,12 @@ class CudaForward(BoundForward):
         cache: KVCache,
         attention: Callable[[PagedRows], PagedAttention],
         decode: TritonDecode | None,
+        copies: AutocastCopies = NO_COPIES,
     ) -> None:
         super().__init__(model, layout, cache)
         self._attention = attention
         self._decode = decode
+        self._copies = copies
         self._layers: list[Layer] = []
         self._products: torch.dtype | None = None
         self.numbers: tuple[float, ...] = ()
@@ -170,7 +174,7 @@ class CudaForward(BoundForward):
             kind = "experts" if bound.mixtures else "parameters"
             raise Unfusable(f"its {bound.dtype} {kind} run under an autocast to {self._products}")
         names, model, decoder = family.names, bound.causal_lm, bound.decoder
-        self._layers = layers_of(bound, layout)
+        self._layers = layers_of(bound, layout, self._cast)
         self._mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture)]
         self._embedding, self._head = getattr(decoder, names.embedding).weight, model.lm_head.weight
         self._final = norm_of(getattr(decoder, names.final_norm))
@@ -225,8 +229,12 @@ class CudaForward(BoundForward):
             hidden, normed = kernels.add_norm(hidden, delta, after_attention, before_mlp, norms, narrow)
             delta, after = self._through_mlp(layer, normed), after_mlp
         _, normed = kernels.add_norm(hidden, delta, after, self._final, norms, narrow)
-        logits = linear(normed if keep is None else normed.index_select(0, keep), self._head)
+        logits = linear(normed if keep is None else normed.index_select(0, keep), self._cast(self._head))
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+
+    def _cast(self, parameter: Tensor) -> Tensor:
+        """What a matrix product reads in the place of a parameter."""
+        return parameter if self._products is None else self._copies.cast(parameter, self._products)
 
     def _through_mlp(self, layer: Layer, normed: Tensor) -> Tensor:
         """[P, H]."""

@@ -6,8 +6,9 @@ autocast in force; how long its rows are hardly matters, as programs share out t
 chunks of a step are padded to one of a few numbers of tokens and have a graph of their own, replayed beside that of the
 step's decodes. Inputs are a `DecodeState` and a `ChunkState` that all graphs share, and the address of the KV pool is read
 from `KVCache.addresses`, so a graph outlives a suspend. Weights changed in place are read as they are, under autocast too:
-the casts are part of the graph. Other changes of the model are looked for whenever the trainer may have modified it
-(`signature_of`), and invalidate all graphs. A model that cannot be captured runs its own forward.
+the casts are part of the graph, or made before it (`AutocastCopies`). Other changes of the model are looked for whenever
+the trainer may have modified it (`signature_of`), and invalidate all graphs. A model that cannot be captured runs its own
+forward.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ from rollout.engine.forward.attention import forward_with
 from rollout.engine.forward.chunk_state import MOST_CHUNKS, SIZES, ChunkInputs, ChunkState, padded_tokens
 from rollout.engine.forward.cuda_capture import Device, Uncapturable, no_kept_casts
 from rollout.engine.forward.cuda_switches import switched_on
-from rollout.engine.forward.decode_kernels import CapturedBatch, DecodeKernels
+from rollout.engine.forward.decode_kernels import CapturedBatch, DecodeForward, DecodeKernels
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.forward.graph_signature import signature_of
+from rollout.engine.forward.graph_sizes import GraphMemory, padded_length, padded_rows, power_of_two, row_sizes
 from rollout.engine.forward.graph_steps import GraphStep
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
 from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
@@ -38,14 +39,13 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 
-LEAST_LENGTH = 1024
-"""Least length in tokens of a graph whose launches have a program for each part there could be; longer ones are powers of
-two, and so have fewer idle programs."""
 LEAST_WORKSPACE = 2**26
 """Bytes for the parts of keys of a step, before they are merged; doubled, at the price of a capture, for more."""
 STATE_LENGTH = 16384
-"""Tokens that the tables of `DecodeState` have room for; doubled, at the price of all graphs, for a longer sequence."""
+"""Tokens that the tables of `DecodeState` have room for; doubled, at the price of all graphs, for a longer sequence, and
+narrower again after a suspend, if no sequence since the last one had a quarter of them."""
 WORTHWHILE = 64
 """Replays that amortise one capture."""
 MAX_WASTED = 8
@@ -84,19 +84,6 @@ class _Graph:
     """Of the logits."""
 
 
-class DecodeForward(Protocol):
-    """A forward that may be captured instead of the module's."""
-
-    numbers: tuple[float, ...]
-    """What a captured step has fixed beside the addresses of parameters."""
-    by_kernels: bool
-    """Whether its attention is that of the `DecodeKernels`; prefill chunks are captured only then."""
-
-    def decode(self, inputs: Any) -> Tensor:
-        """Logits of `DecodeInputs`, [B, V], or of `ChunkInputs` at their `keep`; reads nothing that changes between steps
-        but the inputs and the cache."""
-
-
 class GraphedDecode:
     """Runs the decode steps of one model as CUDA graphs, and its prefill chunks.
 
@@ -107,6 +94,7 @@ class GraphedDecode:
         fused: captured in place of the module's forward where `run` says that it is ready.
         alone: capture nothing else.
         chunked: capture prefill chunks too.
+        copies: read by the module's captured forward in the place of weights that autocast casts.
     """
 
     def __init__(
@@ -121,6 +109,7 @@ class GraphedDecode:
         *,
         alone: bool = False,
         chunked: bool = True,
+        copies: AutocastCopies = NO_COPIES,
     ) -> None:
         self.fused = fused
         self._alone = alone
@@ -134,8 +123,14 @@ class GraphedDecode:
         self._listed = switched_on("parts")
         self._least_parts = _least_parts(layout, max_rows)
         self._most_columns = table_columns(STATE_LENGTH, self._block_size)
-        self._sharing = PrefixSharing(token_bytes(layout) * (kernels.shares and switched_on("prefixes")))
+        shares = kernels.shares and switched_on("prefixes")
+        self._sharing = PrefixSharing(token_bytes(layout) * shares)
         self._chunked = chunked and switched_on("chunks")
+        self.memory = GraphMemory([*row_sizes(max_rows) * (1 + shares), *SIZES[: len(SIZES) * self._chunked]])
+        """What the graphs take of the device."""
+        self._reached = 0
+        """Most columns of the block tables of a step since the last suspend."""
+        self._copies, self._layout_of_copies = copies, copies.layout
         self._state: DecodeState | None = None
         self._chunks: ChunkState | None = None
         self.last: GraphStep | None = None
@@ -165,6 +160,11 @@ class GraphedDecode:
         states = sum(each.nbytes for each in (self._state, self._chunks) if each is not None)
         return self._device.graph_bytes + self._kernels.nbytes + logits + states
 
+    @property
+    def bytes_to_come(self) -> int:
+        """Device memory that graphs will take beside `graph_bytes`, and their pool, which torch counts as free meanwhile."""
+        return self._device.graph_bytes + (0 if self.why_not else self.memory.to_come(self.graph_bytes))
+
     def run(
         self,
         ids: NDArray[np.int64],
@@ -192,6 +192,9 @@ class GraphedDecode:
         chunked = decodes < len(rows)
         if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self._ready(module_epoch):
             return None
+        if self._copies.layout != self._layout_of_copies:
+            self._forget()
+            self._layout_of_copies = self._copies.layout
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
             return None
@@ -241,7 +244,7 @@ class GraphedDecode:
         padded, columns = padded_rows(len(ids)), self._columns(rows)
         state, parts = self._state_of(columns), 0
         if by_kernels and self._listed:
-            columns, parts = state.columns, max(self._least_parts, _power_of_two(num_parts(rows.positions)))
+            columns, parts = state.columns, max(self._least_parts, power_of_two(num_parts(rows.positions)))
         elif by_kernels:
             parts = padded * (num_splits(columns * self._block_size) + (shared is not None))
         size = _Size(padded, columns, self._precision(), numbers, shared is not None, parts)
@@ -280,8 +283,13 @@ class GraphedDecode:
         return numbers is None or self.fused is None or self.fused.by_kernels
 
     def retry(self) -> None:
-        """Capture again what there was no memory for: some has been freed."""
+        """At a suspend: capture again what there was no memory for, and have no tables four times as wide as was needed."""
         self._short.clear()
+        needed = max(self._reached, table_columns(STATE_LENGTH, self._block_size))
+        if self._reached and 4 * needed <= self._most_columns:
+            self._most_columns = needed
+            self._forget()
+        self._reached = 0
 
     def release(self) -> None:
         """Free the memory of all graphs; they are captured again when they are needed."""
@@ -316,6 +324,7 @@ class GraphedDecode:
 
     def _state_of(self, columns: int) -> DecodeState:
         """The rows on the device, with block tables of at least `columns`."""
+        self._reached = max(self._reached, columns)
         if self._state is None or self._state.columns < columns:
             if self._state is not None:
                 # Graphs read the one there was.
@@ -332,16 +341,21 @@ class GraphedDecode:
         if size in self._graphs:
             return size
         written: list[torch.dtype] = []
+        before, positions = self.graph_bytes, size.tokens or size.rows
         try:
             with no_kept_casts():
                 replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
         except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
             if lacks_device_memory(exc):
                 self._short.add(size)
-                _log.warning("no memory to capture %s until the next suspend: %s", size, exc)
+                told = (
+                    "no memory to capture %s until the next suspend, after which the KV pool leaves %d MiB for it: %s"
+                )
+                _log.warning(told, size, self.memory.lacked(positions) >> 20, exc)
             else:
                 self._fail(size, exc)
             return None
+        self.memory.captured(positions, before, self.graph_bytes)
         self._captured.add(size.precision)
         self._graphs[size] = _Graph(replay, written[-1])
         return size
@@ -396,9 +410,10 @@ class GraphedDecode:
     def _module_logits(self, inputs: DecodeInputs | ChunkInputs) -> Tensor:
         keep = torch.arange(len(inputs.ids), device=self._layout.device) if inputs.keep is None else inputs.keep
         batch = CapturedBatch(self._kernels, self._layout, inputs)
-        output = forward_with(
-            batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
-        )
+        with self._copies.substituted():
+            output = forward_with(
+                batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
+            )
         logits: Tensor = output.logits[0]
         return logits
 
@@ -412,6 +427,7 @@ class GraphedDecode:
 
     def _forget(self) -> None:
         self._graphs.clear()
+        self.memory.released()
         self._state = self._chunks = self.last = None
         self._logits.clear()
         self._device.forget()
@@ -429,20 +445,3 @@ def _decodes(rows: PagedRows, keep: NDArray[np.int64]) -> int:
     single = int(np.append(rows.counts == 1, False).argmin())
     count = int(np.append(keep[:single] == np.arange(len(keep[:single])), False).argmin())
     return count if (keep[count:] >= count).all() else -1
-
-
-def padded_rows(count: int) -> int:
-    """Rows of the graph for `count` rows: 1, 2, 4, then multiples of 8 to 64, then multiples of 32."""
-    if count <= 4:
-        return 1 << (count - 1).bit_length()
-    unit = 8 if count <= 64 else 32
-    return -(-count // unit) * unit
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def padded_length(tokens: int) -> int:
-    """Length of the graph for sequences of up to `tokens` tokens."""
-    return max(LEAST_LENGTH, _power_of_two(tokens))

@@ -18,6 +18,9 @@ from rollout.engine.kernels import triton_experts
 from rollout.engine.kernels.cpu_forward import Activation
 from rollout.engine.kernels.triton_layers import HeadNorms, NormWeights, TritonLayers
 
+Cast = Callable[[Tensor], Tensor]
+"""The copy of a parameter in autocast's dtype, or the parameter."""
+
 
 class Adapter(NamedTuple):
     """An active LoRA adapter (arXiv 2106.09685) of a projection."""
@@ -38,14 +41,17 @@ class Projection:
     bias: Tensor | None
     transposed: bool
     adapter: Adapter | None
+    cast: Cast
+    """Applied to weights and bias."""
 
     def __call__(self, x: Tensor, kernels: TritonLayers) -> Tensor:
         """[P, columns out], rounded where torch and PEFT round."""
-        out = linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        weight, bias = self.cast(self.weight), None if self.bias is None else self.cast(self.bias)
+        out = linear(x, weight.t() if self.transposed else weight, bias)
         if self.adapter is None:
             return out
         down, up, scaling = self.adapter
-        return kernels.add_scaled(out, linear(linear(x.to(down.dtype), down), up), scaling)
+        return kernels.add_scaled(out, linear(linear(x.to(down.dtype), self.cast(down)), self.cast(up)), scaling)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +131,14 @@ def projected(
     return list(packed.chunk(parts, -1) if isinstance(parts, int) else torch.split(packed, parts, -1))
 
 
-def layers_of(bound: Bound, layout: ModelLayout) -> list[Layer]:
-    """The layers of a verified model."""
+def layers_of(bound: Bound, layout: ModelLayout, cast: Cast) -> list[Layer]:
+    """The layers of a verified model.
+
+    Args:
+        cast: gives what a projection reads in the place of a parameter.
+    """
     family, layers = bound.family, getattr(bound.decoder, bound.family.names.layers)
-    return [_layer(layer, index, family, layout) for index, layer in enumerate(layers)]
+    return [_layer(layer, index, family, layout, cast) for index, layer in enumerate(layers)]
 
 
 def norm_of(module: Any) -> NormWeights:
@@ -136,7 +146,7 @@ def norm_of(module: Any) -> NormWeights:
     return NormWeights(module.weight, getattr(module, "bias", None))
 
 
-def _layer(layer: Any, index: int, family: Family, layout: ModelLayout) -> Layer:
+def _layer(layer: Any, index: int, family: Family, layout: ModelLayout, cast: Cast) -> Layer:
     names = family.names
     attention = getattr(layer, names.attention)
     place = layout.layer_of[attention]
@@ -147,28 +157,28 @@ def _layer(layer: Any, index: int, family: Family, layout: ModelLayout) -> Layer
         whole_norms = norm_of(attention.q_norm), norm_of(attention.k_norm)
     return Layer(
         norms=tuple(None if name is None else norm_of(getattr(layer, name)) for name in family.norms),
-        qkv=tuple(_projection(getattr(attention, name)) for name in names.qkv),
-        output=_projection(getattr(attention, names.output)),
+        qkv=tuple(_projection(getattr(attention, name), cast) for name in names.qkv),
+        output=_projection(getattr(attention, names.output), cast),
         head_norms=head_norms,
         whole_norms=whole_norms,
-        mlp=_mlp(layer.mlp, family),
+        mlp=_mlp(layer.mlp, family, cast),
         tables=attention.config.layer_types[index] if family.rotary_by_type else None,
         index=place,
         call=layout.calls[place],
     )
 
 
-def _mlp(mlp: Any, family: Family) -> Mlp | Mixture:
+def _mlp(mlp: Any, family: Family, cast: Cast) -> Mlp | Mixture:
     names = family.names
     if family.experts and hasattr(mlp, "experts"):
         return Mixture(mlp.gate, mlp.experts.gate_up_proj, mlp.experts.down_proj)
-    gate_up = tuple(_projection(getattr(mlp, name)) for name in names.gate_up)
-    return Mlp(gate_up, _projection(getattr(mlp, names.down)), family.gated)
+    gate_up = tuple(_projection(getattr(mlp, name), cast) for name in names.gate_up)
+    return Mlp(gate_up, _projection(getattr(mlp, names.down), cast), family.gated)
 
 
-def _projection(module: Any) -> Projection:
+def _projection(module: Any, cast: Cast) -> Projection:
     base, adapter = base_of(module), None
     if base is not module and (active := active_adapters(module)):
         (name,) = active
         adapter = Adapter(module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]))
-    return Projection(base.weight, base.bias, is_conv(base), adapter)
+    return Projection(base.weight, base.bias, is_conv(base), adapter, cast)

@@ -54,6 +54,19 @@ class DecodeKernels(Protocol):
         """Free the workspace; no captured call is replayed any more."""
 
 
+class DecodeForward(Protocol):
+    """A forward that may be captured instead of the module's."""
+
+    numbers: tuple[float, ...]
+    """What a captured step has fixed beside the addresses of parameters."""
+    by_kernels: bool
+    """Whether its attention is that of the `DecodeKernels`; prefill chunks are captured only then."""
+
+    def decode(self, inputs: Any) -> Tensor:
+        """Logits of `DecodeInputs`, [B, V], or of `ChunkInputs` at their `keep`; reads nothing that changes between steps
+        but the inputs and the cache."""
+
+
 class CapturedBatch:
     """`AttentionBatch` of a captured forward."""
 

@@ -33,13 +33,14 @@ from rollout.engine.forward.recurrent_forward import forward_by_length
 from rollout.engine.forward.recurrent_states import States
 from rollout.engine.forward.routers import Routers
 from rollout.engine.forward.step_rows import pack
+from rollout.engine.forward.step_sampling import sample_step
 from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import tried_out
-from rollout.engine.memory.buffers import download_together, upload, upload_together
+from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.memory.stream_order import StreamOrder
@@ -47,14 +48,13 @@ from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.constraints import Constraints
-from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.engine.tensor_parallel.leader import Leader
 from rollout.engine.tensor_parallel.work import ForwardWork
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 from rollout.errors import UnsupportedModelError
-from rollout.requests.kept_tokens import KeptTokens, packed_sets
 
 
 class ModelRunner:
@@ -77,6 +77,7 @@ class ModelRunner:
         lockstep: has the ranks that exchange tokens with this one compute a forward whenever it does; None: there are none.
         states: holds the recurrent states; None: the model has none.
         asked: ends a run of decode steps; None: no runs are made.
+        copies: of weights that autocast casts, for steps on CUDA.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ModelRunner:
         lockstep: Lockstep | None = None,
         states: StatePool | None = None,
         asked: ctypes.c_int32 | None = None,
+        copies: AutocastCopies = NO_COPIES,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -110,6 +112,7 @@ class ModelRunner:
         if self.paged is not None and not exact:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self._split = split
+        self.copies = copies
         self.fused: BoundForward | None = None
         """Runs the steps of a model that it serves, in place of the module's forward."""
         self.graphs: GraphedDecode | None = None
@@ -121,11 +124,11 @@ class ModelRunner:
             kernels.shares, chunked = self.paged.shares, self.paged.chunks
             decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
             if fused:
-                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode)
+                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode, copies)
             if graphed_rows:
                 self.graphs = GraphedDecode(
                     model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights,
-                    chunked=chunked,
+                    chunked=chunked, copies=copies,
                 )  # fmt: skip
         self.exact = exact
         self.installation = Installation(model, autocast)
@@ -287,6 +290,7 @@ class ModelRunner:
             self.fused.release()
         if self.graphs is not None:
             self.graphs.release() if graphs else self.graphs.retry()
+        self.copies.release()
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
@@ -317,6 +321,7 @@ class ModelRunner:
         self.order.follow()
         rotary = rows.positions if images is None else images.positions
         with self.installation:
+            self.copies.refresh(self.installation.module_epoch)
             if named is not None:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
             fused = self.fused if images is None else None
@@ -384,45 +389,5 @@ class ModelRunner:
             return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
         return plain if self._library is None else CpuPagedAttention(self._library, rows, plain)
 
-    # --- sampling -----------------------------------------------------------------------------------------------
-
     def _sample(self, step: ScheduledStep, logits: Tensor) -> StepTokens:
-        table, rows = self.table, step.sampled_rows
-        params = self.sampling.select(rows)
-        length = table.length[rows] if step.depths is None else table.length[rows] + step.depths
-        short = np.flatnonzero(length < table.min_length[rows])
-        banned = [
-            (index, ids[ids >= 0].tolist()) for index in short.tolist() if len(ids := table.stop_ids[rows[index]])
-        ]
-        allowed = None
-        if self.constraints is not None:
-            allowed = self.constraints.allowed(rows, table.tokens, table.origin, table.length)
-        # A text that is complete can only end, also before `min_tokens`.
-        complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
-        banned = [(index, ids) for index, ids in banned if index not in complete]
-        histories = None
-        if params.any_penalty:
-            histories = [
-                (
-                    self.vision.text_ids(table.tokens[row, : table.origin[row]]),
-                    table.tokens[row, table.origin[row] : end],
-                )
-                for row, end in zip(rows.tolist(), length.tolist(), strict=True)
-            ]
-        positions = upload((length - table.origin[rows]).astype(np.int64), self.layout.device)
-        sampled = sample(
-            logits, params, positions, histories=histories, banned=banned, allowed=allowed, exact=self.exact
-        )
-        top = None
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            top = [
-                list(zip(ids, values, strict=True))
-                for ids, values in zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist(), strict=True)
-            ]
-        kept = None
-        if sampled.kept_ids is not None and sampled.kept_counts is not None:
-            sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
-            kept = packed_sets(sets)
-        token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
-        failed = allowed.failed if allowed else {}
-        return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept)
+        return sample_step(step, logits, self.table, self.sampling, self.constraints, self.vision, exact=self.exact)

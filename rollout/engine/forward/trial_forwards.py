@@ -106,7 +106,16 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
                 raise
             tokens //= 2
     runner.release_workspace()
-    return int(torch.cuda.max_memory_allocated(device)) - before
+    peak = int(torch.cuda.max_memory_allocated(device)) - before
+    if tokens and runner.graphs is not None:
+        runner.graphs.memory.expect(peak, tokens)
+    return peak
+
+
+def bytes_to_come(runner: ModelRunner) -> int:
+    """Device memory that CUDA graphs and copies of weights will take beside what they hold, and beside a step's peak."""
+    graphs = 0 if runner.graphs is None else runner.graphs.bytes_to_come
+    return graphs + runner.copies.bytes_to_come
 
 
 def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> None:

@@ -42,7 +42,11 @@ class Arena:
         weakref.finalize(self, self._mapped.free_if_own).atexit = False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel] zeros, at the addresses of the last ones unless those were fewer.
+        """[numel] zeros; see `take`."""
+        return self.take(numel, dtype, device).zero_()
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] of any content, at the addresses of the last ones unless those were fewer.
 
         Raises:
             torch.OutOfMemoryError: the device has not so much memory; nothing is mapped.
@@ -60,7 +64,7 @@ class Arena:
             self.release()
             raise
         assert self._whole is not None
-        return self._whole[:used].zero_().view(dtype)
+        return self._whole[:used].view(dtype)
 
     def release(self) -> None:
         """Give all memory back to the device; the addresses stay reserved."""
@@ -131,11 +135,15 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
     if device.type != "cuda":
         return PoolMemory(zeros)
     # What is cached would be carved up by the trainer.
-    return (fixed_memory(device) if virtual else None) or PoolMemory(zeros, torch.cuda.empty_cache)
+    return (fixed_memory(device, zeroed=True) if virtual else None) or PoolMemory(zeros, torch.cuda.empty_cache)
 
 
-def fixed_memory(device: torch.device) -> PoolMemory | None:
-    """Memory of a CUDA device at the same addresses each time; None where the device or its driver has no such."""
+def fixed_memory(device: torch.device, *, zeroed: bool = False) -> PoolMemory | None:
+    """Memory of a CUDA device at the same addresses each time; None where the device or its driver has no such.
+
+    Args:
+        zeroed: fill it with zeros, where not all of it is written before it is read.
+    """
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:
@@ -144,7 +152,7 @@ def fixed_memory(device: torch.device) -> PoolMemory | None:
     except (OSError, RuntimeError) as exc:
         _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
         return None
-    return PoolMemory(arena.allocate, arena.release)
+    return PoolMemory(arena.allocate if zeroed else arena.take, arena.release)
 
 
 def _try_out(arena: Arena, device: torch.device) -> None:

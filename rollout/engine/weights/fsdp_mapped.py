@@ -1,8 +1,8 @@
 """FSDP2 weights gathered to the same addresses each time, so that CUDA graphs of the module's forward stay valid.
 
-Each parameter is all-gathered from its shards to its place in memory of fixed addresses, which is given back to the device
-by `release`. FSDP2's own state stays that of sharded weights. While they are gathered its forward hooks do nothing but
-cast; a forward with gradients gives the gathered weights up and runs as FSDP2 runs it.
+The parameters of a group are all-gathered together, from their shards to their places in memory of fixed addresses, which
+is given back to the device by `release`. FSDP2's own state stays that of sharded weights. While they are gathered its
+forward hooks do nothing but cast; a forward with gradients gives the gathered weights up and runs as FSDP2 runs it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _apply_to_tensors
 
@@ -109,21 +110,24 @@ class MappedWeights(ShardedWeights):
                 start = -(-stop // _ALIGNMENT) * _ALIGNMENT
 
     def _gather_group(self, group: Any, memory: Tensor, places: dict[Any, tuple[int, int]]) -> None:
-        """Gather the parameters of a group; shards are cut from the first dimension, so that they lie behind each other."""
-        pending = []
+        """Gather the parameters of a group, by one collective for all of them; shards are cut from the first dimension, so
+        that they lie behind each other."""
+        moves = []
         for each in group.fsdp_params:
             start, stop = places[each]
             gathered = memory[start:stop].view(_dtype(each))
             (shard,) = each.all_gather_inputs
-            work = _all_gather(gathered, shard, group=group._all_gather_process_group, async_op=True)
-            pending.append((work, shard))
+            moves.append((gathered, shard))
             if each not in self._whole:
                 # Behind the last row lies what the shards were padded with.
                 whole = gathered[: each._orig_size.numel()].view(each._orig_size)
                 self._whole[each] = nn.Parameter(whole, requires_grad=each.sharded_param.requires_grad)
-        for work, _ in pending:
-            if work is not None:
-                work.wait()
+        ranks = group._all_gather_process_group
+        # Nothing in this block may raise before its end: calls that are not carried out would block the next ones.
+        with _coalescing_manager(group=ranks, async_ops=True) as gathering:
+            for gathered, shard in moves:
+                _all_gather(gathered, shard, group=ranks, async_op=True)
+        gathering.wait()
 
     def _show(self, group: Any) -> None:
         """Give the modules of a group its gathered parameters."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rollout import UnsupportedModelError, exact
 from rollout.engine.exact import kernels as exact_kernels
 from rollout.engine.exact.paged_forward import PagedForward
-from rollout.engine.forward import cuda_graphs
+from rollout.engine.forward import cuda_graphs, graph_sizes
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.kernels import triton_exact, triton_paged
 from rollout.engine.kernels.triton_exact import AttendedRows
@@ -81,7 +81,7 @@ def served() -> Iterator[None]:
             patched.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
             patched.setitem(exact_kernels.BY_DEVICE, "cpu", triton_exact)
             patched.setattr(triton_exact, "SPLIT", 64)
-            patched.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+            patched.setattr(graph_sizes, "LEAST_LENGTH", 64)
         yield
 
 

@@ -5,6 +5,7 @@ They run in Triton's interpreter, in a process of its own (see tests/engine/test
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -34,7 +35,10 @@ from rollout.engine.kernels.triton_experts import ExpertSizes
 from rollout.engine.kernels.triton_layer_trial import LayerSizes, normed, rotated
 from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
 from rollout.engine.kernels.triton_paged import load
+from rollout.engine.memory.arena import PoolMemory
+from rollout.engine.memory.block_pool import zeros
 from rollout.engine.scheduling import run_ahead
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 from tests.capturable import Capturable
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, token_ids
 from tests.interpreter import INTERPRETED
@@ -126,9 +130,10 @@ def engine_of(model: Any, *, chunked: bool = False, **options: Any) -> DynamicIn
         kernels, runner.paged = load(DEVICE), load(DEVICE)
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
-        runner.fused = CudaForward(runner.model, runner.layout, cache, runner._attention, decode)
+        runner.copies = AutocastCopies(runner.model, DEVICE, PoolMemory(zeros), lambda: math.inf)
+        runner.fused = CudaForward(runner.model, runner.layout, cache, runner._attention, decode, runner.copies)
         runner.graphs = GraphedDecode(
-            runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused, chunked=chunked
+            runner.model, runner.layout, cache, 2, Rerun(), decode, runner.fused, chunked=chunked, copies=runner.copies
         )
         runner.runs = DecodeRuns(
             GraphedRuns(runner.forward, runner.graphs, DEVICE), runner.table, cache, runner.sampling, runner.adapters,
@@ -513,15 +518,29 @@ def test_under_autocast_logits_are_those_of_the_module_under_autocast(name) -> N
     tokens = token_ids(6, 1)
     with torch.autocast(DEVICE.type, dtype):
         engine = engine_of(model)
-        logits = paged_logits(runner_of(engine), tokens, 3)
+        runner = runner_of(engine)
+        copies, runner.copies = runner.copies, NO_COPIES
+        cast = paged_logits(runner, tokens, 3)
+        runner.copies = copies
+        logits = paged_logits(runner, tokens, 3)
+        assert engine.stats()["autocast_copy_bytes"] > 0
+        assert torch.equal(logits, cast), "the copy is the cast"
         assert why_not(engine) == ""
         assert logits.dtype == dtype
         expected = engine.controller.forward_logits(tokens)
+        scale, bound = float(expected.abs().max()), 5e-3 if INTERPRETED else 5e-2
         (request,) = engine.generate([tokens], greedily(3))
         assert captured(engine) == [True]
         assert request.error is None
-    scale = float(expected.abs().max())
-    assert float((logits - expected).abs().max()) < scale * (5e-3 if INTERPRETED else 5e-2)
+        layout = copies.layout
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        engine.weights_updated()
+        turned = paged_logits(runner, tokens, 3)
+        tied = model.lm_head.weight is model.get_input_embeddings().weight
+        assert tied or float((turned + logits).abs().max()) < scale * bound
+        assert copies.layout == layout
+    assert float((logits - expected).abs().max()) < scale * bound
     assert "KV cache has another dtype" in why_not(engine)
 
 

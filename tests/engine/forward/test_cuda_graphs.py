@@ -18,21 +18,19 @@ from torch import Tensor
 
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import chunk_state, cuda_graphs, prefix_sharing
+from rollout.engine.forward import chunk_state, cuda_graphs, graph_sizes, prefix_sharing
 from rollout.engine.forward.cuda_capture import Uncapturable
 from rollout.engine.forward.cuda_graphs import (
-    LEAST_LENGTH,
     MAX_FAILED,
     MAX_WASTED,
     WORTHWHILE,
     GraphedDecode,
-    padded_length,
-    padded_rows,
 )
 from rollout.engine.forward.cuda_switches import VARIABLE
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.decode_state import DecodeState
 from rollout.engine.forward.graph_signature import signature_of
+from rollout.engine.forward.graph_sizes import LEAST_LENGTH, padded_length, padded_rows
 from rollout.engine.kernels import decode_parts
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
@@ -156,7 +154,7 @@ def test_each_size_is_captured_when_it_is_first_needed_and_only_then() -> None:
 def test_a_row_that_grows_needs_another_graph_only_for_twice_the_parts(off: str, monkeypatch) -> None:
     monkeypatch.setattr(decode_parts, "SPLIT", 8)
     monkeypatch.setattr(cuda_graphs, "LEAST_WORKSPACE", 0)
-    monkeypatch.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+    monkeypatch.setattr(graph_sizes, "LEAST_LENGTH", 64)
     monkeypatch.setenv(VARIABLE, off)
     engine, _ = graphed(make_model("qwen3", num_hidden_layers=1))
     engine.add_request(token_ids(6, 1), greedily(20))
@@ -651,7 +649,7 @@ def test_sizes_are_few_and_waste_little() -> None:
 
 def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "STATE_LENGTH", 64)
-    monkeypatch.setattr(cuda_graphs, "LEAST_LENGTH", 64)
+    monkeypatch.setattr(graph_sizes, "LEAST_LENGTH", 64)
     engine, recorder = graphed("qwen3")
     engine.add_request(token_ids(60, 1), greedily(12))
     finish_exact(engine, "qwen3", 1)
@@ -662,6 +660,20 @@ def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeyp
     engine.add_request(token_ids(60, 2), greedily(12))
     finish_exact(engine, "qwen3", 1)
     assert recorder.captures == 3, "the tables are as wide again from the start"
+
+
+def test_tables_four_times_as_wide_as_was_needed_since_the_last_suspend_are_narrower_after_it(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "STATE_LENGTH", 16)
+    monkeypatch.setattr(graph_sizes, "LEAST_LENGTH", 16)
+    engine, recorder = graphed(make_model("qwen3", num_hidden_layers=1), block_size_tokens=1, kv_cache_blocks=256)
+    graphs, found = engine.controller.runner.graphs, []
+    for length in (50, 20, 6, 20):
+        engine.add_request(token_ids(length, length), greedily(4))
+        finish(engine)
+        found.append((graphs._state.columns, recorder.captures))
+        pass_suspended(engine, "recompute")
+    assert found == [(64, 1), (64, 1), (64, 1), (32, 2)]
+    assert graphs._state.columns == 32, "twice as wide as the last one needed"
 
 
 def test_the_addresses_of_a_pool_follow_it() -> None:

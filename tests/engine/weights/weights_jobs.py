@@ -68,7 +68,7 @@ def mapped_weights() -> Iterator[Driver]:
     driver = Driver(2**26)
     arena = Arena(driver)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(source, "fixed_memory", lambda device: PoolMemory(arena.allocate, arena.release))
+        patched.setattr(source, "fixed_memory", lambda device: PoolMemory(arena.take, arena.release))
         yield driver
 
 

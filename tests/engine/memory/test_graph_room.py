@@ -1,0 +1,166 @@
+"""Tests of the room that a KV pool leaves to CUDA graphs, on a pretended device whose memory the trainer takes too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import graph_sizes
+from rollout.engine.forward.cuda_graphs import GraphedDecode
+from rollout.engine.forward.graph_sizes import GraphMemory
+from rollout.engine.memory.arena import Arena
+from rollout.engine.memory.kv_cache import KVCache
+from tests.engine.forward.recorded_graphs import Plain, Recorder
+from tests.engine.memory.test_arena import BLOCKS, PAGE, CachingAllocator, Driver
+from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+GRAPH = 30 * PAGE
+"""What a capture takes."""
+
+
+class Capturing(Recorder):
+    """Captures take memory of a pretended device, and give it back when they are forgotten."""
+
+    def __init__(self, cache: KVCache, allocator: CachingAllocator) -> None:
+        super().__init__(cache)
+        self._allocator = allocator
+        self._held: list[list[int]] = []
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        segment = self._allocator.take(GRAPH)
+        self._held.append(segment)
+        self.graph_bytes += GRAPH
+        return super().capture(work)
+
+    def forget(self) -> None:
+        super().forget()
+        for segment in self._held:
+            segment[1] -= GRAPH
+        self._held.clear()
+        self._allocator.empty()
+        self.graph_bytes = 0
+
+
+@pytest.fixture(autouse=True)
+def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_sizes, "GRAPH_BYTES", PAGE)
+    monkeypatch.setattr(graph_sizes, "LEAST_LACKING", GRAPH)
+
+
+def on(driver: Driver, allocator: CachingAllocator) -> tuple[DynamicInferenceEngine, Capturing]:
+    arena = Arena(driver)
+    driver.reclaim = allocator.empty  # type: ignore[method-assign]
+    engine = make_engine(
+        "qwen3", allocate=arena.allocate, kv_cache_blocks=BLOCKS, fused_forward=False, release_cuda_graphs=True
+    )
+    engine.cache._release = arena.release
+    runner, recorder = engine.controller.runner, Capturing(engine.cache, allocator)
+    runner.graphs = GraphedDecode(
+        runner.model, runner.layout, engine.cache, 8, recorder, Plain(engine.cache), chunked=False
+    )
+    # Torch counts the pool of graphs as free, although nothing else can have it.
+    engine.context._spare = lambda: driver.total - driver.used + recorder.graph_bytes
+    return engine, recorder
+
+
+def generate(engine: DynamicInferenceEngine) -> None:
+    for seed in range(3):
+        engine.add_request(token_ids(5 + seed, seed), greedily(6))
+    for request in finish(engine).values():
+        assert_greedy("qwen3", request)
+
+
+def suspend_while(engine: DynamicInferenceEngine, take: Callable[[], object]) -> None:
+    engine.pause()
+    engine.suspend("offload")
+    take()
+    engine.resume()
+    engine.unpause()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_resume_leaves_the_room_that_graphs_have_had_to_those_that_are_captured_again(
+    counted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(2**30)
+    allocator = CachingAllocator(driver)
+    engine, recorder = on(driver, allocator)
+    whole = engine.cache.device_bytes
+    generate(engine)
+    assert recorder.captures == 1
+    if not counted:
+        engine.context.to_come = lambda: recorder.graph_bytes
+    # Adam's states are born, and leave the pool and half a graph.
+    with caplog.at_level(logging.WARNING):
+        suspend_while(engine, lambda: allocator.take(driver.total - driver.used - whole - GRAPH // 2))
+        generate(engine)
+    assert (recorder.captures == 2) == counted
+    assert ("no memory to capture" in caplog.text) != counted
+    assert (engine.cache.num_blocks < BLOCKS) == counted
+
+
+def test_after_a_capture_without_memory_the_pool_leaves_it_at_the_next_resume(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = Driver(2**30)
+    allocator = CachingAllocator(driver)
+    engine, recorder = on(driver, allocator)
+    allocator.take(driver.total - driver.used - GRAPH // 2)
+    with caplog.at_level(logging.WARNING):
+        generate(engine)
+    assert recorder.captures == 0
+    assert "no memory to capture decode steps of 4 rows until the next suspend, after which the KV pool leaves" in (
+        caplog.text
+    )
+    suspend_while(engine, lambda: None)
+    assert engine.cache.num_blocks < BLOCKS
+    generate(engine)
+    assert recorder.captures == 1
+    assert engine.context.room() >= 0
+
+
+def test_graphs_take_at_most_half_of_the_pool() -> None:
+    driver = Driver(2**30)
+    allocator = CachingAllocator(driver)
+    engine, _ = on(driver, allocator)
+    whole = engine.cache.device_bytes
+    engine.context.to_come = lambda: 2 * whole
+    suspend_while(engine, lambda: allocator.take(driver.total - driver.used - whole - PAGE))
+    assert BLOCKS // 2 - BLOCKS // 32 <= engine.cache.num_blocks <= BLOCKS // 2
+
+
+def test_the_estimate_of_what_graphs_will_take_follows_what_they_took() -> None:
+    memory = GraphMemory([1, 2, 4, 256])
+    assert memory.to_come(0) == 4 * PAGE, "no step was measured"
+    memory.expect(peak=1000 * PAGE, positions=1000)
+    assert memory.to_come(0) == (256 + 4) * PAGE
+    memory.captured(4, before=0, held=50 * PAGE)
+    assert memory.to_come(50 * PAGE) == (252 + 3) * PAGE
+    memory.captured(256, before=50 * PAGE, held=300 * PAGE)
+    assert memory.to_come(300 * PAGE) == 2 * PAGE, "the pool is as large as it will be"
+    memory.captured(2, before=300 * PAGE, held=303 * PAGE)
+    assert memory.to_come(303 * PAGE) == 3 * PAGE
+    memory.released()
+    assert memory.to_come(0) == 303 * PAGE
+    assert memory.lacked(4) == memory.to_come(0) - 303 * PAGE == GRAPH
+    assert memory.lacked(4) == 2 * GRAPH
+    memory.captured(4, before=0, held=50 * PAGE)
+    assert memory.to_come(50 * PAGE) == (252 + 3 * 3) * PAGE
+
+
+def test_a_model_that_is_not_captured_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(2**30)
+    engine, _ = on(driver, CachingAllocator(driver))
+    graphs = engine.controller.runner.graphs
+    assert graphs is not None
+    steps(engine, 1)
+    assert engine.context.to_come() > 0
+    monkeypatch.setattr(graphs, "_given_up", "of the test")
+    assert engine.context.to_come() == 0
+    assert torch.inf > engine.context.room() > 0
