@@ -23,13 +23,13 @@ def fused(run: Run) -> None:
         run.collect()
     for size in run.sizes:
         model = run.model(size)
-        batch, context = CASES[0] if run.cuda else (2, 16)
+        batch, context = CASES[0] if run.large else (2, 16)
         for on in (True, False):
             decode_steps(run, model, size, batch, context, f"bf16, fused_forward={on}", fused_forward=on)
         del model
         run.collect()
     model = run.model(run.sizes[0], torch.float32)
-    batch, context = CASES[0] if run.cuda else (2, 16)
+    batch, context = CASES[0] if run.large else (2, 16)
     for on in (True, False):
         label = f"fp32, autocast_dtype, fused_forward={on}"
         decode_steps(run, model, run.sizes[0], batch, context, label, autocast_dtype="bfloat16", fused_forward=on)
@@ -38,9 +38,9 @@ def fused(run: Run) -> None:
 
 def _truth(run: Run, model: PreTrainedModel, *, on: bool) -> bool:
     """Whether chunks of prompts were captured."""
-    asked = prompts(model, 16 if run.cuda else 2, 5, 500 if run.cuda else 40, seed=1)
-    params = SamplingParams(max_tokens=64 if run.cuda else 4, ignore_eos=True, seed=5)
-    with run.engine(model, fused_forward=on, kv_cache_memory_gb=8 if run.cuda else 0.1, **CHUNKED) as engine:
+    asked = prompts(model, 16 if run.large else 2, 5, 500 if run.large else 40, seed=1)
+    params = SamplingParams(max_tokens=64 if run.large else 4, ignore_eos=True, seed=5)
+    with run.engine(model, fused_forward=on, kv_cache_memory_gb=8 if run.large else 0.1, **CHUNKED) as engine:
         done = engine.generate(asked, params)
         found = np.concatenate([logprob_errors(run, model, request) for request in done])
         errors = {"mean": found.mean(), "p99": np.quantile(found, 0.99), "max": found.max(), "tokens": len(found)}

@@ -41,7 +41,7 @@ def _within(run: Run, name: str, stage: Callable[[Run], None], limit: int) -> bo
 
     run.say("begins", name=name)
     before, start = signal.signal(signal.SIGALRM, late), time.perf_counter()
-    signal.alarm(limit if run.cuda else 0)
+    signal.alarm(limit if run.large else 0)
     why = ""
     try:
         stage(run)
