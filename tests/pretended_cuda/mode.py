@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,7 @@ _DEVICE, _IS_CUDA = _T.device.__get__, _T.is_cuda.__get__
 _ARRAYS = {_T.numpy, _T.__array__}
 _WAITS = {_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.nonzero, torch.nonzero, torch.equal,
           _T.equal, torch.masked_select, _T.masked_select, torch.unique, _T.unique, torch.allclose, _T.allclose}  # fmt: skip
+_QUOTIENTS = {_T.div, _T.__truediv__, _T.true_divide, torch.div, torch.true_divide}
 _MIXED = {
     _T.copy_,
     _T.__getitem__,
@@ -87,6 +89,9 @@ class PretendedCuda(TorchFunctionMode):
             if is_on(first):
                 raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
             return _pinned(first.clone())
+        if func in _QUOTIENTS and first is not None and is_on(first) and isinstance(args[1], float):
+            # A device multiplies by the reciprocal of a number.
+            func, args = _T.mul, (first, float(np.float32(1) / np.float32(args[1])))
         return self._called(func, args, kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
