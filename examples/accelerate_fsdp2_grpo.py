@@ -121,7 +121,7 @@ def main() -> None:
     problems = Problems(sums(), held_out=64 if options.quick else 512, seed=options.seed)
     title = f"GRPO: a small Qwen3 learns to add, sharded over {size} ranks (seed {options.seed})"
     report = Report(title, options.out, silent=not accelerator.is_main_process)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     problems = problems.share(rank, size, seed=options.seed)
     whole = megabytes(model)
     model, optimizer = accelerator.prepare(

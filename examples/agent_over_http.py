@@ -191,7 +191,13 @@ def teachers(tokenizer: PreTrainedTokenizerFast, question: Question) -> Transcri
 
 
 def warm_up(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dice: random.Random, *, until: float, fall: int = 15
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    dice: random.Random,
+    *,
+    until: float,
+    fall: int = 15,
+    batch_size: int = 64,
 ) -> int:
     """Lessons from the teacher, until the loss (nats per token that he says) has come below `until`, and `fall` more.
 
@@ -204,7 +210,7 @@ def warm_up(
         step += 1
         left -= running < until or left < fall
         optimizer.param_groups[0]["lr"] = 3e-3 * min(step / 20, left / fall)
-        lesson = [teachers(tokenizer, some_question(dice)) for _ in range(64)]
+        lesson = [teachers(tokenizer, some_question(dice)) for _ in range(batch_size)]
         said = _padded([torch.tensor(each.sampled) for each in lesson], model)
         loss = -token_logprobs(model, lesson)[said].mean()
         _step(optimizer, loss)
@@ -268,7 +274,7 @@ def main() -> None:
     dice = random.Random(options.seed)
     tokenizer = agents_tokenizer()
     model = small_model(tokenizer, max_length=128, seed=options.seed)
-    lessons = warm_up(model, tokenizer, dice, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, dice, until=options.warm_up, batch_size=8 if options.quick else 64)
     print(f"{lessons} lessons in {time.perf_counter() - started:.0f} s")
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=3, fall=1.0)

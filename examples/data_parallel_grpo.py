@@ -74,7 +74,7 @@ def train(options: argparse.Namespace) -> None:
     problems = Problems(sums(), held_out=64 if options.quick else 512, seed=options.seed)
     title = f"GRPO: a small Qwen3 learns to add on {size} ranks (seed {options.seed})"
     report = Report(title, options.out, extra="tokens asked → computed by rank, max/mean", silent=rank > 0)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     problems = problems.share(rank, size, seed=options.seed)
     config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
     with (

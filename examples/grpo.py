@@ -105,7 +105,7 @@ def main() -> None:
     model = small_model(tokenizer, max_length=64, seed=options.seed)
     problems = Problems(sums(), held_out=64 if options.quick else 512, seed=options.seed)
     report = Report(f"GRPO: a small Qwen3 learns to add (seed {options.seed})", options.out)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
     log = RunLog(options.out / "log", title=report.title) if options.report else None
     trace = TraceConfig(folder=str(options.out / "log" / "traces"), every_steps=max(1, options.steps // 4))

@@ -104,7 +104,7 @@ def main() -> None:
     model = small_model(tokenizer, max_length=64, seed=options.seed)
     problems = Problems(sums(), held_out=64 if options.quick else 256, seed=options.seed)
     report = Report(f"GRPO with LoRA: a small Qwen3 learns to add (seed {options.seed})", options.out, extra="KL")
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     lora = LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     policy = get_peft_model(model, lora)
     trained, every = policy.get_nb_trainable_parameters()

@@ -142,7 +142,8 @@ def main() -> None:
     tokenizer = character_tokenizer()
     model = small_moe(tokenizer, options.seed)
     problems = Problems(sums(), held_out=32 if options.quick else 256, seed=options.seed)
-    print(f"{warm_up(model, tokenizer, problems, until=options.warm_up)} supervised steps")
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
+    print(f"{lessons} supervised steps")
     config = InferenceConfig(
         max_requests=GROUP * options.prompts, seed=options.seed, inference_dtype="bfloat16", record_routes=True
     )

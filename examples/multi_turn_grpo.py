@@ -142,7 +142,7 @@ def main() -> None:
     model = small_model(tokenizer, max_length=96, seed=options.seed)
     problems = Problems(problems_of_three(), held_out=64 if options.quick else 256, seed=options.seed)
     report = Report(f"Multi-turn GRPO: a small Qwen3 and its calculator (seed {options.seed})", options.out)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     config = InferenceConfig(max_requests=GROUP * options.prompts, block_size_tokens=4, seed=options.seed)
     with (
         RolloutManager(model, tokenizer, config) as rollout,

@@ -107,7 +107,7 @@ def main() -> None:
     model = small_model(tokenizer, max_length=128, seed=options.seed)
     problems = Problems(repeated_sums(), held_out=32 if options.quick else 256, seed=options.seed)
     report = Report(f"Partial rollouts: sums with a long tail (seed {options.seed})", options.out)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=48)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 48)
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     config = InferenceConfig(
         max_requests=GROUP * options.in_flight, kv_cache_management_mode=options.kv_mode, seed=options.seed

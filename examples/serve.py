@@ -124,7 +124,7 @@ def main() -> None:
     tokenizer = character_tokenizer()
     model = small_model(tokenizer, max_length=64, seed=options.seed)
     problems = Problems(sums(), held_out=512, seed=options.seed)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     print(f"{lessons} supervised steps in {time.perf_counter() - started:.0f} s")
     config = InferenceConfig(max_requests=GROUP * options.prompts + AT_ONCE, seed=options.seed)
     answers: list[Answer] = []

@@ -125,7 +125,7 @@ def main() -> None:
     model = small_model(tokenizer, max_length=64, seed=options.seed)
     problems = Problems(sums(), held_out=options.held_out, seed=options.seed)
     report = Report(f"TRL: a small Qwen3 learns to add (seed {options.seed})", options.out, extra="ratio")
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up)
+    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     with WandbLogger("rollout-trl", config=vars(options), directory=options.out) as logger:
         rows = Rows(report, logger)
         trainer = GRPOTrainer(

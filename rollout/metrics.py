@@ -290,7 +290,7 @@ METRICS: dict[str, Metric] = {
     "rollout/generate_s": _timer("time spent generating"),
     "rollout/suspend_s": _timer("time spent releasing the KV cache's device memory"),
     "rollout/train_s": _timer("time spent outside the engine: rewards, backward, optimizer"),
-    "rollout/resume_s": _timer("time spent restoring the KV cache"),
+    "rollout/resume_s": _timer("time spent restoring the KV cache, its copies included"),
     **{
         f"rollout/time_share_{phase}": _ratio(
             "share", f"share of the time of all phases spent in {phase}", (f"rollout/{phase}_s",), _PHASE_SECONDS
@@ -299,6 +299,9 @@ METRICS: dict[str, Metric] = {
     },
     "rollout/suspends": _counter("calls", "suspends that released the KV cache's device memory"),
     "rollout/suspend_bytes": _counter("bytes", "KV copied to host memory"),
+    "rollout/suspend_fallbacks": _counter(
+        "calls", "suspends that dropped KV which they were to offload, for want of memory to copy it to"
+    ),
     "rollout/resumes": _counter("calls", "resumes that restored the KV cache"),
     "rollout/resume_bytes": _counter("bytes", "KV copied back to the device"),
     "rollout/resume_fallbacks": _counter("requests", "requests recomputed at a resume because their KV no longer fits"),

@@ -1,5 +1,10 @@
 """What examples import: a nursery of this module forks processes that begin with it, which takes seconds."""
+# ruff: noqa: F401
+
+import matplotlib.pyplot
+import wandb.sdk.launch
 
 import rollout.engine.engine
 import rollout.manager.manager
-import rollout.server.server  # noqa: F401
+import rollout.server.server
+import trainer_hooks.wandb

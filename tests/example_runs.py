@@ -6,9 +6,12 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 from tests.distributed.job.nursery import Nursery
 
@@ -28,19 +31,49 @@ def run_example(name: str, out: Path, *flags: str, ranks: int | None = None) -> 
     return done.stdout
 
 
-def fork_example(nursery: Nursery, name: str, out: Path, *flags: str) -> str:
-    """The same on one rank in a child of a nursery of `tests.example_imports`, which spares the imports."""
-    printed = out / "printed"
+def fork_example(nursery: Nursery, name: str, out: Path, *flags: str, ranks: int | None = None) -> str:
+    """The same in children of a nursery of `tests.example_imports`, which spares the imports.
+
+    Ranks find in their environment what `torchrun` leaves there, and meet at a store of this process, as at its own.
+    """
+    environments: list[dict[str, str]] = [{}]
+    if ranks is not None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environments = [_of_rank(rank, ranks, store.port) for rank in range(ranks)]
+    printed = [out / f"printed-{rank}" for rank in range(len(environments))]
+
+    def said() -> str:
+        return "".join(path.read_text() for path in printed if path.exists())
+
+    end = time.monotonic() + DEADLINE_S
     with nursery.children() as family:
-        child = nursery.child(_live, path=str(_path(name)), flags=flags, environment=_environment(out), printed=printed)
-        family.append(child)
-        assert child.pipe.poll(DEADLINE_S), f"{name} has not ended within {DEADLINE_S} s:\n{printed.read_text()}"
-        try:
-            code = child.pipe.recv()
-        except EOFError:
-            code = None
-    assert code == 0, f"{name} has ended with {code}:\n{printed.read_text()}"
-    return printed.read_text()
+        for path, environment in zip(printed, environments, strict=True):
+            environment |= _environment(out)
+            family.append(
+                nursery.child(_live, path=str(_path(name)), flags=flags, environment=environment, printed=path)
+            )
+        running = {child.pipe for child in family}
+        while running:
+            ready = wait(list(running), max(0.0, end - time.monotonic()))
+            assert ready, f"{name} has not ended within {DEADLINE_S} s:\n{said()}"
+            for pipe in ready:
+                running.discard(pipe)
+                try:
+                    code = pipe.recv()
+                except EOFError:
+                    code = None
+                assert code == 0, f"{name} has ended with {code}:\n{said()}"
+    return said()
+
+
+def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment of a process of `torchrun` on one host."""
+    size, place = str(ranks), str(rank)
+    return {
+        "RANK": place, "LOCAL_RANK": place, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
 
 
 def _path(name: str) -> Path:

@@ -60,6 +60,11 @@ def test_the_example_runs_leaves_a_picture_and_logs_the_whole_table_of_metrics(
     assert {each for each in logged if each.startswith("rollout/")} == LOGGED_BY_DEFAULT
     assert {"train/reward", "train/loss", "train/held_out"} <= logged
     assert ({"samples/table", "samples/completion_length"} <= logged) is (name in WITH_SAMPLES)
+    if "--resume" in flags:
+        assert "supervised steps" in out
+        again = fork_example(nursery, name, tmp_path, *flags)
+        assert re.search(r"resumed at step 3 with \d+ groups in flight", again), again
+        assert "supervised steps" not in again
 
 
 @pytest.mark.slow
@@ -69,15 +74,6 @@ def test_the_example_with_images_encodes_a_drawing_once_for_its_samples(nursery:
     assert len(encoded) == 2, out
     assert int(encoded[-1]) <= 4
     assert list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.slow
-def test_the_asynchronous_example_goes_on_from_its_last_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
-    flags = ["--quick", "--out", str(tmp_path), "--resume"]
-    assert "supervised steps" in fork_example(nursery, "async_grpo", tmp_path, *flags)
-    again = fork_example(nursery, "async_grpo", tmp_path, *flags)
-    assert re.search(r"resumed at step 3 with \d+ groups in flight", again), again
-    assert "supervised steps" not in again
 
 
 @pytest.mark.slow
@@ -108,8 +104,8 @@ def test_the_example_with_trls_own_trainer_runs_and_leaves_a_picture(nursery: Nu
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_data_parallel_example_runs_on_two_ranks_and_shows_the_balance(tmp_path: Path) -> None:
-    out = run_example("data_parallel_grpo", tmp_path, "--quick", "--out", str(tmp_path), ranks=2)
+def test_the_data_parallel_example_runs_on_two_ranks_and_shows_the_balance(nursery: Nursery, tmp_path: Path) -> None:
+    out = fork_example(nursery, "data_parallel_grpo", tmp_path, "--quick", "--out", str(tmp_path), ranks=2)
     assert "on 2 ranks" in out
     assert "tokens asked → computed by rank, max/mean" in out
     rows = re.findall(r"([\d,]+) ([\d,]+) → ([\d,]+) ([\d,]+)  \d\.\d\d → \d\.\d\d", out)
@@ -143,8 +139,10 @@ def test_the_data_parallel_example_runs_on_workers_of_ray_train(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_example_with_accelerate_runs_on_two_ranks_and_each_keeps_half_of_the_weights(tmp_path: Path) -> None:
-    out = run_example("accelerate_fsdp2_grpo", tmp_path, "--quick", "--out", str(tmp_path), ranks=2)
+def test_the_example_with_accelerate_runs_on_two_ranks_and_each_keeps_half_of_the_weights(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    out = fork_example(nursery, "accelerate_fsdp2_grpo", tmp_path, "--quick", "--out", str(tmp_path), ranks=2)
     assert "sharded over 2 ranks" in out
     whole, kept = re.findall(r"parameters: (\S+) MB whole, (\S+) MB on this rank", out)[0]
     assert float(kept) == pytest.approx(float(whole) / 2, rel=0.05)

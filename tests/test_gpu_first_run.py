@@ -14,8 +14,9 @@ import torch
 
 from tests.gpu_first_run import __main__ as first_run
 from tests.gpu_first_run import exactness, report, supervisor
+from tests.gpu_first_run import sanitize as sanitizer
 from tests.gpu_first_run.findings import Run
-from tests.gpu_first_run.gpu_tests import gpu_tests, outcomes
+from tests.gpu_first_run.gpu_tests import ROOT, gpu_tests, outcomes
 from tests.gpu_first_run.limits import LIMITS
 
 pytestmark = [
@@ -46,6 +47,8 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     assert {each["work"] for each in found if each["what"] == "price"} == {"sampling", "training"}
     fused = [(each["fused_forward"], each["max"] < 0.1) for each in found if each["what"] == "log-probs, fused"]
     assert fused == [(True, True), (False, True)] * 2
+    of_families = [(each["family"], each["max"] < 0.1) for each in found if each["what"] == "log-probs, family"]
+    assert of_families == [("llama", True)] * 2 + [("llama, LoRA", True)] * 2
     labels = [each["label"] for each in found if each["what"] == "decode step"]
     assert labels == [
         "fp32, autocast_dtype", "fp32, autocast around the call", "fp32, a bf16 copy", "fp32, autocast in the forward",
@@ -112,6 +115,42 @@ def test_the_tests_for_a_gpu_are_a_stage_and_those_that_fill_it_run_alone(tmp_pa
     (name,) = together["which_failed"]
     assert name.endswith("test_some.py::test_that_fails[a b]")
     assert "assert 'a b' == 'c'" in (tmp_path / "tests-together.txt").read_text(encoding="utf-8")
+
+
+SANITIZER = """#!/bin/sh
+echo "========= COMPUTE-SANITIZER"
+echo "$@" >> "$0.calls"
+case "$*" in
+*racecheck*) echo "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"; exit 77;;
+*) echo "========= ERROR SUMMARY: 0 errors";;
+esac
+"""
+
+
+def test_what_the_sanitizer_finds_fails_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    program = home / "compute-sanitizer" / "compute-sanitizer"
+    program.parent.mkdir(parents=True)
+    program.write_text(SANITIZER, encoding="utf-8")
+    program.chmod(0o755)
+    nowhere = {"PATH": ""}
+    monkeypatch.setattr(sanitizer, "glob", lambda pattern: [])
+    assert sanitizer.found_program(nowhere) is None
+    assert sanitizer.found_program(nowhere | {"CUDA_HOME": str(home)}) == str(program)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    run: Any = Run(torch.device("cuda", 0), tmp_path, ("tiny",))
+    with pytest.raises(AssertionError, match=r"^racecheck found errors"):
+        sanitizer.sanitize(run)
+    memory, races = findings(tmp_path)
+    assert (memory["tool"], memory["errors"], memory["status"]) == ("memcheck", 0, 0)
+    assert (races["tool"], races["errors"], races["status"]) == ("racecheck", 1, 77)
+    assert "1 error" in races["first"][-1]
+    calls = Path(f"{program}.calls").read_text(encoding="utf-8").splitlines()
+    assert [f"--tool {tool}" in call for tool, call in zip(sanitizer.TOOLS, calls, strict=True)] == [True, True]
+    for test in sanitizer.TESTS:
+        file, name = test.split("::")
+        assert test in calls[0]
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), "it runs a test that there is"
 
 
 STAGE = """

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from safetensors.torch import load_file
 
 from rollout.engine.explain.rates import Rates
-from tests.benchmarks import busy, race, remote, report, suspend
+from tests.benchmarks import busy, race, remote, report, step_profile, suspend
 from tests.benchmarks.child import Child, Late, PeerFailed, clean_environment
+from tests.benchmarks.device_time import DeviceTime
 from tests.benchmarks.field import Rules, hopeless
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Ledger
+from tests.benchmarks.subject import make_subject
 from tests.benchmarks.workloads import CONVERSATIONS, NAMES, Scale, Turn, Workload, grpo
 
 BENCHMARKS = Path(race.__file__).parent
@@ -213,6 +217,27 @@ def floor() -> Floor:
 def test_a_decode_step_is_bound_by_reading_weights_or_by_multiplying_and_reads_its_kv() -> None:
     assert floor().decode_step(sequences=1, kv_tokens=5) == 200 + 15
     assert floor().decode_step(sequences=40, kv_tokens=5) == 400 + 15
+
+
+def test_what_a_gpu_does_in_a_step_is_told_beside_what_the_host_does(capsys: pytest.CaptureFixture[str]) -> None:
+    spent = DeviceTime(kernels=650.0, ms={"attend_parts": 3.0, "nvjet_tst": 2.5, "merge": 1.0, "add_norm": 0.5})
+    found = step_profile._of_device(spent, step_ms=10.0, kv_bytes=8 * 10**9, floor_s=0.006)
+    assert found == {"kernels": 650.0, "busy_ms": 7.0, "idle_ms": 3.0, "attention_ms": 4.0, "attention_tb_s": 2.0,
+                     "of_floor": 0.6}  # fmt: skip
+    profile = {"kind": "decode step", "size": "8b", "dtype": "bfloat16", "sequences": 64, "ms": {"step": 10.0},
+               "bookkeeping_share": 0.1, "device": found}  # fmt: skip
+    report.show(Console(width=140), Ledger(), [profile])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "650" in line)
+    assert all(shown in line for shown in ("8b bfloat16", " 7 ", " 3 ", " 4 ", " 2 ", "60%"))
+
+
+def test_a_subject_is_saved_when_a_peer_in_another_process_asks_for_it(tmp_path: Path) -> None:
+    subject = make_subject("tiny", "bfloat16", 64, tmp_path)
+    assert not list(tmp_path.iterdir()), "16 GB of a large one, and its peers may be here"
+    assert subject.folder == subject.where == tmp_path / "tiny-bfloat16"
+    saved = load_file(subject.folder / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    assert saved[name].equal(subject.model.get_parameter(name))
 
 
 def test_a_prompt_that_samples_share_is_in_the_floor_once() -> None:

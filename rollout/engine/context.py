@@ -21,6 +21,7 @@ from rollout.engine.memory.block_pool import BlockMemory
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.kv_cache import LayerShape, RouteShape
 from rollout.engine.memory.layer_groups import LayerGroups
+from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.scheduling.block_allocator import BlockAllocator
 from rollout.engine.scheduling.host_cache import HostCache
@@ -51,6 +52,8 @@ class MemoryMove:
     """Configured pool size minus current pool size, in blocks."""
     blocks_restored: int = 0
     """Blocks whose KV was copied back."""
+    offload_failed: bool = False
+    """The KV was to be offloaded, and is computed again: there was no memory for it."""
 
 
 class DynamicInferenceContext:
@@ -134,9 +137,10 @@ class DynamicInferenceContext:
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
         """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed.
 
-        Without host memory to offload to, the KV is dropped and computed again.
+        Without memory to offload to, or for the copies on their way, the KV is dropped and computed again.
         """
         given_up = copied = 0
+        offload_failed = False
         if mode is not KVCacheManagementMode.RECOMPUTE and not keep_prefix_cache:
             self.allocator.drop_cached()
             if self.states is not None:
@@ -147,17 +151,19 @@ class DynamicInferenceContext:
                 copied = self.cache.save(self._live_memory(keep_prefix_cache))
                 if self.states is not None:
                     copied += self.states.save()
-            except HostMemoryError as exc:
-                mode = KVCacheManagementMode.RECOMPUTE
+            except (HostMemoryError, RuntimeError) as exc:
+                if not (isinstance(exc, HostMemoryError) or lacks_device_memory(exc)):
+                    raise
+                mode, offload_failed = KVCacheManagementMode.RECOMPUTE, True
                 self.cache.discard_saved()
-                self._warn_of_host_memory(exc)
+                self._warn_of_failed_offload(exc)
         if mode is KVCacheManagementMode.RECOMPUTE:
             given_up = self.scheduler.preemption.checkpoint_all()
             self.allocator.drop_cached()
             self.drop()
             self.kept = KEPT_NOTHING
         self._mode = mode
-        return MemoryMove(bytes_copied=copied, tokens_given_up=given_up)
+        return MemoryMove(bytes_copied=copied, tokens_given_up=given_up, offload_failed=offload_failed)
 
     def resume(self) -> MemoryMove:
         """Restore the KV cache and the states on the device, in smaller pools if memory is short.
@@ -188,7 +194,9 @@ class DynamicInferenceContext:
                 if self.states is not None:
                     copied += self.states.restore()
                 blocks = self._num_live_blocks()
-            except torch.OutOfMemoryError as exc:
+            except RuntimeError as exc:
+                if not lacks_device_memory(exc):
+                    raise
                 # A partly restored cache cannot be used.
                 given_up += self.scheduler.preemption.checkpoint_all(exc)
                 self.cache.discard_saved()
@@ -242,13 +250,17 @@ class DynamicInferenceContext:
             self._materialize(self.num_blocks, 1)
             self._follow_pool()
 
-    def _warn_of_host_memory(self, exc: HostMemoryError) -> None:
+    def _warn_of_failed_offload(self, exc: Exception) -> None:
         if not self._warned:
             self._warned = True
+            reason = f"{exc}".partition("\n")[0]
+            what = (
+                reason if isinstance(exc, HostMemoryError) else f"device memory for the copies on their way ({reason})"
+            )
             _log.warning(
                 "the KV cache cannot be offloaded and is computed again after this suspend and others like it: no %s; set "
                 "kv_cache_management_mode='recompute', or give the host more memory (ulimit -l, the container's limit)",
-                exc,
+                what,
             )
 
     def _least(self) -> int:

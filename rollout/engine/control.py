@@ -71,14 +71,30 @@ class EngineControl(EngineInspection):
 
         def act() -> MemoryMove:
             if chosen is not KVCacheManagementMode.PERSIST:
+                # Steps may have run on another stream than the caller's.
+                self.controller.runner.settle()
                 self.controller.runner.release_workspace(graphs=self.config.release_cuda_graphs)
             return self.context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
 
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Bring the KV cache back to the device; leads to PAUSED."""
-        return self._signal(ControlSignal.RESUME, self.context.resume) or MemoryMove()
+        """Bring the KV cache back to the device; leads to PAUSED.
+
+        On CUDA copies may go on after this: the next step waits for them, and so does `wait_until_restored`.
+        """
+
+        def act() -> MemoryMove:
+            move = self.context.resume()
+            self.controller.runner.mark_written()
+            return move
+
+        return self._signal(ControlSignal.RESUME, act) or MemoryMove()
+
+    def wait_until_restored(self) -> None:
+        """Block until the copies of a `resume` have ended."""
+        with self.locked():
+            self.controller.runner.wait_until_written()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
         """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
@@ -140,7 +156,7 @@ class EngineControl(EngineInspection):
                 )
             self._guard.changed()
             self.installation.module_epoch += 1
-            self.controller.runner.weights_written()
+            self.controller.runner.mark_written()
             torch.clear_autocast_cache()
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
             self.controller.runner.vision.features.clear()

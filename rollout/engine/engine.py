@@ -256,8 +256,9 @@ class DynamicInferenceEngine(GroupMember):
         """Schedule, execute, update. Returns the records that have ended since the last step, each exactly once.
 
         Args:
-            ahead: make further decode steps in the same call, for about 30 ms, where all of it can be done in C++: until a
-                sample ends, another thread waits for the engine, or `ask_for_boundary` is called. The tokens are the same.
+            ahead: make further decode steps in the same call, for about 30 ms, where the fused CPU forward or a CUDA graph
+                can make all of them: until a sample ends, another thread waits for the engine, or `ask_for_boundary` is
+                called. The tokens are the same.
 
         Requests that were accepted while other adapters acted than now wait until these act again; those that were
         running give up their KV then, what is left of it in the prefix cache excepted.

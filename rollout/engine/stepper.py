@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from traceback import clear_frames
 
-import torch
-
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.ledger import Ledger
+from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.multimodal.vision import EncodingError
 from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.scheduler import Scheduler
@@ -129,7 +128,7 @@ class Stepper:
             log.step_ends(step, self._scheduler, sampled.steps)
 
     def _contain(self, step: ScheduledStep, exc: Exception) -> None:
-        if isinstance(exc, torch.OutOfMemoryError):
+        if lacks_device_memory(exc):
             # Frames of the failed forward hold its tensors.
             clear_frames(exc.__traceback__)
             try:

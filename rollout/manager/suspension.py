@@ -88,6 +88,9 @@ class Suspension:
             return self._engine.holds.release(*holders)
         with self._metrics.phase("resume"), interrupt_deferred():
             move = self._engine.holds.release(*holders)
+            if not self._suspended():
+                # Otherwise the time would not be that of the copies, and they would count as generating.
+                self._engine.wait_until_restored()
         if not self._suspended():
             self._metrics.resumed(move)
         return move

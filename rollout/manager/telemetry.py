@@ -114,6 +114,7 @@ class RolloutMetrics(MetricsRecorder):
         """Record a suspend of the KV cache."""
         self.add("rollout/suspends")
         self.add("rollout/suspend_bytes", move.bytes_copied)
+        self.add("rollout/suspend_fallbacks", move.offload_failed)
         self.add("rollout/tokens_recomputed", move.tokens_given_up)
 
     def resumed(self, move: MemoryMove) -> None:

@@ -103,7 +103,7 @@ class Race:
         for workload in workloads:
             if workload.name == "steady" and "ours" in self.options.peers:
                 self._say(f"{size} {dtype} · profile, {workload.case}")
-                self.profiles.append(step_profile.decode_step(subject, workload))
+                self.profiles.append(step_profile.decode_step(subject, workload, floor))
         if "step" in self.options.workloads:
             self._training_step(subject)
         if "startup" in self.options.workloads:

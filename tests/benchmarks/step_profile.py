@@ -19,6 +19,8 @@ from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import StepTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
+from tests.benchmarks.device_time import DeviceTime, device_time
+from tests.benchmarks.floors import Floor
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import Workload
 
@@ -53,11 +55,12 @@ def stopwatch(spent: dict[str, list[float]], calls: dict[str, tuple[Any, str]]) 
             delattr(owner, method)
 
 
-def decode_step(subject: Subject, workload: Workload) -> dict[str, Any]:
+def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str, Any]:
     """Milliseconds of a decode step in the middle of the completions, by part (wall clock) and by kind of torch op.
 
     Parts: schedule, inputs (the tensors a forward needs), forward, sample, update, other. Bookkeeping is all of them but
-    forward and sample. Kernels that are called past torch's dispatcher, and Python, are no torch op.
+    forward and sample. Kernels that are called past torch's dispatcher, and Python, are no torch op. On a GPU the parts
+    are the host's, the device's own work is in `device`, and the step is that of both.
     """
     (turn,) = workload.turns
     blocks = -(-workload.kv_tokens // InferenceConfig.block_size_tokens) + 2 * workload.sequences
@@ -80,9 +83,13 @@ def decode_step(subject: Subject, workload: Workload) -> dict[str, Any]:
         with stopwatch(spent, calls):
             for _ in range(STEPS):
                 engine.step()
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            for _ in range(STEPS):
-                engine.step()
+        seen = sum(len(record.merge().generated_tokens) for record in engine.snapshot()) + sum(map(len, turn.prompts))
+        if subject.device.type == "cuda":
+            device = device_time(engine.step, STEPS, subject.device)
+        else:
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                for _ in range(STEPS):
+                    engine.step()
     for number in range(engine.next_request_id):
         engine.abort_request(number)
     ms = {name: 1e3 * statistics.median(values) for name, values in spent.items()}
@@ -95,10 +102,28 @@ def decode_step(subject: Subject, workload: Workload) -> dict[str, Any]:
         "update": ms["update"],
         "other": max(0.0, ms["step"] - ms["schedule"] - ms["execute"] - ms["update"]),
     }
-    return {
-        "kind": "decode step", "size": subject.size, "dtype": subject.dtype, "sequences": workload.sequences,
-        "ms": parts, "torch_ops_ms": _torch_ops(trace, ms["step"]),
+    found = {
+        "kind": "decode step", "size": subject.size, "dtype": subject.dtype, "sequences": workload.sequences, "ms": parts,
         "bookkeeping_share": sum(parts[name] for name in ("schedule", "inputs", "update", "other")) / parts["step"],
+    }  # fmt: skip
+    if subject.device.type == "cuda":
+        kv_bytes = seen * subject.kv_bytes_per_token
+        return found | {"device": _of_device(device, ms["step"], kv_bytes, floor.decode_step(workload.sequences, seen))}
+    return found | {"torch_ops_ms": _torch_ops(trace, ms["step"])}
+
+
+def _of_device(device: DeviceTime, step_ms: float, kv_bytes: int, floor_s: float) -> dict[str, float]:
+    """Kernels of a step, milliseconds in which the device has work and has none, rates.
+
+    Args:
+        kv_bytes: that attention reads.
+        floor_s: least seconds of the step.
+    """
+    attention = device.of("attend", "merge")
+    return {
+        "kernels": device.kernels, "busy_ms": device.busy_ms, "idle_ms": max(0.0, step_ms - device.busy_ms),
+        "attention_ms": attention, "attention_tb_s": kv_bytes / attention / 1e9 if attention else 0.0,
+        "of_floor": floor_s * 1e3 / step_ms,
     }  # fmt: skip
 
 

@@ -17,6 +17,11 @@ SIZES: dict[str, dict[str, int]] = {
              "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768},
     "1500m": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 16,
               "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 65536},
+    # Of Qwen3 0.6B and 8B.
+    "600m": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16")
 
@@ -28,8 +33,15 @@ class Subject:
     size: str
     dtype: str
     model: PreTrainedModel
-    folder: Path
-    """Holds `config.json` and `model.safetensors`."""
+    where: Path
+    """Of `folder`."""
+
+    @property
+    def folder(self) -> Path:
+        """Holds `config.json` and `model.safetensors`; written when it is first asked for."""
+        if not (self.where / "config.json").exists():
+            self.model.save_pretrained(self.where)
+        return self.where
 
     @property
     def device(self) -> torch.device:
@@ -58,13 +70,12 @@ class Subject:
 
 
 def make_subject(size: str, dtype: str, longest: int, folder: Path, device: torch.device | str = "cpu") -> Subject:
-    """Make the weights and save them under `folder`; the model takes sequences of `longest` tokens."""
+    """Make the weights where they are used, to be saved under `folder`; the model takes sequences of `longest` tokens."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        **SIZES[size], max_position_embeddings=max(4096, longest), tie_word_embeddings=True, dtype=dtype
+        **SIZES[size], max_position_embeddings=max(4096, longest), tie_word_embeddings=size != "8b", dtype=dtype
     )
-    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype)).eval()
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
-    where = folder / f"{size}-{dtype}"
-    model.save_pretrained(where)
-    return Subject(size, dtype, model.to(device), where)
+    return Subject(size, dtype, model, folder / f"{size}-{dtype}")

@@ -39,7 +39,7 @@ class TrainingStep:
     """A copy of the model with its optimizer, stepped by whoever is measured."""
 
     def __init__(self, subject: Subject, scale: Scale) -> None:
-        self._subject = Subject(subject.size, subject.dtype, copy.deepcopy(subject.model), subject.folder)
+        self._subject = Subject(subject.size, subject.dtype, copy.deepcopy(subject.model), subject.where)
         self._optimizer = AdamW(self.model.parameters(), lr=1e-6)
         generator = torch.Generator().manual_seed(0)
         self.prompts: list[Tokens] = torch.randint(

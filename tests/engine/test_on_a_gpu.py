@@ -20,6 +20,7 @@ from rollout import exact
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import prefix_sharing
 from rollout.engine.forward.cuda_switches import SWITCHES, VARIABLE
+from rollout.engine.scheduling import run_ahead
 from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.sampling_params import SamplingParams
 from tests.engines import (
@@ -235,6 +236,28 @@ def test_weights_written_on_another_stream_are_waited_for() -> None:
     assert_greedy(reference, request, tolerance=1e-2)
 
 
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_a_suspend_and_a_resume_on_another_stream_keep_the_order_of_the_steps(mode: str) -> None:
+    engine = engine_of(make_model("qwen3").cuda())
+    for seed in range(3):
+        engine.add_request(token_ids(9 + seed, seed), greedily(12))
+    for _ in range(3):
+        engine.step()
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        # What a step still does when the next call comes from another stream.
+        torch.cuda._sleep(10**8)
+        engine.step()
+        with torch.cuda.stream(side):
+            engine.pause()
+            engine.suspend(mode)
+            torch.cuda._sleep(10**8)
+            engine.resume()
+            engine.unpause()
+    for request in finish(engine).values():
+        assert_greedy("qwen3", request, tolerance=1e-3)
+
+
 def test_an_engine_steps_beside_a_thread_that_uses_the_device() -> None:
     engine = engine_of(make_model("qwen3").cuda())
     over = threading.Event()
@@ -352,3 +375,52 @@ def test_exact_mode_is_exact_at_real_depth_and_vocabulary(dtype: torch.dtype, gr
             scores = logits[index, begin - 1 : end - 1].float() / request.sampling_params.temperature
             own = scores.log_softmax(-1).gather(1, ids[index, begin:end, None])[:, 0]
             assert torch.equal(own.cpu(), torch.tensor(request.generated_log_probs))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_of_steps_are_the_bits_of_those_steps(dtype: torch.dtype, fused: bool, monkeypatch: Any) -> None:
+    """All samples end together: a batch that shrinks has another graph, and so other bits."""
+    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
+    model, found, most = deep_model(dtype, layers=4), [], 0
+    for ahead in (False, True):
+        engine = engine_of(model, fused_forward=fused, enable_prefix_caching=False)
+        for seed in range(5):
+            engine.add_request(token_ids(60 + seed, seed), at_random(80, n=2, temperature=0.8))
+        ended = []
+        while engine.has_unfinished:
+            ended += engine.step(ahead=ahead)
+            most = max(most, engine.last_step_count)
+        assert captured(engine)
+        merged = {(each.request_id, each.sample_index): each.merge() for each in ended}
+        found.append({key: (each.generated_tokens, each.generated_log_probs) for key, each in merged.items()})
+    assert most > 10
+    assert found[0] == found[1]
+
+
+def test_rows_that_end_within_runs_leave_the_others_what_they_draw(monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
+    model, found = make_model("qwen3", head_dim=16).cuda(), []
+    params = at_random(40, n=2, ignore_eos=False, stop_token_ids=list(range(3, 8)))
+    for off in ("runs", ""):
+        monkeypatch.setenv(VARIABLE, off)
+        requests = engine_of(model).generate([token_ids(9 + seed, seed) for seed in range(6)], params)
+        found.append([(each.generated_tokens, each.finish_reason, each.policy_spans) for each in requests])
+    assert found[0] == found[1]
+    assert {reason for _, reason, _ in found[0]} == {"stop", "length"}
+
+
+def test_within_a_run_the_host_waits_for_nothing_but_the_tokens_of_earlier_steps(monkeypatch: Any) -> None:
+    """Only the event behind a copy of tokens is waited for, which the mode that refuses waits does not see."""
+    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
+    engine = engine_of(deep_model(torch.bfloat16, layers=2))
+    engine.add_request(token_ids(20, 1), SamplingParams(max_tokens=64, ignore_eos=True))
+    # The prompt, and the first decode, which captures the graph and says what a step costs.
+    engine.step()
+    engine.step(ahead=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.step(ahead=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.last_step_count == 62

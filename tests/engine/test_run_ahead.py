@@ -259,6 +259,8 @@ def test_a_run_takes_no_longer_than_it_may_and_leaves_a_block_to_each_sequence()
     step = scheduler.schedule()
     scheduler.cost = StepCost()
     assert scheduler.run_ahead(step).ahead == 1, "nothing is known of the time that a step takes"
+    scheduler.cost.observe(1, 2.0)
+    assert scheduler.run_ahead(step).ahead == 1, "a step that captured a graph"
     scheduler.cost.observe(1, 0.006)
     assert scheduler.run_ahead(step).ahead == 5
     scheduler.cost = StepCost()

@@ -346,13 +346,21 @@ def test_memory_that_runs_out_while_blocks_are_copied_back_costs_a_recompute_and
     finish_exact(engine, 4)
 
 
-def test_without_host_memory_the_kv_is_computed_again_and_a_warning_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (HostMemoryError("1.00 GiB of pinned host memory (out of memory)"), "no 1.00 GiB of pinned host memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "no device memory for the copies on their way (CUDA"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), "no device memory for the copies"),
+    ],
+)
+def test_without_memory_to_offload_the_kv_is_computed_again_and_a_warning_says_so_once(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = busy_engine()
 
     def failing(*_: Any) -> None:
-        raise HostMemoryError("1.00 GiB of pinned host memory (out of memory)")
+        raise error
 
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -361,16 +369,39 @@ def test_without_host_memory_the_kv_is_computed_again_and_a_warning_says_so_once
             with monkeypatch.context() as patch:
                 patch.setattr(engine.cache._host, "grow", failing)
                 move = engine.suspend("offload")
-            assert (move.bytes_copied, move.tokens_given_up > 0) == (0, True)
+            assert (move.bytes_copied, move.tokens_given_up > 0, move.offload_failed) == (0, True, True)
             assert not engine.cache.on_device
             engine.resume()
             engine.unpause()
     (warning,) = caplog.messages
     assert "cannot be offloaded" in warning
-    assert "1.00 GiB of pinned host memory" in warning
+    assert said in warning
+    assert "\n" not in warning
     steps(engine, 1)
     pass_suspended(engine, "offload")
     assert engine.cache.host_bytes > 0, "it is tried again every time"
+    finish_exact(engine, 4)
+
+
+def test_an_offload_begins_when_the_device_has_done_its_work_and_another_error_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, order = busy_engine(), list[str]()
+    runner = engine.controller.runner
+
+    def failing(*_: Any) -> int:
+        order.append("save")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner, "settle", lambda: order.append("settle"))
+    engine.pause()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "save", failing)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.suspend("offload")
+    assert order == ["settle", "save"], "steps may have run on another stream than the caller's"
+    assert engine.state is EngineState.PAUSED
+    engine.unpause()
     finish_exact(engine, 4)
 
 

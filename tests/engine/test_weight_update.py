@@ -557,23 +557,26 @@ def test_tokens_of_one_completion_under_many_versions_each_have_the_logprobs_of_
 
 
 class Lane:
-    """A stream that notes what it is told."""
+    """A stream, and the end of the work on it, that notes what it is told."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log
 
-    def mark(self) -> str:
+    def mark(self) -> Lane:
         self._log.append(f"mark {self._name}")
-        return self._name
+        return self
 
-    def after(self, mark: str) -> None:
-        self._log.append(f"{self._name} after {mark}")
+    def after(self, mark: Lane) -> None:
+        self._log.append(f"{self._name} after {mark._name}")
+
+    def synchronize(self) -> None:
+        self._log.append(f"host after {self._name}")
 
 
-def test_a_forward_waits_once_for_an_update_on_another_stream() -> None:
+def test_a_forward_waits_once_for_an_update_and_a_resume_on_other_streams() -> None:
     engine = make_engine("qwen3")
     log: list[str] = []
-    lanes = {"optimizer": Lane("optimizer", log), "rollout": Lane("rollout", log)}
+    lanes = {name: Lane(name, log) for name in ("optimizer", "main", "rollout")}
     current = ["rollout"]
     engine.controller.runner._stream = lambda: lanes[current[0]]  # type: ignore[assignment]
     engine.add_request(token_ids(5), greedily(6))
@@ -581,6 +584,14 @@ def test_a_forward_waits_once_for_an_update_on_another_stream() -> None:
     assert log == []
     current[0] = "optimizer"
     engine.weights_updated()
+    current[0] = "main"
+    pass_suspended(engine, "offload")
     current[0] = "rollout"
     steps(engine, 2)
-    assert log == ["mark optimizer", "rollout after optimizer"]
+    assert log == ["mark optimizer", "mark main", "rollout after optimizer", "rollout after main"]
+    engine.wait_until_restored()
+    assert len(log) == 4, "the device has the order; the host has nothing to wait for"
+    log.clear()
+    pass_suspended(engine, "offload")
+    engine.wait_until_restored()
+    assert log == ["mark rollout", "host after rollout"]

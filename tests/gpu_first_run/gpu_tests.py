@@ -47,21 +47,21 @@ def _run(run: Run, kind: str, arguments: list[str]) -> int:
             tests.wait()
         finally:
             # Also when this stage's time is over: what has run is told.
-            _kill(tests)
+            end(tests)
             counts, names = outcomes(log.read_text(encoding="utf-8"))
             run.say("tests", kind=kind, status=tests.returncode, **counts, which_failed=names)
     # Five: none of the tests were for this device.
     return len(names) or int(tests.returncode not in (0, 5))
 
 
-def _kill(tests: subprocess.Popen[bytes]) -> None:
-    """End the tests with all of their processes, if they have not ended."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all of its own, if they have not ended."""
     with suppress(psutil.NoSuchProcess):
-        for each in psutil.Process(tests.pid).children(recursive=True):
+        for each in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-    tests.kill()
-    tests.wait()
+    process.kill()
+    process.wait()
 
 
 def outcomes(text: str) -> tuple[dict[str, int], list[str]]:

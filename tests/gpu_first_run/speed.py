@@ -1,4 +1,4 @@
-"""Stages `env`, `speed`, `ways`, `tune`, `top_p`: rates of the machine, of decode steps, of attention, of the sampler."""
+"""Stages `env`, `speed`, `ways`, `top_p`: rates of the machine, of decode steps, of the sampler."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kernels import decode_parts, triton_draw, triton_paged
-from rollout.engine.kernels.decode_parts import DecodeParts
+from rollout.engine.kernels import triton_draw
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
+from tests.benchmarks.device_time import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
@@ -32,7 +30,8 @@ BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
 CASES = ((64, 1024), (256, 1024), (64, 4096))
 """(sequences, tokens of each)."""
 NEW = 190
-PROFILED, TIMED = 4, 48
+PROFILED, TIMED, IN_RUNS = 4, 48, 80
+"""Steps that are profiled, timed one by one, and timed in runs."""
 
 
 def seconds(run: Run, work: Callable[[], object], repeats: int = 10) -> float:
@@ -146,15 +145,30 @@ def decode_steps(
             first = time.perf_counter() - start
             step = seconds(run, engine.step, TIMED if run.large else 3)
             host = _host_parts(engine, 16 if run.large else 2)
-            busy, count, longest = _profiled(run, engine) if run.cuda else (0.0, 0.0, [])
+            spent = device_time(engine.step, PROFILED, run.device) if run.large else DeviceTime(0.0, {})
+            together, length = _in_runs(run, engine, IN_RUNS if run.large else 4)
     floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
-        floor_ms=floor * 1e3, of_floor=floor / step, device_ms=busy, idle_ms=step * 1e3 - busy, kernels=count,
+        run_ms=together * 1e3, run_steps=length, floor_ms=floor * 1e3, of_floor=floor / min(step, together),
+        device_ms=spent.busy_ms, idle_ms=step * 1e3 - spent.busy_ms, kernels=spent.kernels,
         host_ms=host, prefill_tokens_s=batch // samples * context / prefill, prefill_steps=prefills, first_step_s=first,
-        **captured(engine), longest=longest,
+        **captured(engine), longest=[(name[:60], round(ms, 3)) for name, ms in list(spent.ms.items())[:14]],
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
+
+
+def _in_runs(run: Run, engine: DynamicInferenceEngine, steps: int) -> tuple[float, float]:
+    """Seconds of a decode step where several are made in one call, and how many those are."""
+    made = calls = 0
+    engine.step(ahead=True)
+    run.wait()
+    start = time.perf_counter()
+    while made < steps and engine.has_unfinished:
+        engine.step(ahead=True)
+        made, calls = made + engine.last_step_count, calls + 1
+    run.wait()
+    return (time.perf_counter() - start) / made, made / calls
 
 
 def _bandwidth(run: Run) -> float:
@@ -198,63 +212,6 @@ def _timing(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
             times.append(time.perf_counter() - start)
 
     return run
-
-
-def _profiled(run: Run, engine: DynamicInferenceEngine) -> tuple[float, float, list[tuple[str, float]]]:
-    """Milliseconds and kernels of the device per step, and its longest kernels."""
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * run.large]) as trace:
-        for _ in range(PROFILED):
-            engine.step()
-        run.wait()
-    by, count = Counter[str](), 0
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            by[event.name[:60]] += event.device_time / 1e3 / PROFILED
-            count += 1
-    longest = [(name, round(spent, 3)) for name, spent in by.most_common(14)]
-    return sum(by.values()), count / PROFILED, longest
-
-
-def tune(run: Run) -> None:
-    """Decode attention alone: bytes a second by tile, warps, pipeline stages and keys per part."""
-    paged = triton_paged.load(run.device)
-    if paged is None:
-        raise RuntimeError("the Triton kernels do not load; see the warning above")
-    plan, split = triton_paged._plan, decode_parts.SPLIT
-    try:
-        cases = ((64, 1024, 16, 8), (64, 4096, 32, 8), (256, 1024, 32, 8))
-        for batch, context, heads, kv_heads in cases if run.large else ((2, 32, 2, 1),):
-            found = sorted(_attention_rates(run, paged, batch, context, heads, kv_heads), reverse=True)
-            now = next((each for each in found if each[1] == (64, 4, 3, split)), None)
-            run.say(
-                "decode attention, TB/s", batch=batch, context=context, heads=heads, kv_heads=kv_heads, now=now,
-                best=found[:5], worst=found[-2:],
-            )  # fmt: skip
-            run.collect()
-    finally:
-        triton_paged._plan, decode_parts.SPLIT = plan, split
-
-
-def _attention_rates(
-    run: Run, paged: triton_paged.TritonPaged, batch: int, context: int, heads: int, kv_heads: int
-) -> Iterator[tuple[float, tuple[int, int, int, int]]]:
-    blocks = batch * context // 16
-    keys = torch.randn(blocks, 16, kv_heads, HEAD_DIM, device=run.device, dtype=torch.bfloat16)
-    values = torch.randn_like(keys)
-    table = torch.randperm(blocks, device=run.device).int().view(batch, -1)
-    query = torch.randn(batch, heads, HEAD_DIM, device=run.device, dtype=torch.bfloat16)
-    last = torch.full((batch,), context - 1, device=run.device, dtype=torch.int32)
-    for span, warps, stages, split in product((64, 128), (4, 8) if run.large else (4,), (2, 3), (256, 512)):
-        tiles = triton_paged._Plan(16, span, warps, stages)
-        triton_paged._plan, decode_parts.SPLIT = lambda *_, tiles=tiles: tiles, split
-        parts = DecodeParts(last, batch * decode_parts.num_splits(context))
-        attend = partial(paged.decode_with_lse, query, keys, values, table, last, None, HEAD_DIM**-0.5, parts=parts)
-        try:
-            took = seconds(run, attend, 20)
-        except Exception as exc:  # noqa: BLE001 - a tile that the device has no room for
-            run.say("a tile that does not work", tile=(span, warps, stages, split), why=str(exc)[:100])
-            continue
-        yield 2 * keys.numel() * 2 / took / 1e12, (span, warps, stages, split)
 
 
 def top_p(run: Run) -> None:

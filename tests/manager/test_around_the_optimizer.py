@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from rollout.errors import (
     RolloutFailedError,
@@ -90,7 +91,8 @@ def test_wall_time_is_shared_out_without_a_gap_and_a_hook_inside_suspended_count
         return wrapped
 
     engine = rollout.engine
-    for name, seconds in (("step", 1), ("suspend", 10), ("resume", 100)):
+    # The copies of a resume go on behind it, and are part of its time.
+    for name, seconds in (("step", 1), ("suspend", 10), ("resume", 60), ("wait_until_restored", 40)):
         setattr(engine, name, taking(seconds, getattr(engine, name)))
     rollout.submit([[5, 6]], tokens(20))
     for _ in range(2):
@@ -145,13 +147,18 @@ def test_training_before_the_first_rollout_is_training(model):
     assert rollout.metrics()["rollout/train_s"] == 7
 
 
-def test_suspended_keeps_what_runs_and_drops_what_is_only_cached(model):
+def out_of_memory(*_: Any) -> int:
+    raise torch.OutOfMemoryError("no room for the copy on its way")
+
+
+def test_suspended_keeps_what_runs_and_drops_what_is_only_cached(model, monkeypatch):
     rollout = make_rollout(model)
     rollout.generate([list(range(3, 30))], GREEDY)
     assert rollout.engine.stats()["kv_blocks_cached"] > 0
     with rollout.suspended():
         assert rollout.engine.stats()["kv_blocks_cached"] == 0
-    assert rollout.metrics()["rollout/suspend_bytes"] == 0
+    metrics = rollout.metrics()
+    assert (metrics["rollout/suspend_bytes"], metrics["rollout/suspend_fallbacks"]) == (0, 0)
     rollout.generate([list(range(3, 30))], GREEDY)
     move = rollout.suspend()
     assert move.bytes_copied == rollout.metrics()["rollout/suspend_bytes"] > 0
@@ -159,6 +166,11 @@ def test_suspended_keeps_what_runs_and_drops_what_is_only_cached(model):
     rollout.metrics()
     rollout.generate([list(range(3, 30))], GREEDY)
     assert rollout.metrics()["rollout/prefill_tokens_saved"] > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.engine.cache, "save", out_of_memory)
+        rollout.suspend()
+    assert rollout.metrics()["rollout/suspend_fallbacks"] == 1
+    rollout.resume()
 
 
 def test_peaks_are_what_was_held_between_two_snapshots(model):

@@ -1,16 +1,17 @@
-"""Triton forward of a Llama-like decoder on CUDA, over the module's own parameters: the twin of the C++ one.
+"""Triton forward of a decoder on CUDA, over the module's own parameters: the twin of the C++ one.
 
-What it may stand in for is decided as for that (`fused_binding.Bound`), before every step. Matrix products are torch's, on
-the module's parameters where they lie; between them run the kernels of `triton_layers` and the paged attention: thirteen
-kernels a layer instead of some fifty-six, rounded where the module rounds. An eager step and a captured one run the same
-code.
+What it may stand in for is decided as for that (`fused_binding.Bound`), before every step; models with recurrent layers run
+their own forward. Matrix products are torch's, on the module's parameters where they lie; between them run the kernels of
+`triton_layers` and the paged attention: of Llama thirteen kernels a layer instead of some fifty-six. Values are rounded
+where the module rounds them. An eager step and a captured one run the same code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,40 +20,23 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from rollout.engine.forward.chunk_state import ChunkInputs
+from rollout.engine.forward.cuda_layers import Layer, Mixture, Mlp, layers_of, norm_of, projected
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.forward.fused_binding import Bound
 from rollout.engine.forward.fused_checks import Unfusable, bypassed
 from rollout.engine.forward.fused_forward import BoundForward
 from rollout.engine.forward.model_support import AttentionCall, ModelLayout
-from rollout.engine.kernels import triton_layers
+from rollout.engine.forward.rotary_tables import rotary_numbers
+from rollout.engine.kernels import triton_experts, triton_layers
+from rollout.engine.kernels.cpu_forward import Activation, Experts, RotaryKind
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.torch_paged import PagedAttention
-from rollout.engine.kernels.triton_layers import HeadNorms, LayerSizes, Place, TritonLayers
+from rollout.engine.kernels.torch_paged import PagedAttention, Rules
+from rollout.engine.kernels.triton_experts import ExpertSizes
+from rollout.engine.kernels.triton_layer_trial import LayerSizes, failure
+from rollout.engine.kernels.triton_layers import Norms, Place, TritonLayers
 from rollout.engine.memory.buffers import upload_together
 from rollout.engine.memory.kv_cache import KVCache
-
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-
-class _Linear(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    input_norm: Tensor
-    post_norm: Tensor
-    head_norms: HeadNorms | None
-    qkv: tuple[_Linear, _Linear, _Linear]
-    output: _Linear
-    gate: _Linear
-    up: _Linear
-    down: _Linear
-    index: int
-    """Of its K and V in the cache."""
-    call: AttentionCall
 
 
 class _Attention(Protocol):
@@ -82,7 +66,7 @@ class _Eager:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         _, attention = self.groups[self.cache.group_of(layer)]
-        return attention(query, key, value, *self.cache.layer(layer), scaling=call.scaling, window=call.window)
+        return attention(query, key, value, *self.cache.layer(layer), **rules_of(call))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +81,12 @@ class _Captured:
         return self.kernels.place(layer)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        return self.kernels.attend(layer, self.inputs, query, scaling=call.scaling, window=call.window)
+        return self.kernels.attend(layer, self.inputs, query, **rules_of(call))
+
+
+def rules_of(call: AttentionCall) -> Rules:
+    """What the attention of a layer is asked for."""
+    return {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
 
 
 class CudaForward(BoundForward):
@@ -120,14 +109,13 @@ class CudaForward(BoundForward):
         attention: Callable[[PagedRows], PagedAttention],
         decode: TritonDecode | None,
     ) -> None:
-        # What exact mode has a training forward for is what this computes too: no live adapters, four families.
-        super().__init__(model, layout, cache, exact=True)
+        super().__init__(model, layout, cache)
         self._attention = attention
         self._decode = decode
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         self._products: torch.dtype | None = None
         self.numbers: tuple[float, ...] = ()
-        """What a captured step has fixed beside addresses of parameters: epsilon, and scale and window of each layer."""
+        """What a captured step has fixed beside addresses of the module's own parameters."""
 
     def ready(self, module_epoch: int) -> bool:
         """See `BoundForward.ready`."""
@@ -174,65 +162,109 @@ class CudaForward(BoundForward):
         return self._products
 
     def _take(self, bound: Bound) -> None:
-        model, layout = bound.causal_lm, self._layout
-        if (name := type(model).__name__.removeprefix("FSDP")) not in FAMILIES:
-            raise Unfusable(f"the Triton forward serves {', '.join(FAMILIES)}, not {name}")
-        if self._products not in (None, bound.dtype) and bound.dtype != torch.float32:
-            raise Unfusable(f"its {bound.dtype} parameters run under an autocast to {self._products}")
-        decoder = model.model
-        self._epsilon: float = decoder.norm.variance_epsilon
-        self._layers = [_layer(layer, layout) for layer in decoder.layers]
-        self._embedding, self._norm, self._head = decoder.embed_tokens.weight, decoder.norm.weight, model.lm_head.weight
-        self._rotary = decoder.rotary_emb
+        family, fixed, layout = bound.family, bound.model, self._layout
+        if family.gated_attention:
+            raise Unfusable(f"the Triton forward does not compute the attention of {family.name}")
+        # transformers' grouped products leave autocast aside.
+        if self._products not in (None, bound.dtype) and (bound.dtype != torch.float32 or bound.mixtures):
+            kind = "experts" if bound.mixtures else "parameters"
+            raise Unfusable(f"its {bound.dtype} {kind} run under an autocast to {self._products}")
+        names, model, decoder = family.names, bound.causal_lm, bound.decoder
+        self._layers = layers_of(bound, layout)
+        self._mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture)]
+        self._embedding, self._head = getattr(decoder, names.embedding).weight, model.lm_head.weight
+        self._final = norm_of(getattr(decoder, names.final_norm))
+        self._learned = getattr(decoder, names.positions).weight if family.rotary is None else None
+        self._rotary = getattr(decoder, "rotary_emb", None)
+        self._rotary_kind = family.rotary or RotaryKind.HALVES
+        self._norms = Norms(family.norm, fixed.epsilon)
+        self._activation = Activation(fixed.activation)
+        self._embedding_scale, self._softcap = fixed.embedding_scale, fixed.final_softcap
         self._kernels: TritonLayers = triton_layers.load()
-        calls = [layer.call for layer in self._layers]
-        self.numbers = (self._epsilon, *(number for call in calls for number in (call.scaling, call.window or 0)))
-        shape, first = layout.layers[0], self._layers[0]
+        self.numbers = self._fixed(bound.mixtures)
+        shape, call = layout.layers[0], layout.calls[0]
         sizes = LayerSizes(
-            self._norm.shape[0], first.gate.weight.shape[0], calls[0].num_heads, shape.num_kv_heads, shape.head_dim,
-            first.head_norms is not None, bound.dtype, layout.device,
+            fixed.hidden, fixed.inner, call.num_heads, shape.num_kv_heads, shape.head_dim, family.norm,
+            any(layer.norms[1] or layer.norms[3] for layer in self._layers), family.query_norm == "head",
+            fixed.rotary_dim, bool(fixed.rotary_wide), self._rotary_kind, self._activation, family.gated,
+            fixed.rank > 0, bound.dtype, layout.device,
         )  # fmt: skip
-        if (why := triton_layers.failure(sizes)) is not None:
+        why = failure(sizes)
+        for each in bound.mixtures:
+            experts = ExpertSizes(
+                fixed.hidden, each.inner, each.chosen, family.shares_wide, self._activation, bound.dtype, layout.device
+            )
+            why = why or triton_experts.failure(experts)
+        if why is not None:
             raise Unfusable(why)
 
+    def _fixed(self, mixtures: list[Experts]) -> tuple[float, ...]:
+        calls = [layer.call for layer in self._layers]
+        types = dict.fromkeys(layer.tables for layer in self._layers)
+        scalings = [] if self._rotary is None else [rotary_numbers(self._rotary, each)[1] for each in types]
+        adapters = [each.adapter for layer in self._layers for each in layer.projections if each.adapter is not None]
+        return (
+            self._norms.epsilon, self._embedding_scale, self._softcap, self._activation, *scalings,
+            *(number for each in mixtures for number in (each.chosen, each.normalised)),
+            *(number or 0 for call in calls for number in (call.scaling, call.window, call.softcap)),
+            # Which of the adapters of a projection acts is known by where it lies.
+            *(number for each in adapters for number in (each.scaling, each.down.data_ptr())),
+        )  # fmt: skip
+
     def _logits(self, ids: Tensor, positions: Tensor, step: _Attention, keep: Tensor | None) -> Tensor:
-        kernels, epsilon = self._kernels, self._epsilon
-        hidden = embedding(ids, self._embedding)
+        kernels, norms = self._kernels, self._norms
+        hidden = self._embedded(ids, positions)
         # Under autocast the residual stream stays in the dtype of the parameters, and torch casts weights as for the module.
         narrow = self._products or hidden.dtype
-        cosines, sines = (each[0].contiguous() for each in self._rotary(hidden, positions[None]))
-        delta = None
+        tables = self._tables(hidden, positions)
+        delta = after = None
         for layer in self._layers:
-            hidden, normed = kernels.add_norm(hidden, delta, layer.input_norm, epsilon, narrow)
-            delta = linear(self._attended(layer, normed, cosines, sines, step), *layer.output)
-            hidden, normed = kernels.add_norm(hidden, delta, layer.post_norm, epsilon, narrow)
-            delta = linear(kernels.silu_times(linear(normed, *layer.gate), linear(normed, *layer.up)), *layer.down)
-        _, normed = kernels.add_norm(hidden, delta, self._norm, epsilon, narrow)
-        return linear(normed if keep is None else normed.index_select(0, keep), self._head)
+            before, after_attention, before_mlp, after_mlp = layer.norms
+            hidden, normed = kernels.add_norm(hidden, delta, after, before, norms, narrow)
+            delta = layer.output(self._attended(layer, normed, tables[layer.tables], step), kernels)
+            hidden, normed = kernels.add_norm(hidden, delta, after_attention, before_mlp, norms, narrow)
+            delta, after = self._through_mlp(layer, normed), after_mlp
+        _, normed = kernels.add_norm(hidden, delta, after, self._final, norms, narrow)
+        logits = linear(normed if keep is None else normed.index_select(0, keep), self._head)
+        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
-    def _attended(self, layer: _Layer, normed: Tensor, cosines: Tensor, sines: Tensor, step: _Attention) -> Tensor:
+    def _through_mlp(self, layer: Layer, normed: Tensor) -> Tensor:
+        """[P, H]."""
+        if isinstance(layer.mlp, Mlp):
+            return layer.mlp(normed, self._kernels, self._activation)
+        record = None if self.record is None else partial(self.record, self._mixtures.index(layer.mlp))
+        return layer.mlp(normed, self._activation, record)
+
+    def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[P, H]."""
+        hidden = embedding(ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        return hidden if self._learned is None else hidden + embedding(positions, self._learned)
+
+    def _tables(self, hidden: Tensor, positions: Tensor) -> dict[str | None, tuple[Tensor, Tensor] | None]:
+        """Cosines and sines [P, R] for each type of layers; None: there is no rotary embedding."""
+        found: dict[str | None, tuple[Tensor, Tensor] | None] = {None: None}
+        for layer in self._layers:
+            if self._rotary is not None and found.get(layer.tables) is None:
+                types = () if layer.tables is None else (layer.tables,)
+                cosines, sines = self._rotary(hidden, positions[None], *types)
+                found[layer.tables] = cosines[0].contiguous(), sines[0].contiguous()
+        return found
+
+    def _attended(self, layer: Layer, normed: Tensor, tables: tuple[Tensor, Tensor] | None, step: _Attention) -> Tensor:
         """[P, H * D], before the output projection."""
-        dim = self._layout.layers[layer.index].head_dim
-        query, key, value = (linear(normed, *each).view(len(normed), -1, dim) for each in layer.qkv)
-        query, key = self._kernels.rotate_and_write(
-            query, key, value, layer.head_norms, self._epsilon, cosines, sines, step.place(layer.index),
+        shape, kernels = self._layout.layers[layer.index], self._kernels
+        heads = (layer.call.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        query, key, value = projected(normed, layer.qkv, [each * shape.head_dim for each in heads], kernels)
+        if layer.whole_norms is not None:
+            query, key = (
+                kernels.add_norm(each, None, None, norm, self._norms, each.dtype)[1]
+                for each, norm in zip((query, key), layer.whole_norms, strict=True)
+            )
+        query, key, value = (each.view(len(each), -1, shape.head_dim) for each in (query, key, value))
+        query, key = kernels.rotate_and_write(
+            query, key, value, layer.head_norms, self._norms, tables, self._rotary_kind, step.place(layer.index),
             step.slots(layer.index),
         )  # fmt: skip
         return step.attend(layer.index, query, key, value, layer.call).flatten(1)
-
-
-def _layer(layer: Any, layout: ModelLayout) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    index = layout.layer_of[attention]
-    norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-    query, key, value, output = (_linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    return _Layer(
-        layer.input_layernorm.weight, layer.post_attention_layernorm.weight, norms, (query, key, value), output,
-        _linear(mlp.gate_proj), _linear(mlp.up_proj), _linear(mlp.down_proj), index, layout.calls[index],
-    )  # fmt: skip
-
-
-def _linear(module: Any) -> _Linear:
-    # Disabled LoRA layers are looked through.
-    module = getattr(module, "base_layer", module)
-    return _Linear(module.weight, module.bias)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,12 +30,14 @@ from rollout.engine.forward.cuda_switches import switched_on
 from rollout.engine.forward.decode_kernels import CapturedBatch, DecodeKernels
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.forward.graph_signature import signature_of
+from rollout.engine.forward.graph_steps import GraphStep
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
 from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
 from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.shortage import lacks_device_memory
 
 LEAST_LENGTH = 1024
 """Least length in tokens of a graph whose launches have a program for each part there could be; longer ones are powers of
@@ -135,6 +138,8 @@ class GraphedDecode:
         self._chunked = chunked and switched_on("chunks")
         self._state: DecodeState | None = None
         self._chunks: ChunkState | None = None
+        self.last: GraphStep | None = None
+        """The last step, if it was one graph of decodes."""
         self._graphs: dict[_Size, _Graph] = {}
         self._logits: dict[tuple[torch.dtype, bool], Tensor] = {}
         """By dtype, and whether they are those of chunks."""
@@ -183,9 +188,9 @@ class GraphedDecode:
         Returns:
             Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
         """
-        decodes = _decodes(rows, keep)
+        self.last, decodes = None, _decodes(rows, keep)
         chunked = decodes < len(rows)
-        if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self._ready(module_epoch):
+        if not 0 <= decodes <= self._max_rows or (chunked and not self._chunked) or not self.ready(module_epoch):
             return None
         numbers = self.fused.numbers if fused and self.fused is not None else None
         if numbers is None and self._alone:
@@ -210,7 +215,12 @@ class GraphedDecode:
             if size is None:
                 return None
             sizes.append((size, len(kept)))
-        return self._replayed(sizes)
+            return self._replayed(sizes)
+        (only, _), state = sizes[0], self._state
+        assert state is not None
+        replay = partial(self._replayed, sizes)
+        self.last = GraphStep(state, replay, rows.positions, only.columns, self._block_size, only.parts)
+        return replay()
 
     def _replayed(self, sizes: list[tuple[_Size, int]]) -> Tensor:
         """Logits of the graphs of these sizes, the first so many of each."""
@@ -278,7 +288,8 @@ class GraphedDecode:
         self.retry()
         self._forget()
 
-    def _ready(self, module_epoch: int) -> bool:
+    def ready(self, module_epoch: int) -> bool:
+        """Whether steps of the model, in its current state, are captured; see `run`."""
         if self.why_not or has_global_hooks():
             return False
         if module_epoch != self._module_epoch:
@@ -319,12 +330,12 @@ class GraphedDecode:
         try:
             with no_kept_casts():
                 replay = self._device.capture(lambda: written.append(self._forward(size, inputs)))
-        except torch.OutOfMemoryError as exc:
-            self._short.add(size)
-            _log.warning("no memory to capture %s until the next suspend: %s", size, exc)
-            return None
         except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
-            self._fail(size, exc)
+            if lacks_device_memory(exc):
+                self._short.add(size)
+                _log.warning("no memory to capture %s until the next suspend: %s", size, exc)
+            else:
+                self._fail(size, exc)
             return None
         self._captured.add(size.precision)
         self._graphs[size] = _Graph(replay, written[-1])
@@ -397,7 +408,7 @@ class GraphedDecode:
 
     def _forget(self) -> None:
         self._graphs.clear()
-        self._state = self._chunks = None
+        self._state = self._chunks = self.last = None
         self._logits.clear()
         self._device.forget()
         self._kernels.release()

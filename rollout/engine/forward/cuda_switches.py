@@ -20,6 +20,7 @@ SWITCHES = {
     "parts": "the programs of decode attention share out the parts of keys that there are, whatever the length; off: one "
     "program for every part there could be, and graphs for each length",
     "chunks": "steps with prefill chunks are replayed as CUDA graphs; off: they run eagerly",
+    "runs": "several decode steps are queued on the device before the tokens of the first are read; off: one",
 }
 """Name of each part and what it does."""
 

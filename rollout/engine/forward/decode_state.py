@@ -85,6 +85,7 @@ class DecodeState:
             self.tables = torch.zeros(groups, self.rows, columns, dtype=torch.int32, device=device)
         fields = self._flat[: _FIELDS * self.rows].view(_FIELDS, self.rows)
         self.ids, self.positions, self.seen, self.lines, self.members, self.begins, self.lengths = fields
+        self._moving = fields[1:3]
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +134,15 @@ class DecodeState:
             self.tables.view(-1).index_put_((places.long(),), new)
         # Last: after an exception on the way, the device is taken to have less than it has, never more.
         self._known[where] = blocks
+
+    def advance(self, tokens: Tensor) -> None:
+        """Move the first B rows on to their next positions, in blocks that their tables name, without the host.
+
+        Args:
+            tokens: [B] int64, on the device.
+        """
+        self.ids[: len(tokens)].copy_(tokens)
+        self._moving[:, : len(tokens)].add_(1)
 
     def inputs(
         self, count: int, columns: int, capacity: int = 0, *, shares: bool = False, spread: bool = False

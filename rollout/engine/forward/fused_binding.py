@@ -11,7 +11,7 @@ from torch import nn
 from rollout.engine.forward.families import FAMILIES, Family
 from rollout.engine.forward.fused_checks import PEFT_LORA, Checks, Unfusable, address, is_of, require
 from rollout.engine.forward.fused_delta import delta_net
-from rollout.engine.forward.fused_parts import Parts, is_conv
+from rollout.engine.forward.fused_parts import Parts, base_of, is_conv
 from rollout.engine.forward.model_support import AttentionCall, ModelLayout
 from rollout.engine.forward.rotary_tables import rotary_numbers, rotary_tables
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
@@ -33,6 +33,8 @@ class Bound:
 
     Attributes:
         causal_lm: the …ForCausalLM, out of PEFT's wrappers.
+        family: the row of the table that it was verified by.
+        decoder: its decoder, with the layers.
         dtype: of its parameters.
         mixtures: of experts, in the order of their layers.
 
@@ -58,7 +60,7 @@ class Bound:
         for name in ("linear", "silu", "embedding", "softmax", "layer_norm", "dropout", "gelu"):
             self._checks.originals.function(nn.functional, name)
         self.causal_lm: Any = self._without_lora(model)
-        self._family = self._family_of(self.causal_lm)
+        self.family = self._family_of(self.causal_lm)
         self._widths: list[int] = []
         self.mixtures: list[Experts] = []
         self._bind(self.causal_lm, cache)
@@ -83,7 +85,7 @@ class Bound:
     # --- the model ------------------------------------------------------------------------------------------------
 
     def _bind(self, model: Any, cache: KVCache) -> None:
-        family, names = self._family, self._family.names
+        family, names = self.family, self.family.names
         self._checks.plain(model, "lm_head", names.decoder)
         decoder, config = getattr(model, names.decoder), model.config.get_text_config()
         if names.inner:
@@ -92,6 +94,7 @@ class Bound:
             decoder = getattr(decoder, names.inner)
         require(is_of(decoder, f"{family.name}{names.decoder_class}"), "its decoder is of another class")
         places = (names.positions if family.rotary is None else "rotary_emb",)
+        self.decoder: Any = decoder
         self._checks.plain(decoder, names.embedding, names.layers, names.final_norm, *places, *family.dropouts[0])
         self._embedding(getattr(decoder, names.embedding), cache)
         self._parts = Parts(self._checks, family, self.dtype, exact=self._exact)
@@ -119,7 +122,7 @@ class Bound:
 
     def _model(self, model: Any, norm: Norm, head: int, positions: int | None) -> Model:
         """What all layers have in common."""
-        family, layout = self._family, self._layout
+        family, layout = self.family, self._layout
         require(len(self._parts.epsilons) == 1, "its norms have several epsilons")
         require(len(self._parts.activations) == 1, "its layers have several activations")
         rotary_dim, rotary_wide = self._rotation()
@@ -175,7 +178,7 @@ class Bound:
         for layer_type in self._rotated:
             frequencies, scaling = rotary_numbers(self._rotary, layer_type)
             found += [frequencies.data_ptr(), frequencies._version, scaling]
-        if self._family.scaled_embedding:
+        if self.family.scaled_embedding:
             found += [self._embedded.embed_scale.data_ptr(), self._embedded.embed_scale._version]
         return tuple(found)
 
@@ -198,8 +201,8 @@ class Bound:
         return size, dtype != self.dtype
 
     def _embedding(self, embedding: Any, cache: KVCache) -> None:
-        kind = f"{self._family.name}TextScaledWordEmbedding"
-        known = is_of(embedding, kind) if self._family.scaled_embedding else type(embedding) is nn.Embedding
+        kind = f"{self.family.name}TextScaledWordEmbedding"
+        known = is_of(embedding, kind) if self.family.scaled_embedding else type(embedding) is nn.Embedding
         require(known, f"its embedding is {type(embedding).__name__}")
         self._checks.plain(embedding)
         self._checks.originals.methods(nn.Embedding, "forward")
@@ -231,7 +234,7 @@ class Bound:
 
     def _fill(self, out: Layer, layer: Any, index: int, cache: KVCache) -> None:
         """Write the addresses of one decoder layer into `out`."""
-        family, names = self._family, self._family.names
+        family, names = self.family, self.family.names
         require(is_of(layer, f"{family.name}{names.layer}"), "a layer is of another class")
         norms = [name for name in family.norms if name is not None]
         mixer = "linear_attn" if family.delta != "none" and hasattr(layer, "linear_attn") else names.attention
@@ -242,7 +245,7 @@ class Bound:
                 setattr(out, place, self._parts.norm(getattr(layer, name)))
         if mixer != names.attention:
             if self._states is None:
-                raise Unfusable("its recurrent states are not kept")
+                raise Unfusable("it has recurrent layers, which only the C++ forward on a CPU computes")
             out.delta, out.output = delta_net(
                 getattr(layer, mixer), index, family, self._parts, self._checks, self._states
             )
@@ -264,7 +267,7 @@ class Bound:
             self._rotated.setdefault(layer_type, []).append(out)
 
     def _fill_attention(self, out: Layer, attention: Any, cache: KVCache) -> None:
-        family, names = self._family, self._family.names
+        family, names = self.family, self.family.names
         require(is_of(attention, f"{family.name}Attention"), "an attention layer is of another class")
         norms = () if family.query_norm == "none" else ("q_norm", "k_norm")
         self._checks.plain(attention, *names.qkv, names.output, *norms, *family.dropouts[2])
@@ -286,7 +289,7 @@ class Bound:
 
     def _require_numbers(self, attention: Any, head_dim: int, call: AttentionCall) -> None:
         """Check that a layer's numbers equal those of the layout."""
-        read, family = self._checks.originals.value, self._family
+        read, family = self._checks.originals.value, self.family
         require(read(attention, "scaling") == self._scaling, "its attention layers scale their scores differently")
         require(read(attention, "head_dim") == head_dim, "the head size of a layer was changed")
         place = {"none": None, "config": attention.config, "attention": attention}[family.window]
@@ -296,13 +299,13 @@ class Bound:
         require(softcap == self._softcap, "the cap of a layer's scores was changed")
 
     def _fill_mlp(self, out: Layer, mlp: Any) -> None:
-        family, names = self._family, self._family.names
+        family, names = self.family, self.family.names
         require(is_of(mlp, f"{family.name}MLP"), "an MLP is of another class")
         self._checks.plain(mlp, *names.gate_up, names.down, names.activation, *family.dropouts[3])
         self._parts.dropouts(mlp, family.dropouts[3])
         self._parts.activation(getattr(mlp, names.activation))
         (out.down,) = self._parts.linear(getattr(mlp, names.down))
-        first = self._parts.base(getattr(mlp, names.gate_up[0]))
+        first = base_of(getattr(mlp, names.gate_up[0]))
         rows = int(first.weight.shape[1 if is_conv(first) else 0])
         out.inner = rows // 2 if family.gated and len(names.gate_up) == 1 else rows
         wide = self._parts.linears(mlp, names.gate_up, [out.inner] * (1 + family.gated))

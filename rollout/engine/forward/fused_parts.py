@@ -86,7 +86,7 @@ class Parts:
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
         """The projections packed in a module, of `sizes` columns; without sizes one of all columns."""
-        base = self.base(module)
+        base = base_of(module)
         adapter = Adapter() if base is module else self._adapter(module, lora=lora)
         conv = is_conv(base)
         require(conv or type(base) is nn.Linear, f"a projection is {type(base).__name__}, not nn.Linear")
@@ -107,10 +107,6 @@ class Parts:
             start += size
         return found
 
-    def base(self, module: Any) -> Any:
-        """The projection inside a LoRA layer, or the module itself."""
-        return module.base_layer if is_of(module, "Linear", PEFT_LORA) else module
-
     def _adapter(self, module: Any, *, lora: bool) -> Adapter:
         """The active adapter of a LoRA layer; all zeros: it has none."""
         originals = self._checks.originals
@@ -118,7 +114,7 @@ class Parts:
         for name in ("_disable_adapters", "_active_adapter"):
             originals.value(module, name)
         require(not module.merged, "LoRA is merged into a projection")
-        active = [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
+        active = active_adapters(module)
         if not active:
             return Adapter()
         require(lora and not self._exact, "LoRA acts in a projection" if self._exact else "LoRA acts in its head")
@@ -184,6 +180,16 @@ class Parts:
             require(originals.item(moe.ALL_EXPERTS_FUNCTIONS, way) is known, f"the experts' {way} was replaced")
         else:
             require(way in (None, "eager"), f"its experts run by {way}")
+
+
+def base_of(module: Any) -> Any:
+    """The projection inside a LoRA layer, or the module itself."""
+    return module.base_layer if is_of(module, "Linear", PEFT_LORA) else module
+
+
+def active_adapters(module: Any) -> list[str]:
+    """Names of the adapters that act in a LoRA layer."""
+    return [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
 
 
 def is_conv(module: Any) -> bool:

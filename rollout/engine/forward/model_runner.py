@@ -26,8 +26,9 @@ from rollout.engine.forward.cuda_capture import CudaDevice
 from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
-from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.decode_runs import DecodeRuns, RunForward
 from rollout.engine.forward.fused_forward import BoundForward, FusedForward
+from rollout.engine.forward.graphed_runs import GraphedRuns
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
 from rollout.engine.forward.recurrent_forward import forward_by_length
@@ -133,7 +134,7 @@ class ModelRunner:
         if layout.device.type == "cuda":
             self._stream = lambda: CudaStream(torch.cuda.current_stream(layout.device))
             triton_draw.load(layout.device)  # Compiled and tried out here, not in the first step.
-        self._written: Any = None
+        self._written: list[Any] = []
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None
@@ -145,8 +146,11 @@ class ModelRunner:
         self.states = states
         self.runs: DecodeRuns | None = None
         """Makes several decode steps in one call."""
-        if asked is not None and isinstance(self.fused, FusedForward) and lockstep is None and not exact:
-            self.runs = DecodeRuns(self.fused, table, cache, self.sampling, adapters, self.installation, asked)
+        maker: RunForward | None = self.fused if isinstance(self.fused, FusedForward) else None
+        if self.graphs is not None:
+            maker = GraphedRuns(self.forward, self.graphs, layout.device)
+        if asked is not None and maker is not None and not exact and leader is None and lockstep is None:
+            self.runs = DecodeRuns(maker, table, cache, self.sampling, adapters, self.installation, asked)
 
     def execute(self, step: ScheduledStep) -> StepTokens:
         """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
@@ -222,10 +226,20 @@ class ModelRunner:
         if self._leader is not None:
             self._leader.zero_slots(slots)
 
-    def weights_written(self) -> None:
+    def mark_written(self) -> None:
         """Let the next forward wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
         if self._stream is not None:
-            self._written = self._stream().mark()
+            self._written.append(self._stream().mark())
+
+    def wait_until_written(self) -> None:
+        """Block until what was marked since the last forward is done."""
+        for mark in self._written:
+            mark.synchronize()
+
+    def settle(self) -> None:
+        """Block until the device has done what is queued on all of its streams."""
+        if self.layout.device.type == "cuda":
+            torch.cuda.synchronize(self.layout.device)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
         """Copy (source, destination) state slots, all read before any is written; a negative source: zeros."""
@@ -248,8 +262,10 @@ class ModelRunner:
 
     def drop_fused(self, why: str) -> None:
         """Run the module's own forward from here on."""
-        self.fused, self.runs, self._dropped = None, None, why
-        if self.graphs is not None:
+        self.fused, self._dropped = None, why
+        if self.graphs is None:
+            self.runs = None
+        else:
             self.graphs.fused = None
 
     def refuse_inexact(self) -> None:
@@ -312,9 +328,10 @@ class ModelRunner:
             images: those of the step; None: it has none.
             named: [R] adapter of each sequence; None: none has one.
         """
-        if self._stream is not None and self._written is not None:
-            self._stream().after(self._written)
-            self._written = None
+        if self._stream is not None:
+            for mark in self._written:
+                self._stream().after(mark)
+            self._written.clear()
         rotary = rows.positions if images is None else images.positions
         with self.installation:
             if named is not None:
@@ -329,7 +346,9 @@ class ModelRunner:
                 return forward_by_length(self._module_forward, self.layout, self.states, ids, rows, keep, slots, images)
             if self.exact and fused is None:
                 self.refuse_inexact()
-            if self.graphs is not None and (images is None or images.only_shifts):
+            # Nothing is recorded by what is replayed.
+            recorded = fused is not None and fused.record is not None
+            if self.graphs is not None and (images is None or images.only_shifts) and not recorded:
                 epoch = self.installation.module_epoch
                 replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
                 if replayed is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rollout.engine.forward.choices import Replayed, Routes
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.sampling.sampler import token_logprobs
 
 
@@ -100,7 +101,9 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
         try:
             run_prefill(runner, tokens, longest, rows)
             break
-        except torch.OutOfMemoryError:
+        except RuntimeError as exc:
+            if not lacks_device_memory(exc):
+                raise
             tokens //= 2
     runner.release_workspace()
     return int(torch.cuda.max_memory_allocated(device)) - before

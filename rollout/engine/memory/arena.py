@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, py_object
@@ -38,7 +39,7 @@ class Arena:
         self._mapped = _Mapped(memory)
         self._whole: Tensor | None = None
         # Not at exit: the process gives everything back, and the driver may have been shut down.
-        weakref.finalize(self, self._mapped.free).atexit = False
+        weakref.finalize(self, self._mapped.free_if_own).atexit = False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[numel] zeros, at the addresses of the last ones unless those were fewer.
@@ -75,6 +76,8 @@ class _Mapped:
     reserved: int = 0
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     """Address, size and handle of each."""
+    process: int = field(default_factory=os.getpid)
+    """That the driver's handles are of."""
 
     def reserve(self, size: int) -> None:
         self.free()
@@ -107,6 +110,11 @@ class _Mapped:
         if self.reserved:
             self.memory.free(self.address, self.reserved)
             self.address = self.reserved = 0
+
+    def free_if_own(self) -> None:
+        """Free, unless this process is a fork, in which the driver cannot be called: the memory is its parent's."""
+        if os.getpid() == self.process:
+            self.free()
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,9 @@ class CudaVirtualMemory:
         torch.cuda.empty_cache()
 
     def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
+        # A thread may have another device's context, or none.
+        with torch.cuda.device(self.device):
+            code = getattr(self._library, name)(*arguments)
         if not code:
             return
         text = c_char_p()

@@ -44,7 +44,10 @@ class StepCost:
 
     def observe(self, positions: int, seconds: float) -> None:
         """Take in one step. One that took much longer than expected, as others used the machine, counts in part."""
-        if self._weight > 1:
+        if _OUTLIER * seconds < self.step(positions):
+            # What is known is of slower times: the first step may compile kernels and capture graphs.
+            self._weight = self._positions = self._seconds = 0.0
+        elif self._weight > 1:
             seconds = min(seconds, _OUTLIER * self.step(positions))
         kept = _KEPT_OF_COSTS
         self._weight = kept * self._weight + 1
@@ -52,6 +55,7 @@ class StepCost:
         gain = 1 / self._weight
         self._positions += gain * x
         self._seconds += gain * y
+        # Of the first step the gain is 1.
         self._variance = (1 - gain) * (self._variance + gain * x * x)
         self._covariance = (1 - gain) * (self._covariance + gain * x * y)
 

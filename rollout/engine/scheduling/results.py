@@ -77,26 +77,30 @@ class StepResults:
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Append what several decode steps have drawn, each of which took as long as the others.
 
-        A row ends in the last of them at the earliest, unless its text ends it.
+        What was drawn for a row behind its end is left out.
         """
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
         times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
-        if self._track_events or not table.plain[rows].all():
-            run = step.of_run(steps)
-            assert run.depths is not None
-            goes_on = run.depths < steps - 1
-            deque(self._append_several(run.sampled_rows, run.depths, goes_on, sampled, times.tolist(), ended), maxlen=0)
-            return ended
-        done = 0
-        while done < steps - 1:
+        needs_each = self._track_events or not table.plain[rows].all()
+        together, done = 0 if needs_each else self._steps_without_end(rows, sampled), 0
+        while done < together:
             left_in_block = table.block_size - table.computed[rows] % table.block_size
-            count = min(steps - 1 - done, int(left_in_block.min()))
+            count = min(together - done, int(left_in_block.min()))
             self._append_span(rows, sampled, slice(done, done + count), times)
             done += count
-        table.computed[rows] += 1
-        self._queues.blocks.register_decoded(rows)
-        self._append(rows, sampled, np.arange(steps - 1, len(rows) * steps, steps), times.item(-1), ended)
+        run = step.of_run(steps)
+        assert run.depths is not None
+        depths, goes_on = run.depths - done, run.depths < steps - 1
+        deque(self._append_several(run.sampled_rows, depths, goes_on, sampled, times[done:].tolist(), ended), maxlen=0)
         return ended
+
+    def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
+        """Leading steps of a run by which none of `rows` ends; not the last step, by which they may reach their length."""
+        tokens, logprobs = (each.reshape(len(rows), -1)[:, :-1] for each in (sampled.token_ids, sampled.logprobs))
+        ends = np.isnan(logprobs).any(axis=0)
+        for stop_ids in self._queues.table.stop_ids[rows].T:
+            ends |= (tokens == stop_ids[:, None]).any(axis=0)
+        return int(np.append(ends, True).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
         """Append the tokens of these steps of a run to `rows`, none of which ends by them or crosses a block boundary."""

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -730,20 +731,25 @@ def run(seed: int, *, trace: bool = False) -> World:
     return world
 
 
-def run_many(first: int, count: int) -> int:
-    """Schedules `first`, `first` + 1, …; prints each seed that fails, with what broke. Returns how many did."""
-    failed = 0
+def run_many(first: int, count: int) -> list[str]:
+    """Schedules `first`, `first` + 1, …; prints and returns each seed that fails, with what broke, up to twenty."""
+    failed: list[str] = []
     for seed in range(first, first + count):
         try:
             run(seed)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the seed is what matters
-            failed += 1
             where = traceback.extract_tb(exc.__traceback__)[-1]
-            print(f"seed {seed}: {type(exc).__name__}: {exc} ({Path(where.filename).name}:{where.lineno})", flush=True)
-            if failed >= 20:
+            failed.append(f"seed {seed}: {type(exc).__name__}: {exc} ({Path(where.filename).name}:{where.lineno})")
+            print(failed[-1], flush=True)
+            if len(failed) >= 20:
                 print("many more may fail; stopped here", flush=True)
                 break
     return failed
+
+
+def run_many_for(pipe: Connection, first: int, count: int) -> None:
+    """The same in a process of its own: sends them."""
+    pipe.send(run_many(first, count))
 
 
 def main() -> int:
@@ -755,7 +761,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.many:
-        return int(run_many(*options.many) > 0)
+        return int(bool(run_many(*options.many)))
     for seed in options.seeds:
         run(seed, trace=True)
         print(f"seed {seed}: everything holds")

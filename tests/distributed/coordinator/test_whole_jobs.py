@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 
-from tests.distributed.coordinator.simulation import World, run
+from tests.distributed.coordinator.simulation import World, run, run_many_for
+from tests.distributed.job.nursery import Nursery
 
-ROOT = Path(__file__).parents[3]
-SCHEDULES = int(os.environ.get("ROLLOUT_SIMULATED_SCHEDULES", "9000"))
+SCHEDULES = int(os.environ.get("ROLLOUT_SIMULATED_SCHEDULES", "6000"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_whatever_happens_every_request_ends_once_with_the_right_tokens_under_the_right_versions():
+def test_whatever_happens_every_request_ends_once_with_the_right_tokens_under_the_right_versions(nursery: Nursery):
     workers = os.cpu_count() or 1
-    shares = [range(first, SCHEDULES, workers) for first in range(workers)]
-    starts = [sum(len(share) for share in shares[:number]) for number in range(workers)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.coordinator.simulation", "--many", str(start), str(len(share))],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for start, share in zip(starts, shares, strict=True)
-    ]
-    outputs = [process.communicate()[0] for process in running]
-    failures = "".join(outputs)
-    assert not failures, f"replay with: python -m tests.distributed.coordinator.simulation SEED\n{failures}"
-    assert all(process.returncode == 0 for process in running)
+    starts = [SCHEDULES * number // workers for number in range(workers + 1)]
+    with nursery.children() as family:
+        for start, end in pairwise(starts):
+            family.append(nursery.child(run_many_for, first=start, count=end - start))
+        failures = [failure for child in family for failure in child.pipe.recv()]
+    assert not failures, "replay with: python -m tests.distributed.coordinator.simulation SEED\n" + "\n".join(failures)
 
 
 def test_a_seed_decides_everything():

@@ -11,6 +11,7 @@ milliseconds. No process outlives the test process: the nursery ends with its so
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -158,6 +159,8 @@ def keep(descriptor: int, module: str) -> None:
 
 
 def _live(job: Callable[..., None], pipe: Connection, options: dict[str, Any]) -> None:
+    # What has been imported stays, and need not be looked at for garbage.
+    gc.freeze()
     code = 1
     try:
         job(pipe, **options)

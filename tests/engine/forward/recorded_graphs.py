@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rollout.engine.forward.chunk_state import ChunkInputs
 from rollout.engine.forward.cuda_capture import WARM_UP_RUNS
@@ -94,6 +98,49 @@ class Plain:
         )
 
 
+@dataclass(frozen=True)
+class Result:
+    """A tensor that an operation of a record has made."""
+
+    index: int
+
+
+class Record(TorchDispatchMode):
+    """Takes down the operations that run while it is entered; calling it runs them again, and no other line of Python.
+
+    Tensors that were there before stay those, results are made anew; a number is what it was. No number may be read from a
+    tensor, as in a capture.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Callable[..., Any], Any, Any]] = []
+        self._results = WeakIdKeyDictionary()
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a capture cannot read a number from a tensor")
+        kwargs = kwargs or {}
+        taken = tree_map_only(Tensor, lambda tensor: self._results.get(tensor, tensor), (args, kwargs))
+        self._calls.append((func, *taken))
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._results[leaf] = Result(self._count)
+            self._count += 1
+        return out
+
+    def __call__(self) -> None:
+        made: list[Any] = []
+
+        def found(result: Result) -> Any:
+            return made[result.index]
+
+        for func, args, kwargs in self._calls:
+            made += tree_leaves(func(*tree_map_only(Result, found, args), **tree_map_only(Result, found, kwargs)))
+
+
 class Recorder:
     """A device whose records are made of the operations of torch."""
 
@@ -106,14 +153,15 @@ class Recorder:
         self._find_pool()
         for _ in range(WARM_UP_RUNS):
             work()
-        record = make_fx(work)()
+        with (record := Record()):
+            work()
         self.captures += 1
         return lambda: self._replay(record)
 
     def forget(self) -> None:
         self.forgotten += 1
 
-    def _replay(self, record: torch.nn.Module) -> None:
+    def _replay(self, record: Record) -> None:
         self._find_pool()
         self.replays += 1
         record()
@@ -124,3 +172,13 @@ class Recorder:
             for index in range(len(self._cache.addresses) // 2):
                 keys, values = self._cache.layer(index)
                 POOLS[keys.data_ptr()] = keys, values
+
+
+class Rerunner(Recorder):
+    """A device whose records are the work itself: no proof that nothing of it is fixed, and a tenth of the time."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._find_pool()
+        work()
+        self.captures += 1
+        return lambda: self._replay(work)  # type: ignore[arg-type]

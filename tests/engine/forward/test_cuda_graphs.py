@@ -472,10 +472,14 @@ def test_many_sizes_that_cannot_be_captured_end_the_attempt(caplog) -> None:
     assert "operation not permitted" in engine.controller.runner.graphs.why_not
 
 
-@pytest.mark.parametrize("mode", ["offload", "recompute"])
-def test_a_size_for_which_memory_was_short_is_captured_after_the_next_suspend(mode: str, caplog) -> None:
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [("offload", torch.OutOfMemoryError("full")), ("recompute", RuntimeError("CUDA error: out of memory"))],
+)
+def test_a_size_for_which_memory_was_short_is_captured_after_the_next_suspend(mode: str, error, caplog) -> None:
+    """The allocator's error, and that of the driver, which makes a graph of what was captured."""
     engine, recorder = graphed("qwen3")
-    failing = FailingDevice(engine, recorder, {4: torch.OutOfMemoryError("full")})
+    failing = FailingDevice(engine, recorder, {4: error})
     with caplog.at_level(logging.WARNING):
         start(engine, 3, 12)
         steps(engine, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,9 @@ class Sequences:
             self.tables[line][:, 0] = self.blocks.pop()
         order = self.random.permutation(list(self.tables))
         return self.rows(order)
+
+    def wide(self, group: int) -> np.ndarray[Any, Any]:
+        return np.stack([self.tables[line][group] for line in sorted(self.tables)])
 
     def rows(self, order: Any) -> PagedRows:
         positions = np.array([self.position[line] for line in order])
@@ -116,6 +120,20 @@ def test_rotary_positions_are_apart_from_those_of_the_cache() -> None:
     state.send(np.array([3]), sequences.rows(np.array([0])), np.array([40]))
     assert state.inputs(1, COLUMNS).positions.tolist() == [40]
     assert state.inputs(1, COLUMNS).seen.tolist() == [sequences.position[0]]
+
+
+def test_rows_move_on_to_what_they_drew_without_the_host_and_padding_stays() -> None:
+    sequences, state = Sequences(5, groups=2), DecodeState(8, COLUMNS, BLOCK, CPU, 2)
+    for line in range(3):
+        sequences.start(line)
+    rows = sequences.rows(np.arange(3))
+    wide = replace(rows, tables=sequences.wide(0), others=(sequences.wide(1),))
+    state.send(np.arange(3), wide)
+    for step in range(1, 10):
+        state.advance(torch.arange(3) + step)
+        assert_has(state, replace(wide, positions=rows.positions + step), np.arange(3) + step)
+    state.send(np.arange(3), replace(wide, positions=rows.positions + 10))
+    assert_has(state, replace(wide, positions=rows.positions + 10), np.arange(3))
 
 
 def test_after_a_copy_that_failed_the_next_step_sends_what_was_lost(monkeypatch) -> None:

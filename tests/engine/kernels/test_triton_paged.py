@@ -7,6 +7,7 @@ it they are marked `gpu`.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -25,6 +26,8 @@ from rollout.engine.kernels import decode_parts, triton_paged
 from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, SharedPrefixes, num_splits
 from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
+from tests.gpu_first_run.findings import Run
+from tests.gpu_first_run.tune import tune
 from tests.interpreter import assert_holds_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -578,6 +581,18 @@ def test_a_trial_of_these_kernels_passes(kind, dtype, caplog):
     assert tried_out(own, [kind], dtype, 7, DEVICE) is own
     assert own.shares
     assert not caplog.records
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU it is a stage of the first run")
+def test_tuning_tries_tiles_and_programs_and_leaves_the_kernels_as_they_were(tmp_path, capsys):
+    before = triton_paged._plan, decode_parts.SPLIT, triton_paged._programs
+    tune(Run(DEVICE, tmp_path, ("tiny",)))
+    assert (triton_paged._plan, decode_parts.SPLIT, triton_paged._programs) == before
+    *measured, tuned = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [len(each["best"]) for each in measured] == [2, 4]
+    assert set(tuned["present_tile_by_programs_tb_s"]) == {"1", "2"}
+    assert tuned["best_tb_s"] >= tuned["present_tb_s"] > 0
+    assert tuned["present"]["split"] == SPLIT
 
 
 # --- without a device -------------------------------------------------------------------------------------------------

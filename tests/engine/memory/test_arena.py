@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import mmap
+import shutil
+import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,6 +155,16 @@ def test_an_arena_that_is_dropped_gives_everything_back() -> None:
     gc.collect()
     assert driver.used == 0
     assert driver.reservations == 0
+
+
+def test_a_fork_that_drops_an_arena_leaves_it_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(10 * PAGE)
+    arena = Arena(driver)
+    arena.allocate(3 * PAGE, torch.uint8, CPU)
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    del arena
+    gc.collect()
+    assert driver.used == 3 * PAGE
 
 
 # --- three training steps -----------------------------------------------------------------------------------------------
@@ -299,24 +314,49 @@ class Library:
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
-@pytest.mark.usefixtures("no_device")
-def test_the_calls_of_the_driver_in_their_order() -> None:
-    library = Library()
+@pytest.mark.usefixtures("no_device", "small_chunks")
+def test_a_driver_in_c_takes_the_arguments_as_its_header_declares_them(tmp_path: Path) -> None:
+    """The stand-in is compiled against cuda.h, refuses what the driver refuses, and faults where nothing is mapped."""
+    library = compiled_driver(tmp_path)
     memory = CudaVirtualMemory(torch.device("cuda", 1), library)
-    assert memory.granularity == 2**21
-    assert (memory._properties.location.id, memory._access.location.id) == (1, 1)
-    assert (ctypes.sizeof(memory._properties), ctypes.sizeof(memory._access)) == (32, 12), "as in cuda.h"
-    library.calls.clear()
-    address = memory.reserve(2**22)
-    handle = memory.map(address, 2**21)
-    memory.unmap(address, 2**21, handle)
-    memory.free(address, 2**22)
-    assert library.calls == [
-        "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease",
-        "cuMemAddressFree",
-    ]  # fmt: skip
+    assert memory.granularity == library.granularity()
+    # What is mapped is memory of the host.
+    memory.device = CPU
+    unit, arena = memory.granularity, Arena(memory)
+    for size in (3 * unit - 8, 2 * unit, 5 * unit):
+        whole = arena.allocate(size // 8, torch.int64, CPU)
+        assert whole.data_ptr() % unit == 0
+        whole.copy_(torch.arange(size // 8))
+        assert int(whole[-1]) == size // 8 - 1
+        assert library.used() == -(-size // unit) * unit
+        del whole
+        arena.release()
+        assert library.used() == 0
+    library.limit(4 * unit)
+    with pytest.raises(torch.OutOfMemoryError, match=r"cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
+        arena.allocate(5 * unit, torch.uint8, CPU)
+    assert library.used() == 0
+    del arena
+    gc.collect()
+    assert library.reserved() == 0
+
+
+def compiled_driver(folder: Path) -> ctypes.CDLL:
+    triton, compiler = importlib.util.find_spec("triton"), shutil.which("cc")
+    if triton is None or triton.origin is None or compiler is None:
+        pytest.skip("needs a C compiler, and cuda.h, which Triton brings")
+    include = Path(triton.origin).parent / "backends" / "nvidia" / "include"
+    source, library = Path(__file__).with_name("driver.c"), folder / "driver.so"
+    command = [compiler, "-std=gnu11", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{include}", source, "-o", library]
+    subprocess.run(command, check=True, timeout=300)
+    built = ctypes.CDLL(str(library))
+    for name in ("granularity", "used", "reserved"):
+        getattr(built, name).restype = ctypes.c_size_t
+    built.limit.argtypes = (ctypes.c_size_t,)
+    return built
 
 
 @pytest.mark.usefixtures("no_device")

@@ -31,7 +31,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, KVCacheManagementMode
 
-SCHEDULES = int(os.environ.get("ROLLOUT_SIM_SCHEDULES", "2000"))
+SCHEDULES = int(os.environ.get("ROLLOUT_SIM_SCHEDULES", "1200"))
 TOKEN, POSITION, VERSION, PURE = range(4)
 GARBAGE = -7
 NOTHING = np.zeros((0, 4), int)
