@@ -56,6 +56,10 @@ def _within(run: Run, name: str, stage: Callable[[Run], None], limit: int) -> bo
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+    if run.rehearsed:
+        from tests.pretended_cuda.driver import compiled
+
+        run.say("kernels compiled so far", **{name: len(each) for name, each in compiled.items()})
     run.say("stage", name=name, ok=not why, seconds=time.perf_counter() - start, why=why)
     gc.collect()
     if run.device.type == "cuda":

@@ -18,12 +18,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rollout.engine.forward import chunk_state, cuda_graphs, fused_checks
 from rollout.engine.kernels import triton_paged
+from rollout.engine.scheduling import run_ahead, scheduler
 from tests.pretended_cuda import graphs, interpreted
 from tests.pretended_cuda.mode import CUDA, PretendedCuda, is_on, put
 
 TOTAL = 80 * 2**30
 FREE = 40 * 2**30
 _pools = itertools.count(1)
+compiled: dict[str, set[tuple[object, ...]]] = {}
+"""What a device would have compiled, by kernel: once for each of these."""
+
+
+def _index(device: Any = None) -> int:
+    """Of a device; raises ValueError as torch does of one that is none of CUDA's."""
+    if device is None or isinstance(device, int):
+        return 0
+    if torch.device(device).type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    return 0
 
 
 class Event:
@@ -56,8 +68,8 @@ class Stream:
     device = CUDA
     cuda_stream = 0
 
-    def __init__(self, device: object = None, priority: int = 0, **_: Any) -> None:
-        assert device is None or torch.device(device).type == "cuda"  # type: ignore[arg-type]
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        _index(device)
 
     def wait_stream(self, other: Stream) -> None:
         """Nothing is queued."""
@@ -97,15 +109,6 @@ def _settled(device: object = None) -> None:
     _index(device)
     if graphs.capturing():
         graphs.refuse("synchronize")
-
-
-def _index(device: object = None) -> int:
-    """Of a device; raises ValueError as torch does of one that is none of CUDA's."""
-    if device is None or isinstance(device, int):
-        return 0
-    if torch.device(device).type != "cuda":  # type: ignore[arg-type]
-        raise ValueError(f"Expected a cuda device, but got: {device}")
-    return 0
 
 
 def _properties(device: object = None) -> Any:
@@ -172,7 +175,8 @@ def install() -> PretendedCuda:
     _follow_threads(mode)
     # No mode but this device's is active.
     fused_checks._torch_mode_active = lambda: False
-    # The interpreter runs the programs of a launch one after the other.
+    # A step takes seconds: the interpreter runs the programs of a launch one after the other.
+    run_ahead.LONGEST_S, scheduler.MOST = 1e9, 3  # type: ignore[attr-defined]
     triton_paged.PROGRAMS = 3
     chunk_state.SIZES = cuda_graphs.SIZES = (32, 64, 128)  # type: ignore[attr-defined]
     return mode
@@ -202,6 +206,8 @@ def _interpret() -> None:
             if isinstance(each, Tensor) and not is_on(each):
                 raise ValueError(f"Pointer argument (at {at}) cannot be accessed from Triton (cpu tensor?)")
 
+        compiled.setdefault(self.fn.__name__, set()).add(_specialised(self, args, kwargs))
+
         def work() -> None:
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
                 launch(self, *args, **kwargs)
@@ -211,6 +217,21 @@ def _interpret() -> None:
         work()
 
     interpreter.GridExecutor.__call__ = checked
+
+
+def _specialised(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """What Triton compiles a kernel for, of a launch. Arguments that are not specialised are taken for some that are."""
+
+    def kind(name: str, value: Any) -> object:
+        if isinstance(value, Tensor):
+            with torch._C.DisableTorchFunction():
+                return value.dtype, value.data_ptr() % 16 == 0
+        if name in executor.constexprs or not isinstance(value, int):
+            return type(value) if isinstance(value, float) else value
+        return value if value == 1 else value % 16 == 0
+
+    named = (dict(zip(executor.arg_names, args, strict=False)) | kwargs).items()
+    return tuple((name, kind(name, value)) for name, value in named)
 
 
 class _Function:
