@@ -28,7 +28,7 @@ def without(run: Run) -> None:
     """Decode steps of 8 prompts with 8 samples each, without one part after the other; then cases in which one matters."""
     size = run.sizes[0]
     model = run.model(size)
-    batch, context, samples = (64, 1024, 8) if run.large else (2, 16, 2)
+    batch, context, samples = (64, 1024, 8) if run.large else (2, 36, 2)
     for part in ("", *SWITCHES) if run.cuda else ("",):
         with switched_off(part):
             label = f"{samples} samples a prompt, " + (f"without {part}" if part else "with all parts")
