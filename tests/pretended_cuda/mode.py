@@ -20,6 +20,7 @@ _ARRAYS = {_T.numpy, _T.__array__}
 _WAITS = {_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.nonzero, torch.nonzero, torch.equal,
           _T.equal, torch.masked_select, _T.masked_select, torch.unique, _T.unique, torch.allclose, _T.allclose}  # fmt: skip
 _QUOTIENTS = {_T.div, _T.__truediv__, _T.true_divide, torch.div, torch.true_divide}
+_COUNTS = {torch.histc, _T.histc}
 _MIXED = {
     _T.copy_,
     _T.__getitem__,
@@ -92,6 +93,9 @@ class PretendedCuda(TorchFunctionMode):
         if func in _QUOTIENTS and first is not None and is_on(first) and isinstance(args[1], float):
             # A device multiplies by the reciprocal of a number.
             func, args = _T.mul, (first, float(np.float32(1) / np.float32(args[1])))
+        if func in _COUNTS and first is not None and is_on(first) and not first.is_floating_point():
+            # A device counts integers, and a CPU does not.
+            return put(self._called(func, (first.float(), *args[1:]), kwargs).to(first.dtype))
         return self._called(func, args, kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
