@@ -92,6 +92,15 @@ def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path, m
     assert "sampler: batch 4, kind plain" in text
 
 
+def test_the_calls_of_the_documentation_have_all_stages_and_time_for_them() -> None:
+    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    calls = [line.split()[3:] for line in text.splitlines() if "tests.gpu_first_run" in line and "--seconds" in line]
+    stages = [[word for word in call[: call.index("--out")] if word in LIMITS] for call in calls]
+    assert sorted(name for chosen in stages for name in chosen) == sorted(LIMITS)
+    for call, chosen in zip(calls, stages, strict=True):
+        assert sum(LIMITS[name] for name in chosen) <= float(call[call.index("--seconds") + 1])
+
+
 TESTS = """
 import pytest
 @pytest.mark.gpu

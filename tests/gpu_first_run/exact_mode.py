@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ ROUNDS = 3
 def exact_mode(run: Run) -> None:
     """Log-probs of samples against the trainer's forward, padded, packed, alone, in bf16 and fp32; seconds beside plain."""
     for dtype, layers in ((torch.bfloat16, None), (torch.float32, 4)):
-        model = run.model(run.sizes[0], dtype, layers if run.cuda else None)
+        model = run.model(run.sizes[0], dtype, layers if run.large else None)
         case = {"dtype": str(dtype), "layers": model.config.num_hidden_layers}
         rows = _same_bits(run, model, case)
         _price(run, model, rows, case)
@@ -32,12 +33,12 @@ def exact_mode(run: Run) -> None:
 
 def _same_bits(run: Run, model: PreTrainedModel, case: dict[str, object]) -> list[list[int]]:
     """Returns the token ids of the samples."""
-    longest = 700 if run.cuda else 30
-    asked = prompts(model, 24 if run.cuda else 2, 5, longest, seed=1)
+    longest = 700 if run.large else 30
+    asked = prompts(model, 24 if run.large else 2, 5, longest, seed=1)
     asked += [prompt[:-3] + prompt[:3] for prompt in asked[:4]]
-    params = SamplingParams(max_tokens=96 if run.cuda else 4, ignore_eos=True, seed=5, temperature=0.7)
+    params = SamplingParams(max_tokens=96 if run.large else 4, ignore_eos=True, seed=5, temperature=0.7)
     for graphs in (True, False):
-        with run.engine(model, exact=True, cuda_graphs=graphs, kv_cache_memory_gb=8 if run.cuda else 0.1) as engine:
+        with run.engine(model, exact=True, cuda_graphs=graphs, kv_cache_memory_gb=8 if run.large else 0.1) as engine:
             done = [*engine.generate(asked, params), *engine.generate(asked[:1], params)]
             found = captured(engine)
         rows = [[*request.prompt_tokens, *request.generated_tokens] for request in done]
@@ -54,20 +55,27 @@ def _same_bits(run: Run, model: PreTrainedModel, case: dict[str, object]) -> lis
     if run.cuda:
         # One per window and dtype, if decoding, chunks and training ran the same.
         compiled = {
-            name: sum(len(each[0]) for each in getattr(triton_exact._kernels(), name).device_caches.values())
+            name: sum(len(each[0]) for each in _compiled(getattr(triton_exact._kernels(), name)))
             for name in ("attend", "fold", "product", "rms_norm", "rotate", "silu_times")
         }
         run.say("kernels compiled", **case, **compiled)
     return rows
 
 
+def _compiled(kernel: Any) -> Iterable[tuple[Any, ...]]:
+    """Of each device, what Triton keeps for a kernel; the first are those that were compiled."""
+    # One that is interpreted has no such.
+    found: Iterable[tuple[Any, ...]] = getattr(kernel, "device_caches", {}).values()
+    return found
+
+
 def _price(run: Run, model: PreTrainedModel, rows: list[list[int]], case: dict[str, object]) -> None:
     """Seconds of sampling, and of forward and backward over the samples, exact beside plain."""
     asked = [row[: len(row) // 2] for row in rows]
-    params = SamplingParams(max_tokens=64 if run.cuda else 4, ignore_eos=True, seed=5)
+    params = SamplingParams(max_tokens=64 if run.large else 4, ignore_eos=True, seed=5)
     found: dict[str, dict[str, float]] = {"sampling": {}, "training": {}}
     for mode in ("plain", "exact"):
-        with run.engine(model, exact=mode == "exact", kv_cache_memory_gb=8 if run.cuda else 0.1) as engine:
+        with run.engine(model, exact=mode == "exact", kv_cache_memory_gb=8 if run.large else 0.1) as engine:
             found["sampling"][mode] = seconds(run, lambda e=engine: e.generate(asked, params), ROUNDS)  # type: ignore[misc]
     few = rows[:8]
     for mode in ("plain", "exact"):

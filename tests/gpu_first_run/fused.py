@@ -33,13 +33,13 @@ def fused(run: Run) -> None:
         run.collect()
     for size in run.sizes:
         model = run.model(size)
-        batch, context = CASES[0] if run.cuda else (2, 16)
+        batch, context = CASES[0] if run.large else (2, 16)
         for on in (True, False):
             decode_steps(run, model, size, batch, context, f"bf16, fused_forward={on}", fused_forward=on)
         del model
         run.collect()
     model = run.model(run.sizes[0], torch.float32)
-    batch, context = CASES[0] if run.cuda else (2, 16)
+    batch, context = CASES[0] if run.large else (2, 16)
     for on in (True, False):
         label = f"fp32, autocast_dtype, fused_forward={on}"
         decode_steps(run, model, run.sizes[0], batch, context, label, autocast_dtype="bfloat16", fused_forward=on)
@@ -55,6 +55,14 @@ def families(run: Run) -> None:
         "num_key_value_heads": 4,
         "head_dim": 64,
     }
+    if run.rehearsed:
+        shape = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+        }
     left = []
     for name in FAMILIES if run.cuda else FAMILIES[:1]:
         model = make_model(name, dtype=torch.bfloat16, **shape).to(run.device).train()
@@ -72,10 +80,10 @@ def families(run: Run) -> None:
 def _samples(run: Run, model: PreTrainedModel, name: str) -> list[str]:
     """Why the fused forward does not run; empty: it does."""
     left = []
-    params = SamplingParams(max_tokens=32 if run.cuda else 4, ignore_eos=True, seed=5)
+    params = SamplingParams(max_tokens=32 if run.large else 4, ignore_eos=True, seed=5)
     for on in (True, False):
-        with run.engine(model, fused_forward=on, kv_cache_memory_gb=1 if run.cuda else 0.1) as engine:
-            done = engine.generate(prompts(model, 8 if run.cuda else 2, 5, 60, seed=1), params)
+        with run.engine(model, fused_forward=on, kv_cache_memory_gb=1 if run.large else 0.1) as engine:
+            done = engine.generate(prompts(model, 8 if run.large else 2, 5, 60, seed=1), params)
             found = np.concatenate([logprob_errors(run, model, request) for request in done])
             why = engine.controller.runner.why_not_fused()
             run.say(
@@ -89,9 +97,9 @@ def _samples(run: Run, model: PreTrainedModel, name: str) -> list[str]:
 
 def _truth(run: Run, model: PreTrainedModel, *, on: bool) -> bool:
     """Whether chunks of prompts were captured."""
-    asked = prompts(model, 16 if run.cuda else 2, 5, 500 if run.cuda else 40, seed=1)
-    params = SamplingParams(max_tokens=64 if run.cuda else 4, ignore_eos=True, seed=5)
-    with run.engine(model, fused_forward=on, kv_cache_memory_gb=8 if run.cuda else 0.1, **CHUNKED) as engine:
+    asked = prompts(model, 16 if run.large else 2, 5, 500 if run.large else 40, seed=1)
+    params = SamplingParams(max_tokens=64 if run.large else 4, ignore_eos=True, seed=5)
+    with run.engine(model, fused_forward=on, kv_cache_memory_gb=8 if run.large else 0.1, **CHUNKED) as engine:
         done = engine.generate(asked, params)
         found = np.concatenate([logprob_errors(run, model, request) for request in done])
         errors = {"mean": found.mean(), "p99": np.quantile(found, 0.99), "max": found.max(), "tokens": len(found)}

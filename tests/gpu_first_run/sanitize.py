@@ -39,7 +39,7 @@ def sanitize(run: Run) -> None:
         AssertionError: a tool found some, or did not end.
     """
     program = found_program()
-    if program is None or not run.cuda:
+    if program is None or not run.large:
         why = "a CPU has no use for it" if program else f"{PROGRAM} is neither on PATH nor under CUDA_HOME"
         run.say("sanitizer", ran=False, why=why)
         return

@@ -57,7 +57,7 @@ def env(run: Run) -> None:
     if run.cuda:
         device = torch.cuda.get_device_properties(run.device)
         run.say("device", name=device.name, processors=device.multi_processor_count, gib=gib(device.total_memory))
-    size, side = (2**32, 8192) if run.cuda else (2**22, 256)
+    size, side = (2**32, 8192) if run.large else (2**22, 256)
     one = torch.zeros(size, dtype=torch.uint8, device=run.device)
     two = torch.empty_like(one)
     product_of = torch.randn(side, side, device=run.device, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def speed(run: Run) -> None:
     """Decode steps of every size and case in bf16: milliseconds, what device and host did in them, the floor of bytes."""
     for size in run.sizes:
         model = run.model(size)
-        for batch, context in CASES if run.cuda else ((2, 16),):
+        for batch, context in CASES if run.large else ((2, 16),):
             decode_steps(run, model, size, batch, context, "bf16")
         del model
         run.collect()
@@ -89,13 +89,13 @@ def speed(run: Run) -> None:
 def speed_small(run: Run) -> None:
     """Decode steps of the first size in its first case."""
     model = run.model(run.sizes[0])
-    batch, context = CASES[0] if run.cuda else (2, 16)
+    batch, context = CASES[0] if run.large else (2, 16)
     decode_steps(run, model, run.sizes[0], batch, context, "bf16")
 
 
 def ways(run: Run) -> None:
     """The step of float32 weights under autocast: by the option, around the call, and inside of the forward."""
-    size, (batch, context) = run.sizes[0], CASES[0] if run.cuda else (2, 16)
+    size, (batch, context) = run.sizes[0], CASES[0] if run.large else (2, 16)
     kind = run.device.type
     model = run.model(size, torch.float32)
     decode_steps(run, model, size, batch, context, "fp32, autocast_dtype", autocast_dtype="bfloat16")
@@ -125,10 +125,10 @@ def decode_steps(
     per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * HEAD_DIM * 2
     weights = sum(parameter.numel() for parameter in model.parameters()) * 2
     need = batch * (context + NEW + 10) * per_token * (1 if model.dtype == torch.bfloat16 else 2) / 2**30 + 1
-    if run.cuda and need > gib(torch.cuda.mem_get_info(run.device)[0]) - 12:
+    if run.large and need > gib(torch.cuda.mem_get_info(run.device)[0]) - 12:
         run.say("skipped", label=label, size=size, batch=batch, context=context, need_gib=need)
         return
-    chosen = {"kv_cache_memory_gb": need if run.cuda else 0.05, "max_requests": batch, "max_tokens_per_step": 8192,
+    chosen = {"kv_cache_memory_gb": need if run.large else 0.05, "max_requests": batch, "max_tokens_per_step": 8192,
               "max_sequence_length": 40960, "verify_model": False, "enable_prefix_caching": False}  # fmt: skip
     with run.engine(model, **chosen, **options) as engine:
         for prompt in prompts(model, batch // samples, context, context):
@@ -145,10 +145,10 @@ def decode_steps(
             engine.step()
             run.wait()
             first = time.perf_counter() - start
-            step = seconds(run, engine.step, TIMED if run.cuda else 3)
-            host = _host_parts(engine, 16 if run.cuda else 2)
-            spent = device_time(engine.step, PROFILED, run.device) if run.cuda else DeviceTime(0.0, {})
-            together, length = _in_runs(run, engine, IN_RUNS if run.cuda else 4)
+            step = seconds(run, engine.step, TIMED if run.large else 3)
+            host = _host_parts(engine, 16 if run.large else 2)
+            spent = device_time(engine.step, PROFILED, run.device) if run.large else DeviceTime(0.0, {})
+            together, length = _in_runs(run, engine, IN_RUNS if run.large else 4)
     floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
@@ -224,7 +224,7 @@ def top_p(run: Run) -> None:
         "greedy": SamplingParams(temperature=0), "logprobs": SamplingParams(logprobs=5),
     }  # fmt: skip
     vocabulary = SHAPES[run.sizes[0]]["vocab_size"]
-    for batch in (64, 256) if run.cuda else (4,):
+    for batch in (64, 256) if run.large else (4,):
         logits = (torch.randn(batch, vocabulary, device=run.device) * 3).bfloat16()
         positions = torch.arange(batch, device=run.device)
         for kind, params in kinds.items():

@@ -44,7 +44,7 @@ def _within(run: Run, name: str, stage: Callable[[Run], None], limit: int) -> bo
 
     run.say("begins", name=name)
     before, start = signal.signal(signal.SIGALRM, late), time.perf_counter()
-    signal.alarm(limit if run.cuda else 0)
+    signal.alarm(limit if run.large else 0)
     why = ""
     try:
         stage(run)
@@ -56,6 +56,10 @@ def _within(run: Run, name: str, stage: Callable[[Run], None], limit: int) -> bo
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+    if run.rehearsed:
+        from tests.pretended_cuda.driver import compiled
+
+        run.say("kernels compiled so far", **{name: len(each) for name, each in compiled.items()})
     run.say("stage", name=name, ok=not why, seconds=time.perf_counter() - start, why=why)
     gc.collect()
     if run.device.type == "cuda":

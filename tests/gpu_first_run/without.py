@@ -28,12 +28,12 @@ def without(run: Run) -> None:
     """Decode steps of 8 prompts with 8 samples each, without one part after the other; then cases in which one matters."""
     size = run.sizes[0]
     model = run.model(size)
-    batch, context, samples = (64, 1024, 8) if run.cuda else (2, 16, 2)
+    batch, context, samples = (64, 1024, 8) if run.large else (2, 36, 2)
     for part in ("", *SWITCHES) if run.cuda else ("",):
         with switched_off(part):
             label = f"{samples} samples a prompt, " + (f"without {part}" if part else "with all parts")
             decode_steps(run, model, size, batch, context, label, samples=samples)
-    for case, (part, lengths, arriving) in CASES.items() if run.cuda else [("small", ("chunks", [16, 9], 5))]:
+    for case, (part, lengths, arriving) in CASES.items() if run.large else [("small", ("chunks", [16, 9], 5))]:
         for off in ("", part):
             with switched_off(off):
                 _steps(run, model, case, off, lengths, arriving)
@@ -41,8 +41,8 @@ def without(run: Run) -> None:
 
 def _steps(run: Run, model: PreTrainedModel, case: str, off: str, lengths: Sequence[int], arriving: int) -> None:
     """Time steps in which prompts of these lengths decode, and one of `arriving` tokens begins."""
-    count, rest = (40, 200) if run.cuda else (3, 20)
-    options = {"kv_cache_memory_gb": 20 if run.cuda else 0.05, "max_requests": 128, "max_tokens_per_step": 2048,
+    count, rest = (40, 200) if run.large else (3, 20)
+    options = {"kv_cache_memory_gb": 20 if run.large else 0.05, "max_requests": 128, "max_tokens_per_step": 2048,
                "verify_model": False, "enable_prefix_caching": False}  # fmt: skip
     with run.engine(model, **options) as engine:
         for seed, length in enumerate(lengths):
