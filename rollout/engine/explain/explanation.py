@@ -260,11 +260,8 @@ def _attention(runner: ModelRunner) -> str:
     sizes = {size for shape in layout.layers for size in (shape.head_dim, shape.value_dim)}
     fits = layout.kv_dtype in triton_paged.DTYPES and group <= triton_paged.MAX_GROUP
     fits = fits and all(triton_paged.MIN_HEAD_DIM <= size <= triton_paged.MAX_HEAD_DIM for size in sizes)
-    if fits:
-        return "Triton"
-    return (
-        f"plain torch: keys of {_short(layout.kv_dtype)} of sizes {sorted(sizes)} with {group} query heads per KV head"
-    )
+    described = f"keys of {_short(layout.kv_dtype)} of sizes {sorted(sizes)} with {group} query heads per KV head"
+    return "Triton" if fits else f"plain torch: {described}"
 
 
 def _sampling(layout: ModelLayout) -> str:
@@ -288,11 +285,8 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
         return "none: a model with recurrent states runs its own forward in every step"
     if runner.graphs is None:
         return "none: Triton does not run here"
-    return (
-        f"none: {runner.graphs.why_not}"
-        if runner.graphs.why_not
-        else f"decode steps of up to {config.max_requests} rows"
-    )
+    why = runner.graphs.why_not
+    return f"none: {why}" if why else f"decode steps of up to {config.max_requests} rows"
 
 
 def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
@@ -439,10 +433,7 @@ def _machine_rows(machine: Machine) -> Sequence[Row]:
     load = "" if machine.load is None else f"; load {machine.load:.1f}"
     rows = [
         ("machine", f"{machine.processor}, {machine.cores:g} cores{memory}"),
-        (
-            "threads",
-            f"{machine.threads} in each of {machine.ranks_here} ranks on this machine{variables}{load}",
-        ),
+        ("threads", f"{machine.threads} in each of {machine.ranks_here} ranks on this machine{variables}{load}"),
     ]
     rows += [("threads", f"beside {each.name} (process {each.pid}): {each.cores} cores") for each in machine.busy[:5]]
     packages = [
