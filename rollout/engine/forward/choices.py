@@ -7,7 +7,7 @@ differ by the output of an expert. Every choice of a router is a `topk`, whateve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,22 +30,17 @@ class Routes:
         chunk: list[Tensor] = []
         self._chunks.append(chunk)
         fused = runner.fused if runner.why_not_fused() is None else None
-        if fused is None:
-            # Nothing is recorded by what is replayed.
-            graphs, runner.graphs = runner.graphs, None
-            try:
-                with _Recorded(chunk):
-                    yield
-            finally:
-                runner.graphs = graphs
-            return
-        fused.record = lambda index, experts: chunk.append(experts)
         # Nothing is recorded by what is replayed.
         graphs, runner.graphs = runner.graphs, None
         try:
-            yield
+            if fused is not None:
+                fused.record = lambda index, experts: chunk.append(experts)
+            with _Recorded(chunk) if fused is None else nullcontext():
+                yield
         finally:
-            fused.record, runner.graphs = None, graphs
+            runner.graphs = graphs
+            if fused is not None:
+                fused.record = None
 
     def joined(self) -> list[Tensor | None]:
         """int64 [rows, k] of each choice in its order; None where k differs between chunks. Empty: there are no choices, or
