@@ -202,13 +202,13 @@ class InferenceConfig(Options):
             self.kv_cache_host_memory_gb is None or keeps,
             "None without enable_prefix_caching, or with prefix_caching_eviction_policy='ref_zero': nothing is kept then",
         )
-        reads = (self.cuda_graphs or self.fused_forward) and not self.exact
+        reads = (self.cuda_graphs or self.fused_forward) and not (self.exact or self.record_routes)
         reads = reads and self.inference_dtype in (None, "float32")
         self._check(
             "autocast_weight_copies",
             reads or not self.autocast_weight_copies,
-            "None with exact=True, with a copy of another dtype (inference_dtype), and without cuda_graphs and "
-            "fused_forward: nothing reads copies then",
+            "None with exact=True or record_routes=True, with a copy of another dtype (inference_dtype), and without "
+            "cuda_graphs and fused_forward: nothing reads copies then",
         )
         self._check("fused_forward", not self.exact or self.fused_forward, "True with exact=True")
         self._check(

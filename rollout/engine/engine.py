@@ -88,6 +88,9 @@ class DynamicInferenceEngine(GroupMember):
         with interrupt_deferred(), self._lock:
             records, version, before = self.snapshot(), self.policy_version, dict(vars(self))
             context, changes = self.context, self.context.allocator.index.changes
+            # Like the KV, graphs and copies of weights give way to the new parts, which measure what is free.
+            self.controller.runner.order.settle()
+            self.controller.runner.release_workspace(graphs=True)
             context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
             cache, host_slots = self.cache, self.cache.host_slots
             # The host may not have memory for a second tier beside it; it holds nothing any more.

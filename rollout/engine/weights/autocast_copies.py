@@ -104,7 +104,6 @@ class AutocastCopies:
         known = self._flat is not None and len(self._wanted) == len(self._copies)
         if (known and module_epoch == self._epoch) or not self._wanted or self._refused:
             return
-        self._epoch = module_epoch
         present = set(self._model.parameters())
         self._wanted = {each: None for each in self._wanted if each in present and self._fits(each)}
         if self._flat is None or self._outline() != self.layout:
@@ -112,6 +111,8 @@ class AutocastCopies:
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._copies.values()), list(self._copies))
+        # Last: after an exception on the way, the next step of the epoch does all of it again.
+        self._epoch = module_epoch
 
     def release(self) -> None:
         """Give the memory back. Nothing may run that reads the copies until `refresh` was called."""

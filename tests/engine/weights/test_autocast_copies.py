@@ -99,6 +99,26 @@ def test_after_any_change_a_copy_is_the_cast_of_what_its_parameter_is_now(change
     assert (copies.cast(model.lm_head.weight, BF16) is not model.lm_head.weight) == (change is not in_another_dtype)
 
 
+def test_copies_that_a_failure_left_stale_are_filled_by_the_next_step_of_the_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small()
+    copies, weight = copies_of(model, Driver(2**22)), model.lm_head.weight
+    copies.cast(weight, BF16)
+    copies.refresh(1)
+    in_place(model)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("the device is in trouble")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_foreach_copy_", failing)
+        with pytest.raises(RuntimeError, match="in trouble"):
+            copies.refresh(2)
+    copies.refresh(2)
+    assert torch.equal(copies.cast(weight, BF16), weight.to(BF16))
+
+
 def test_adapters_merged_into_the_weights_are_in_the_copies_and_after_an_unmerge_are_not() -> None:
     peft = pytest.importorskip("peft")
     options = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
@@ -278,6 +298,27 @@ def test_copies_in_memory_that_comes_back_elsewhere_are_captured_anew() -> None:
     assert (len(held), recorder.captures) == (2, captures + 1)
 
 
+def test_copies_and_graphs_give_way_to_the_parts_of_a_rebuild_which_measure_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(2**22)
+    engine, _ = graphed(small(), driver=driver, autocast_dtype="bfloat16")
+    sampled(engine)
+    graphs, build, seen = engine.controller.runner.graphs, engine._build, list[tuple[int, int]]()
+    assert graphs is not None
+    assert driver.used
+    assert graphs._graphs
+
+    def building() -> None:
+        seen.append((driver.used, len(graphs._graphs)))
+        build()
+
+    monkeypatch.setattr(engine, "_build", building)
+    engine.rebuild()
+    assert seen == [(0, 0)]
+    assert len(sampled(engine)) > 0
+
+
 def test_weights_loaded_between_two_steps_are_in_the_copies_of_the_next(tmp_path: Path) -> None:
     """Also where the announcement of the load comes later, and the attention stays installed meanwhile."""
     model = small()
@@ -350,6 +391,7 @@ def test_what_asks_for_copies_where_there_are_none_is_refused_by_name() -> None:
         autocast_copies(wanted, GatheredWeights(small()), device, lambda: 0)
     for options in (
         {"exact": True}, {"inference_dtype": "bfloat16"}, {"cuda_graphs": False, "fused_forward": False},
+        {"record_routes": True},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="autocast_weight_copies"):
             InferenceConfig(autocast_weight_copies=True, **options)
