@@ -215,6 +215,7 @@ class ModelRunner:
 
     def encode(self, item: ImageItem) -> None:
         """Run this member's part of the vision tower on an item that the first rank of a tensor-parallel group encodes."""
+        self.order.follow()
         with self.installation:
             self.vision.encode(item)
 
