@@ -74,6 +74,7 @@ def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
         "autocast_dtype": "bfloat16",
         "inference_dtype": "float16",
         "max_tokens_per_step": 4096,
+        "autocast_weight_copies": False,
     }
     if field.name in special:
         return [str(special[field.name])], special[field.name]
@@ -142,7 +143,7 @@ def test_the_help_is_grouped_fits_the_terminal_and_says_what_the_docstrings_say(
     for sentence in (
         "--max-requests INT Maximum number of active (running) sequences. At least 1. (default: 256)",
         "--staleness-policy {partial,requeue,mask} Handling of a request that would exceed --max-staleness.",
-        "the blocks that --max-requests sequences of --max-sequence-length tokens can use. (default: 0.5)",
+        "the blocks that --max-requests sequences of --max-sequence-length tokens can use. On a GPU",
         "peer is considered dead. At least twice --coordinator.heartbeat-interval-s. (default: 30.0)",
         "--cuda-graphs, --no-cuda-graphs",
         "Options of the HTTP server.",

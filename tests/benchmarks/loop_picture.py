@@ -31,8 +31,8 @@ INK, FAINT, TRAIN = "#222222", "#9aa0a6", "#f6ead0"
 class Seen:
     """What an observer of the loop wrote down."""
 
-    rows: list[tuple[float, int, int]]
-    """(second, request number, policy version) of every running sample after every engine step."""
+    rows: list[tuple[float, float, int, int]]
+    """(begin, end, request number, policy version) of a call of the engine and a sample that runs after it; seconds."""
     memory: list[tuple[float, float, float]]
     """(second, MiB of KV on the device, MiB on the host)."""
     trained: list[tuple[float, float]]
@@ -60,10 +60,11 @@ def watch(folder: Path) -> Seen:
         step = manager.engine.step
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            begun = now()
             ended = step(*args, **kwargs)
             for sequence in manager.engine.context.scheduler.active():
                 number = sequence.record.request_id * GROUP + sequence.record.sample_index
-                seen.rows.append((now(), number, manager.policy_version))
+                seen.rows.append((begun, now(), number, manager.policy_version))
             look()
             return ended
 
@@ -105,16 +106,19 @@ def draw(seen: Seen, path: Path) -> None:
     for axes in (slots, memory):
         for begin, end in seen.trained:
             axes.axvspan(begin, end, color=TRAIN, lw=0)
-    times, numbers, versions = (np.array(column) for column in zip(*seen.rows, strict=True))
+    begins, ends, numbers, versions = (np.array(column) for column in zip(*seen.rows, strict=True))
     for version in np.unique(versions):
         chosen = versions == version
-        slots.plot(times[chosen], numbers[chosen], "s", ms=2.6, color=COLOURS[int(version) % len(COLOURS)],
+        # Edges close the seams between calls.
+        slots.barh(numbers[chosen], (ends - begins)[chosen], 1.0, begins[chosen], lw=0.6,
+                   color=(colour := COLOURS[int(version) % len(COLOURS)]), edgecolor=colour,
                    label=f"sampled under version {int(version)}")  # fmt: skip
     for begin, end in seen.trained:
         slots.text((begin + end) / 2, numbers.max() + 1.5, "train", ha="center", fontsize=9)
     slots.set_ylabel("sample")
+    slots.set_xlim(left=0)
     slots.set_ylim(-1, numbers.max() + 4)
-    slots.legend(loc="lower right", frameon=False, fontsize=9, markerscale=2)
+    slots.legend(loc="lower right", frameon=False, fontsize=9)
     clock, device, host = (np.array(column) for column in zip(*seen.memory, strict=True))
     memory.step(clock, device, where="post", color=COLOURS[0], label="KV on the device")
     memory.step(clock, host, where="post", color=COLOURS[1], label="KV on the host (live blocks only)")
