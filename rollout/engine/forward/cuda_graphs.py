@@ -30,13 +30,14 @@ from rollout.engine.forward.cuda_switches import switched_on
 from rollout.engine.forward.decode_kernels import CapturedBatch, DecodeForward, DecodeKernels
 from rollout.engine.forward.decode_state import DecodeInputs, DecodeState
 from rollout.engine.forward.graph_signature import signature_of
-from rollout.engine.forward.graph_sizes import GraphMemory, padded_length, padded_rows, power_of_two, row_sizes
+from rollout.engine.forward.graph_sizes import GraphMemory, padded_length, padded_rows, row_sizes
 from rollout.engine.forward.graph_steps import GraphStep
 from rollout.engine.forward.model_support import ModelLayout, has_global_hooks
 from rollout.engine.forward.prefix_sharing import PrefixSharing, token_bytes
 from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
+from rollout.engine.kernels.triton_paged import power_of_two
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies

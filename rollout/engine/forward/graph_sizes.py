@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from rollout.engine.kernels.triton_paged import power_of_two
+
 LEAST_LENGTH = 1024
 """Least length in tokens of a graph whose launches have a program for each part there could be; longer ones are powers of
 two, and so have fewer idle programs."""
@@ -25,11 +27,6 @@ def padded_rows(count: int) -> int:
 def row_sizes(most: int) -> list[int]:
     """What up to `most` rows are padded to."""
     return sorted({padded_rows(count) for count in range(1, most + 1)})
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
 
 
 def padded_length(tokens: int) -> int:
