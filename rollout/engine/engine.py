@@ -276,7 +276,9 @@ class DynamicInferenceEngine(GroupMember):
                 self._step(ahead=ahead)
                 ended = self.take_ended()
         except BaseException:
-            self._ledger.put_back(ended)
+            if ended:
+                with uninterrupted(), self._lock:
+                    self._ledger.put_back(ended)
             raise
         return ended
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,10 @@ from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling import run_ahead
 from rollout.engine.scheduling.draft_budget import StepCost
-from rollout.engine.scheduling.step import ScheduledStep
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.engines import at_random, greedily, pass_suspended, shared_model, token_ids
+from tests.engine.lives_in_runs import life_in_runs
+from tests.engines import at_random, greedily, shared_model, token_ids
 from tests.models import make_model, make_tokenizer
 
 ENDS = at_random(40, n=2, temperature=0.8, ignore_eos=False, stop_token_ids=list(range(3, 13)), min_tokens=6)
@@ -176,41 +175,11 @@ def test_runs_of_any_length_equal_their_steps_whatever_happens_between_them(seed
     draw = random.Random(seed)
     kinds = "update", "update", "offload", "recompute", "abort", "add", "add"
     events = sorted((draw.randrange(4, 28), kind) for kind in kinds)
-    assert _life(seed, events, lambda: draw.randint(1, 9)) == _life(seed, events, lambda: 1)
-
-
-def _life(seed: int, events: list[tuple[int, str]], most: Callable[[], int]) -> dict[Any, Any]:
-    model = make_model("qwen3", seed=seed)
-    engine = engine_for(model, kv_cache_blocks=120)
-    scheduler, left, found = engine.context.scheduler, list(events), {}
-    lengthen = scheduler.run_ahead
-
-    def until_the_next_event(step: ScheduledStep) -> ScheduledStep:
-        limit = left[0][0] - engine.stats()["steps"] if left else 99
-        return replace(step, ahead=max(1, min(lengthen(step).ahead, int(limit), most())))
-
-    scheduler.run_ahead = until_the_next_event
-    for number in range(3):
-        engine.add_request(token_ids(6 + number, number), at_random(30, n=2))
-    while engine.has_unfinished or left:
-        if left and (engine.stats()["steps"] >= left[0][0] or not engine.has_unfinished):
-            after, kind = left.pop(0)
-            if kind == "update":
-                with torch.no_grad():
-                    model.lm_head.weight.mul_(0.97)
-                engine.weights_updated()
-            elif kind == "abort":
-                engine.abort_request(1, 0)
-            elif kind == "add":
-                engine.add_request(token_ids(9, after), at_random(12))
-            else:
-                pass_suspended(engine, kind)
-        elif engine.has_unfinished:
-            for record in engine.step(ahead=True):
-                one = record.merge()
-                key = record.request_id, record.sample_index
-                found[key] = one.generated_tokens, one.generated_log_probs, one.policy_spans, one.kv_spans
-    return found
+    ours, wanted = (
+        life_in_runs(engine_for(make_model("qwen3", seed=seed), kv_cache_blocks=120), events, most)
+        for most in (lambda: draw.randint(1, 9), lambda: 1)
+    )
+    assert ours == wanted
 
 
 def test_a_sample_without_finite_logits_fails_alone_where_it_would() -> None:

@@ -110,7 +110,7 @@ def made_servable(case: schemathesis.Case) -> None:
 
 
 def _made_cheap(body: dict[str, Any]) -> dict[str, Any]:
-    """A few tokens of a few prompts; whoever has time lets them all be computed."""
+    """The body with a few tokens of a few prompts; unchanged where ROLLOUT_FUZZ_EXAMPLES is set."""
     if EXAMPLES:
         return body
     bound, least, prompt = body.get("max_tokens"), body.get("min_tokens"), body.get("prompt")

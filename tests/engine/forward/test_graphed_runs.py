@@ -6,8 +6,6 @@ The draw is that of the CPU. test_cuda_forward.py has runs of the kernels of Tri
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +19,10 @@ from rollout.engine.forward.cuda_switches import VARIABLE
 from rollout.engine.forward.decode_runs import DecodeRuns
 from rollout.engine.forward.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.kernels import decode_parts
-from rollout.engine.scheduling.step import ScheduledStep
 from rollout.sampling_params import SamplingParams
 from tests.engine.forward.recorded_graphs import Plain, Recorder
-from tests.engines import at_random, greedily, make_engine, pass_suspended, token_ids
+from tests.engine.lives_in_runs import life_in_runs, outcome
+from tests.engines import at_random, greedily, make_engine, token_ids
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -63,11 +61,7 @@ def results(
     found, made = {}, []
     while engine.has_unfinished:
         for record in engine.step(ahead=ahead):
-            one = record.merge()
-            found[record.request_id, record.sample_index] = (
-                one.generated_tokens, one.generated_log_probs, one.finish_reason, one.stop_reason, one.policy_spans,
-                one.kv_spans, one.error,
-            )  # fmt: skip
+            found[record.request_id, record.sample_index] = outcome(record)
         made.append(engine.last_step_count)
         engine.context.scheduler.check()
     assert engine.context.allocator.num_used == 0, "a block leaked"
@@ -208,42 +202,9 @@ def test_runs_of_any_length_equal_their_steps_whatever_happens_between_them() ->
     draw = random.Random(1)
     kinds = "update", "offload", "recompute", "abort", "add"
     events = sorted((draw.randrange(4, 28), kind) for kind in kinds)
-    ours, wanted = _life(events, lambda: draw.randint(1, 9)), _life(events, lambda: 1)
+    ours, wanted = (
+        life_in_runs(engine_for(make_model("qwen3", seed=3, num_hidden_layers=1))[0], events, most)
+        for most in (lambda: draw.randint(1, 9), lambda: 1)
+    )
     assert_same(ours, wanted)
     assert any(len(spans.runs) > 1 for *_, spans, _, _ in ours.values())
-
-
-def _life(events: Sequence[tuple[int, str]], most: Callable[[], int]) -> dict[Any, Any]:
-    model = make_model("qwen3", seed=3, num_hidden_layers=1)
-    engine, _ = engine_for(model)
-    scheduler, left, found = engine.context.scheduler, list(events), {}
-    lengthen = scheduler.run_ahead
-
-    def until_the_next_event(step: ScheduledStep) -> ScheduledStep:
-        limit = left[0][0] - engine.stats()["steps"] if left else 99
-        return replace(step, ahead=max(1, min(lengthen(step).ahead, int(limit), most())))
-
-    scheduler.run_ahead = until_the_next_event  # type: ignore[method-assign]
-    for number in range(3):
-        engine.add_request(token_ids(6 + number, number), at_random(30, n=2))
-    while engine.has_unfinished or left:
-        if left and (engine.stats()["steps"] >= left[0][0] or not engine.has_unfinished):
-            after, kind = left.pop(0)
-            if kind == "update":
-                with torch.no_grad():
-                    model.lm_head.weight.mul_(0.97)
-                engine.weights_updated()
-            elif kind == "abort":
-                engine.abort_request(1, 0)
-            elif kind == "add":
-                engine.add_request(token_ids(9, after), at_random(12))
-            else:
-                pass_suspended(engine, kind)
-        elif engine.has_unfinished:
-            for record in engine.step(ahead=True):
-                one = record.merge()
-                found[record.request_id, record.sample_index] = (
-                    one.generated_tokens, one.generated_log_probs, one.finish_reason, one.stop_reason, one.policy_spans,
-                    one.kv_spans, one.error,
-                )  # fmt: skip
-    return found

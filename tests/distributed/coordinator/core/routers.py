@@ -20,7 +20,7 @@ OTHER = [11, 12, 13, 14]
 
 
 def make(*loads: int, policy: PrefixCachingCoordinatorPolicy = LONGEST, alpha: float = 0.5, slots: int = 10) -> Router:
-    """Ranks "0", "1", … with so many pending samples, the last one assigned to last; nobody holds anything."""
+    """Ranks "0", "1", … with so many pending samples; the last was assigned work last, and no rank has a cached block."""
     router = Router(policy, alpha=alpha)
     for name in map(str, range(len(loads))):
         router.add_rank(name, slots)
@@ -35,7 +35,7 @@ def holds(router: Router, name: str, hashes: Sequence[int]) -> None:
 
 
 def chosen(router: Router, hashes: Sequence[int], samples: int = 1, exclude: Collection[str] = ()) -> str | None:
-    """The one rank that would get it; None: nobody has room."""
+    """Name of the rank that the request would be routed to; None: no rank has room."""
     placements = router.place(hashes, samples, exclude=exclude)
     assert len(placements) <= 1
     return placements[0].rank if placements else None
