@@ -160,7 +160,7 @@ def _doctor(arguments: Sequence[str]) -> None:
 
     engine = DynamicInferenceEngine(model, None, config)
     explanation = engine.explain(measure=options.measure)
-    if options.measure and engine.max_sequence_length > PROMPT + TOKENS:
+    if options.measure and engine.parts.max_sequence_length > PROMPT + TOKENS:
         trial = decode_trial(
             engine, engine.controller.layout.vocab_size, explanation.kv.max_requests, explanation.kv.tokens
         )

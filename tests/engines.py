@@ -75,10 +75,10 @@ class Gate:
     def __init__(self, engine: DynamicInferenceEngine, more: float) -> None:
         self.tokens = engine.stats()["generated_tokens"] + more
         self._engine = engine
-        self._step = engine._stepper.step
+        self._step = engine.parts.stepper.step
 
     def let_through(self, *, ahead: bool = False) -> None:
-        lock = self._engine._lock
+        lock = self._engine.lifecycle.lock
         while self._engine.stats()["generated_tokens"] >= self.tokens:
             if lock.wanted or lock.asked.value:
                 # The loop of steps looks at what it is asked for, and comes again.
@@ -95,7 +95,7 @@ def gated(engine: DynamicInferenceEngine, more: float = 20) -> Iterator[Gate]:
     Of requests that make a step per token: with top log-probs, or a filter.
     """
     gate = Gate(engine, more)
-    with patch.object(engine._stepper, "step", gate.let_through):
+    with patch.object(engine.parts.stepper, "step", gate.let_through):
         try:
             yield gate
         finally:

@@ -227,13 +227,13 @@ class Life:
     def restart(self) -> None:
         """What is in flight is saved, and an engine of another configuration goes on with it."""
         self.take(self.engine.take_ended())
-        version, number = self.engine.policy_version, self.engine.next_request_id
+        version, number = self.engine.policy_version, self.engine.parts.intake.next_request_id
         saved = msgpack.packb([record.serialize() for record in self.engine.snapshot()], use_bin_type=True)
         self.options |= self.configuration()
         self.say(" ", self.options)
         self.engine = self.new_engine()
         self.engine.weights_updated(version)
-        self.engine.reserve_request_ids(number)
+        self.engine.parts.intake.reserve(number)
         for plain in msgpack.unpackb(saved):
             record = DynamicInferenceRequestRecord.deserialize(plain)
             try:
@@ -263,8 +263,8 @@ class Life:
 
     def note(self, key: Key, made: int) -> None:
         of_it, rooms = self.ledger.setdefault(key, []), self.rooms.setdefault(key, [])
-        if self.engine.max_sequence_length not in rooms[-1:]:
-            rooms.append(self.engine.max_sequence_length)
+        if self.engine.parts.max_sequence_length not in rooms[-1:]:
+            rooms.append(self.engine.parts.max_sequence_length)
         if made < len(of_it):
             of_it.clear()
         of_it += [self.engine.policy_version] * (made - len(of_it))

@@ -4,35 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from typing import TypeVar
 
 import torch
 
-from rollout.engine.context import MemoryMove
-from rollout.engine.inspection import EngineInspection
+from rollout.config import InferenceConfig
+from rollout.engine.context import DynamicInferenceContext, MemoryMove
+from rollout.engine.controller import TextGenerationController
+from rollout.engine.forward.adapters import LoraAdapters
+from rollout.engine.ledger import Ledger
+from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.plain_tensors import plain_tensors
+from rollout.engine.scheduling.adapters import AdapterSwitches
+from rollout.engine.scheduling.prefix_index import CacheChanges
+from rollout.engine.staleness import Staleness
 from rollout.engine.weights.folder import load_weights
+from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import MAX_VERSION
 from rollout.sampling_params import SamplingParams
-from rollout.state import ControlSignal, EngineState, FinishReason, KVCacheManagementMode, Mode, Status
+from rollout.state import ControlSignal, FinishReason, KVCacheManagementMode, Mode, Status
+from rollout.tracing.recorder import EngineTap
 
 T = TypeVar("T")
 
 
-class EngineControl(EngineInspection):
-    """The lifecycle verbs of an engine, and the announcement of new weights."""
+@dataclass(eq=False)
+class EngineControl:
+    """The lifecycle verbs of one engine, new weights, adapters and the prefix cache."""
 
-    @property
-    def state(self) -> EngineState:
-        """The lifecycle state."""
-        return self._lifecycle.state
-
-    def refuse_when_stopped(self) -> None:
-        """Raises: EngineDeadError, EngineStateError: the engine is dead, or stopping or stopped."""
-        self._lifecycle.refuse_when_stopped()
+    _config: InferenceConfig
+    _lifecycle: Lifecycle
+    _guard: WeightsGuard
+    _adapters: LoraAdapters
+    _switches: AdapterSwitches
+    _controller: TextGenerationController
+    _context: DynamicInferenceContext
+    _ledger: Ledger
+    _staleness: Staleness
+    _tap: EngineTap
+    _clock: Callable[[], float]
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
@@ -41,12 +55,12 @@ class EngineControl(EngineInspection):
         Args:
             what: ignored; in `RolloutManager.adapter_switch` the other ranks wait for it.
         """
-        with self.locked():
+        with self._lifecycle.locked():
             try:
                 yield
             finally:
-                self.installation.module_epoch += 1
-        self._moved()
+                self._controller.runner.installation.module_epoch += 1
+        self._lifecycle.moved()
 
     def pause(self) -> None:
         """Stop stepping at the next step boundary; requests keep their KV and wait."""
@@ -67,14 +81,14 @@ class EngineControl(EngineInspection):
             ConfigError: there is no such mode.
             EngineStateError: the engine is not PAUSED.
         """
-        chosen = KVCacheManagementMode.parse(mode) or self.config.kv_cache_management_mode
+        chosen = KVCacheManagementMode.parse(mode) or self._config.kv_cache_management_mode
 
         def act() -> MemoryMove:
             if chosen is not KVCacheManagementMode.PERSIST:
                 # Steps may have run on another stream than the caller's.
-                self.controller.runner.order.settle()
-                self.controller.runner.release_workspace(graphs=self.config.release_cuda_graphs)
-            return self.context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
+                self._controller.runner.order.settle()
+                self._controller.runner.release_workspace(graphs=self._config.release_cuda_graphs)
+            return self._context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
 
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
@@ -85,52 +99,40 @@ class EngineControl(EngineInspection):
         """
 
         def act() -> MemoryMove:
-            move = self.context.resume()
-            self.controller.runner.order.mark()
+            move = self._context.resume()
+            self._controller.runner.order.mark()
             return move
 
         return self._signal(ControlSignal.RESUME, act) or MemoryMove()
 
     def wait_until_restored(self) -> None:
         """Block until the copies of a `resume` have ended."""
-        with self.locked():
-            self.controller.runner.order.wait()
+        with self._lifecycle.locked():
+            self._controller.runner.order.wait()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
         """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
 
         def act() -> None:
-            for sample in self.context.scheduler.remove(lambda key: True):
+            for sample in self._context.scheduler.remove(lambda key: True):
                 self._ledger.end(sample, FinishReason.ABORT, "RequestAbortedError: the engine was stopped")
-            self.context.drop()
+            self._context.drop()
 
         self._signal(ControlSignal.STOP, act)
-        return self.take_ended()
+        with self._lifecycle.lock:
+            return self._ledger.take()
 
     def _signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
-        log, before, began = self.tap.log, self.state, self._clock()
+        log, before, began = self._tap.log, self._lifecycle.state, self._clock()
         try:
             with plain_tensors():
                 done = self._lifecycle.signal(signal, act)
         finally:
-            self._moved()
-        if log is not None and self.state is not before:
+            self._lifecycle.moved()
+        if log is not None and self._lifecycle.state is not before:
             moved = vars(done) if isinstance(done, MemoryMove) else {}
-            log.control(signal.value, began, self.state.value, **moved)
+            log.control(signal.value, began, self._lifecycle.state.value, **moved)
         return done
-
-    def _moved(self) -> None:
-        if self.on_move is not None:
-            self.on_move()
-
-    def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
-        """Block until the engine is in a stable state.
-
-        Raises:
-            ValueError: `state` is a transient one.
-            DeadlineError: not reached within `timeout_s` (default: `control_timeout_s`).
-        """
-        self._lifecycle.wait_until(state, self.config.control_timeout_s if timeout_s is None else timeout_s)
 
     def weights_updated(self, version: int | None = None) -> int:
         """Announce changed weights: the policy version moves by 1, or to `version`, in any state but STOPPED.
@@ -144,9 +146,9 @@ class EngineControl(EngineInspection):
         Raises:
             ConfigError: `version` is below the present one, or no version.
         """
-        with self.locked():
+        with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
-            scheduler = self.context.scheduler
+            scheduler = self._context.scheduler
             if version is not None and (type(version) is not int or version > MAX_VERSION):
                 raise ConfigError(f"weights_updated({version!r}): must be an integer of at most {MAX_VERSION}")
             if version is not None and version < scheduler.version:
@@ -155,16 +157,16 @@ class EngineControl(EngineInspection):
                     "another engine to go back"
                 )
             self._guard.changed()
-            self.installation.module_epoch += 1
-            self.controller.runner.order.mark()
+            self._controller.runner.installation.module_epoch += 1
+            self._controller.runner.order.mark()
             torch.clear_autocast_cache()
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
-            self.controller.runner.vision.features.clear()
+            self._controller.runner.vision.features.clear()
             self._staleness.enforce()
             updated = scheduler.version
-        if (log := self.tap.log) is not None:
+        if (log := self._tap.log) is not None:
             log.instant("weights updated", version=updated)
-        self._moved()
+        self._lifecycle.moved()
         return updated
 
     def load_weights(self, folder: str | PathLike[str]) -> int:
@@ -177,16 +179,17 @@ class EngineControl(EngineInspection):
             ConfigError: the folder does not fit the model; nothing was changed.
             EngineStateError: the weights are spread over the ranks.
         """
-        with self.locked():
+        with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
-            if self.weights.collective or self.weights.tensor_parallel_mesh is not None:
+            if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
                 raise EngineStateError(
-                    f"load_weights() into {type(self.model).__name__}, whose weights are spread over the ranks: load them "
-                    "there as the trainer does (torch.distributed.checkpoint, say), and call weights_updated() on every rank"
+                    f"load_weights() into {type(self._guard.model).__name__}, whose weights are spread over the ranks: load "
+                    "them there as the trainer does (for example with torch.distributed.checkpoint), and call "
+                    "weights_updated() on every rank"
                 )
-            loaded = load_weights(self.model, folder)
+            loaded = load_weights(self._guard.model, folder)
             # A step that comes before the announcement does not mix them with copies of the former ones.
-            self.installation.module_epoch += 1
+            self._controller.runner.installation.module_epoch += 1
             return loaded
 
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
@@ -202,12 +205,12 @@ class EngineControl(EngineInspection):
             UnsupportedModelError: requests for this model cannot name adapters.
         """
         SamplingParams(adapter=name)
-        with self.locked():
+        with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
             self._refuse_adapters()
-            if self.adapters.load(name, folder):
-                self.context.allocator.drop_cached()
-            return self.adapters.num_layers(name)
+            if self._adapters.load(name, folder):
+                self._context.allocator.drop_cached()
+            return self._adapters.num_layers(name)
 
     def unload_adapter(self, name: str) -> int:
         """Unload an adapter: requests that name it end with an error, which says so. Harmless when repeated.
@@ -215,50 +218,50 @@ class EngineControl(EngineInspection):
         Returns:
             Number of samples that have ended by it.
         """
-        with self.locked():
-            scheduler = self.context.scheduler
+        with self._lifecycle.locked():
+            scheduler = self._context.scheduler
             keys = {sample.key for sample in scheduler if sample.params.adapter == name}
             for sample in scheduler.remove(keys.__contains__):
                 why = f"RequestAbortedError: request {sample.key[0]}: adapter {name!r} was unloaded"
                 self._ledger.end(sample, FinishReason.ABORT, why)
-            self.adapters.unload(name)
-        self._moved()
+            self._adapters.unload(name)
+        self._lifecycle.moved()
         return len(keys)
 
     def _refuse_adapters(self) -> None:
-        runner, why = self.controller.runner, None
-        if self.weights.collective or self.weights.tensor_parallel_mesh is not None:
+        runner, why = self._controller.runner, None
+        if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
             why = "its weights are spread over the ranks"
         elif runner.exact:
             why = "exact mode runs the fused forward only, which has no adapters (InferenceConfig.exact)"
         elif runner.states is not None:
             why = "it has recurrent layers"
-        elif self.controller.takes_images:
+        elif self._controller.takes_images:
             why = "it takes images"
-        elif self._adapters.present(self.installation.module_epoch):
+        elif self._switches.present(self._controller.runner.installation.module_epoch):
             why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
         if why is not None:
-            raise UnsupportedModelError(f"load_adapter() into {type(self.model).__name__}: {why}")
+            raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
 
-    def take_ended(
-        self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
-    ) -> list[DynamicInferenceRequestRecord]:
-        """Records that have ended and that no step has returned yet: aborted or too stale between two steps.
+    def flush_prefix_cache(self) -> int:
+        """Drop every cached block that no request holds; returns their number."""
+        with self._lifecycle.lock:
+            return self._context.allocator.drop_cached()
 
-        Args:
-            keys: which (request_id, sample_index) to take; the others stay for the next step.
-        """
-        with self._lock:
-            return self._ledger.take(keys)
+    def track_prefix_cache(self, changes: CacheChanges | None) -> list[int]:
+        """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
+        with self._lifecycle.lock:
+            self._context.allocator.index.changes = changes
+            return [] if changes is None else self._context.allocator.findable_hashes()
 
     def _pause_active(self) -> None:
         self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS)
         now = self._clock()
-        for leader in self.context.scheduler.active():
+        for leader in self._context.scheduler.active():
             for sample in (leader, *leader.siblings):
                 sample.request.add_event_pause(timestamp=now)
 
     def _mark_active(self, status: Status) -> None:
-        for leader in self.context.scheduler.active():
+        for leader in self._context.scheduler.active():
             for sample in (leader, *leader.siblings):
                 sample.request.status = status

@@ -12,34 +12,46 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from os import PathLike
 from typing import Any
 
 from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.diagnosis import answer_signal, watch
-from rollout.engine.admission import prompt_of, refuse_what_is_not_served
-from rollout.engine.group_member import GroupMember
+from rollout.engine.build import EngineBase, EngineParts, build, rebuilt
+from rollout.engine.context import DynamicInferenceContext, MemoryMove
+from rollout.engine.controller import TextGenerationController
+from rollout.engine.explain.explanation import Explanation
+from rollout.engine.forward.adapters import LoraAdapters
+from rollout.engine.forward.attention import Installation
 from rollout.engine.holds import Holds
-from rollout.engine.ledger import Ledger
+from rollout.engine.inspection import Inspection
+from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.peers import Peers
 from rollout.engine.plain_tensors import plain_tensors
 from rollout.engine.prefill import Prefill, Take, Wanted
 from rollout.engine.scheduling.adapters import described
 from rollout.engine.scheduling.prefix_index import CacheChanges
-from rollout.engine.scheduling.sequences import Sequence as Sample
-from rollout.errors import InvalidRequestError, RequestError, UnsupportedModelError
-from rollout.requests.images import ImagePrompt
+from rollout.engine.weights.base import Weights
+from rollout.engine.weights.guard import WeightsGuard
+from rollout.errors import RequestError, UnsupportedModelError
+from rollout.requests.delta import SampleDelta
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.state import FinishReason, KVCacheManagementMode
-from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
+from rollout.state import EngineState, Mode
+from rollout.threads.interrupts import interruptible, uninterrupted
+from rollout.threads.turns import Turns
+from rollout.tracing.recorder import EngineTap
 
 
-class DynamicInferenceEngine(GroupMember):
+class DynamicInferenceEngine:
     """Continuous batching over a paged KV cache, by the training module itself.
 
     Args:
@@ -64,7 +76,28 @@ class DynamicInferenceEngine(GroupMember):
         clock: Callable[[], float] = time.time,
         allocate: Allocate = zeros,
     ) -> None:
-        super().__init__(model, tokenizer, config or InferenceConfig(), clock, allocate)
+        config = config or InferenceConfig()
+        self.lifecycle = Lifecycle()
+        """The state machine, and the lock of the step boundary."""
+        self.turns = Turns()
+        """One is taken by every caller that steps until requests have ended."""
+        self.tap = EngineTap(self, clock)
+        """Tells a trace of this process what the engine does."""
+        with plain_tensors():
+            self.guard = WeightsGuard(model, config, self.lifecycle.locked)
+            """The model, its weights, and whether they changed without an announcement."""
+            self.peers = Peers(self.weights, config)
+            """The ranks that compute forwards together with this one."""
+            self.adapters = LoraAdapters(self.weights.sampled)
+            """LoRA adapters that requests may name."""
+            self._base = EngineBase(
+                config, self.guard, self.peers, self.adapters, self.lifecycle, self.tap, tokenizer, clock, allocate
+            )
+            with self.guard.whole(), self._base.under_autocast():
+                self.parts: EngineParts = build(self._base)
+                """What depends on the model as it was when the engine was built; `rebuild` replaces it."""
+                if self.peers.lockstep is not None:
+                    self.peers.lockstep.learn(lambda: self.controller.forward_logits([0]))
         self.holds = Holds(self)
         """Named holds under which no step is made: of the coordinator, a weight update, the caller."""
         watch(self)
@@ -73,48 +106,65 @@ class DynamicInferenceEngine(GroupMember):
     def describe_state(self) -> Iterator[str]:
         """Lines for `rollout.diagnosis`: lifecycle, holds, lock, turn, scheduler, last step, oldest samples."""
         yield f"engine of {type(self.model).__name__}: {self.state.value}, policy version {self.policy_version}"
-        yield f"  holds: {self.holds.describe()}; lock: {self._lock.describe()}; turn: {self.turns.describe()}"
-        yield from self._scheduler_lines()
+        yield (
+            f"  holds: {self.holds.describe()}; lock: {self.lifecycle.lock.describe()}; turn: {self.turns.describe()}"
+        )
+        yield from self.inspection.describe()
 
     def rebuild(self) -> None:
-        """Build all parts but the weights again, of the model as it is now, whose device and dtype may have changed.
+        """Build the parts again from the model as it is now, whose device and dtype may have changed.
 
-        Every rank calls it inside `whole_weights()`. Unfinished samples go on; their KV is computed again.
+        Every rank calls it inside `guard.whole()`. Unfinished samples continue; their KV is computed again.
 
         Raises:
             UnsupportedModelError, InvalidRequestError: not with this model; everything is as it was before.
             ConfigError: not with this configuration, as above.
         """
-        with interrupt_deferred(), self._lock:
-            records, version, before = self.snapshot(), self.policy_version, dict(vars(self))
-            context, changes = self.context, self.context.allocator.index.changes
-            # Like the KV, graphs and copies of weights give way to the new parts, which measure what is free.
-            self.controller.runner.order.settle()
-            self.controller.runner.release_workspace(graphs=True)
-            context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
-            cache, host_slots = self.cache, self.cache.host_slots
-            # The host may not have memory for a second tier beside it; it holds nothing any more.
-            cache.release_host_blocks()
-            try:
-                with plain_tensors(), self._under_autocast():
-                    self._build()
-                for name in ("_order", "_next_request_id", "on_move"):
-                    setattr(self, name, before[name])
-                ledger: Ledger = before["_ledger"]
-                self._ledger.ended, self._ledger.counters = ledger.ended, ledger.counters
-                self.context.allocator.index.changes = changes
-                self.context.scheduler.advance_version(version)
-                for record in records:
-                    self.add_record(record)
-            except BaseException:
-                vars(self).update(before)
-                context.resume()
-                if host_slots:
-                    cache.keep_host_blocks(host_slots)
-                raise
-            self._guard.rebuild_due = False
+        self.parts = rebuilt(self._base, self.parts)
 
-    # --- requests -----------------------------------------------------------------------------------------------
+    @property
+    def config(self) -> InferenceConfig:
+        """The configuration, with the token budget of a step filled in."""
+        return self.parts.config
+
+    @property
+    def context(self) -> DynamicInferenceContext:
+        """The KV blocks, and what is active in them."""
+        return self.parts.context
+
+    @property
+    def cache(self) -> KVCache:
+        """The memory of the KV blocks."""
+        return self.parts.cache
+
+    @property
+    def controller(self) -> TextGenerationController:
+        """Tokenises, runs the model, samples and detokenises."""
+        return self.parts.controller
+
+    @property
+    def inspection(self) -> Inspection:
+        """Reads the state of the engine."""
+        return self.parts.inspection
+
+    @property
+    def installation(self) -> Installation:
+        """A context manager that keeps our attention in the model over many steps; each step enters it anyway."""
+        return self.controller.runner.installation
+
+    @property
+    def weights(self) -> Weights:
+        """Where the weights are read."""
+        return self.guard.source
+
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face model the optimizer steps, without its wrappers."""
+        return self.guard.model
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Several calls at one step boundary: no step of another thread comes between them."""
+        return self.lifecycle.locked()
 
     def add_request(
         self,
@@ -148,26 +198,7 @@ class DynamicInferenceEngine(GroupMember):
             EngineStateError: the engine is stopping or stopped.
         """
         params = sampling_params or SamplingParams()
-        with uninterrupted(), self._lock:
-            self._lifecycle.refuse_when_stopped()
-            number = self._next_request_id if request_id is None else request_id
-            tokens = self.controller.tokenize(prompt)
-            try:
-                wanted = self._ledger.free_indices(number, params.n, samples)
-                self.context.scheduler.check_samples(number, len(wanted))
-                leader = self._admission.group(
-                    number, tokens, params, order=(0, self._order), version=self.policy_version, priority=priority,
-                    metadata=metadata, prompt=prompt if isinstance(prompt, str) else None, indices=wanted,
-                    arrival_time=arrival_time,
-                )  # fmt: skip
-                self._line_up(leader, client)
-            except InvalidRequestError as exc:
-                exc.request_id = number
-                raise
-            self._next_request_id = max(self._next_request_id, number + 1)
-            self._ledger.accept(leader, *leader.siblings)
-            self._ledger.counters["prompt_tokens"] += len(wanted) * len(tokens)
-            return number
+        return self.parts.intake.add(prompt, params, request_id, priority, metadata, samples, arrival_time, client)
 
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """Token ids of a prompt that `add_request` would accept; nothing is queued.
@@ -175,30 +206,7 @@ class DynamicInferenceEngine(GroupMember):
         Raises:
             InvalidRequestError, ConfigError, TypeError: it would refuse it.
         """
-        params = sampling_params or SamplingParams()
-        number = self._next_request_id
-        tokens = self.controller.tokenize(prompt)
-        pictured = self._admission.images(number, tokens)
-        self._check(number, tokens, params)
-        if pictured is not None and isinstance(tokens, ImagePrompt):
-            tokens.keyed = pictured.keyed(tokens).tobytes()
-        return tokens
-
-    def _check(self, number: int, tokens: list[int], params: SamplingParams) -> None:
-        clamped = self._admission.check(number, tokens, params)
-        self.controller.completion_text(clamped)
-        self.context.scheduler.check_samples(number, params.n)
-        self.context.scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
-
-    def check_record(self, record: DynamicInferenceRequestRecord) -> None:
-        """Refuse a record that `add_record` would refuse; nothing is queued.
-
-        Raises:
-            InvalidRequestError, ConfigError: no engine like this one could go on with it.
-        """
-        refuse_what_is_not_served(record, self.cache.routes)
-        self._admission.images(record.request_id, prompt_of(record[0]))
-        self._check(self._next_request_id, record[0].prompt_tokens, record[0].sampling_params)
+        return self.parts.intake.check(prompt, sampling_params)
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> None:
         """Continue an unfinished record (from `snapshot`, another engine or a checkpoint file) where it stands.
@@ -206,26 +214,7 @@ class DynamicInferenceEngine(GroupMember):
         Raises:
             InvalidRequestError: it can never be served here; nothing was queued.
         """
-        with uninterrupted(), self._lock:
-            self._lifecycle.refuse_when_stopped()
-            number = record.request_id
-            if record.sample_index in self._ledger.live.get(number, ()):
-                raise InvalidRequestError(f"request {number} sample {record.sample_index} is here already", number)
-            sample = self._admission.continued(record, (0, self._order), self.policy_version)
-            self._line_up(sample, None)
-            self._ledger.accept(sample)
-            self._next_request_id = max(self._next_request_id, number + 1)
-
-    def _line_up(self, leader: Sample, client: Hashable) -> None:
-        """Queue a new group at the end of its client's queue."""
-        scheduler = self.context.scheduler
-        group = (leader, *leader.siblings)
-        charge = sum(each.max_length for each in group) - sum(len(each.tokens) for each in leader.siblings)
-        turn = scheduler.shares.turn(leader.request.priority, client, charge)
-        for each in group:
-            each.order, each.client = (turn, self._order), client
-        scheduler.add(leader, self._variant())
-        self._order += 1
+        self.parts.intake.add_record(record)
 
     def abort_request(self, request_id: int, sample_index: int | None = None) -> int:
         """End a request now, in any state; its blocks are free before this returns.
@@ -233,38 +222,30 @@ class DynamicInferenceEngine(GroupMember):
         Returns:
             How many samples were ended (0: it had finished, or never was).
         """
-        with uninterrupted(), self._lock:
-            removed = self.context.scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
-            for sample in removed:
-                self._ledger.end(sample, FinishReason.ABORT, f"RequestAbortedError: request {request_id} was aborted")
-            return len(removed)
+        return self.parts.intake.abort(request_id, sample_index)
 
-    def has_request(self, request_id: int) -> bool:
-        """Whether a request with this id is unfinished."""
-        return request_id in self._ledger.live
+    def take_ended(
+        self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
+    ) -> list[DynamicInferenceRequestRecord]:
+        """Records that have ended and that no step has returned yet: aborted or too stale between two steps.
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a step has something left to do or to hand out, with the adapters that act now."""
-        return bool(self._ledger.ended or self.context.scheduler.has_work(self._adapters.variant))
+        Args:
+            keys: which (request_id, sample_index) to take; the others stay for the next step.
+        """
+        return self.parts.intake.take_ended(keys)
 
-    @property
-    def policy_version(self) -> int:
-        """Weight updates so far."""
-        return self.context.scheduler.version
-
-    # --- steps --------------------------------------------------------------------------------------------------
+    def new_request_id(self) -> int:
+        """Reserve and return a request id."""
+        return self.parts.intake.new_id()
 
     def step(self, *, ahead: bool = False) -> list[DynamicInferenceRequestRecord]:
         """Schedule, execute, update. Returns the records that have ended since the last step, each exactly once.
 
         Args:
-            ahead: make further decode steps in the same call, for about 30 ms, where the fused CPU forward or a CUDA graph
-                can make all of them: until a sample ends, another thread waits for the engine, or `ask_for_boundary` is
-                called. The tokens are the same.
+            ahead: make further decode steps in the same call, for about 30 ms, if the fused CPU forward or a CUDA graph can:
+                until a sample ends, another thread waits, or `ask_for_boundary` is called. The tokens are the same.
 
-        Requests that were accepted while other adapters acted than now wait until these act again; those that were
-        running give up their KV then, what is left of it in the prefix cache excepted.
+        Requests that were accepted under other adapters wait until these act again; their KV may be evicted meanwhile.
 
         Raises:
             EngineStateError: the engine is not RUNNING.
@@ -272,44 +253,46 @@ class DynamicInferenceEngine(GroupMember):
         """
         ended: list[DynamicInferenceRequestRecord] = []
         try:
-            with uninterrupted(), self._lock:
+            with uninterrupted(), self.lifecycle.lock:
                 self._step(ahead=ahead)
                 ended = self.take_ended()
         except BaseException:
             if ended:
-                with uninterrupted(), self._lock:
-                    self._ledger.put_back(ended)
+                with uninterrupted(), self.lifecycle.lock:
+                    self.parts.ledger.put_back(ended)
             raise
         return ended
 
     def ask_for_boundary(self) -> None:
-        """Let a `step(ahead=True)` that is being made end as soon as it can; from any thread, without waiting."""
-        self._lock.ask()
+        """Let a running `step(ahead=True)` return as soon as it can. Any thread may call it; it does not wait."""
+        self.lifecycle.lock.ask()
 
     def _step(self, *, ahead: bool) -> None:
-        """Leaves the records that have ended in the ledger."""
-        with uninterrupted(), self._lock:
-            if self._lifecycle.cause_of_death is not None and self._ledger.ended:
+        """Make a step; the records that have ended stay in the ledger."""
+        lifecycle = self.lifecycle
+        with uninterrupted(), lifecycle.lock:
+            if lifecycle.cause_of_death is not None and self.parts.ledger.ended:
                 return
-            self._lifecycle.refuse_unless_running()
-            self._refuse_alone()
+            lifecycle.refuse_unless_running()
+            self.peers.refuse_alone()
             if not self.weights.ready:
-                self._guard.refuse_scattered()
+                self.guard.refuse_scattered()
                 with interruptible():
                     self.weights.gather()
             with plain_tensors():
-                self._stepper.step(ahead=ahead)
-                if self._lifecycle.cause_of_death is not None:
-                    self._moved()
+                self.parts.stepper.step(ahead=ahead)
+                if lifecycle.cause_of_death is not None:
+                    lifecycle.moved()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[DynamicInferenceRequest]:
-        """Run prompts to their end: one merged request per sample, in the order of the prompts, samples side by side.
+        """Run prompts to their end. A second thread's call waits until the first one returns.
 
-        A second thread's call waits for the first one's end.
+        Other requests that end meanwhile, and those of a call that raises, are returned by the next `step`.
 
-        Other requests that end meanwhile are returned by the next `step`; so are those of a call that raises.
+        Returns:
+            One merged request per sample, in the order of the prompts, samples side by side.
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
@@ -318,14 +301,14 @@ class DynamicInferenceEngine(GroupMember):
             RequestError: a request failed; the others' results are lost (use `RolloutManager` to keep them).
         """
         with self.turns.taken(), plain_tensors():
-            self._lifecycle.refuse_unless_running()
-            self._refuse_alone()
+            self.lifecycle.refuse_unless_running()
+            self.peers.refuse_alone()
             self.check_weights()
-            numbers = self._add_all(prompts, sampling_params)
+            numbers = self.parts.intake.add_all(prompts, sampling_params or SamplingParams())
             mine = set(numbers)
-            with self.whole_weights(), self.installation:
-                while not mine.isdisjoint(self._ledger.live):
-                    self.refuse_when_nothing_can_run()
+            with self.guard.whole(), self.installation:
+                while not mine.isdisjoint(self.parts.ledger.live):
+                    self.inspection.refuse_when_nothing_can_run()
                     self._step(ahead=True)
             taken = self.take_ended(lambda key: key[0] in mine)
         ended = {(record.request_id, record.sample_index): record for record in taken}
@@ -335,18 +318,6 @@ class DynamicInferenceEngine(GroupMember):
             if result.error is not None:
                 raise RequestError(f"request {result.request_id}: {result.error}", result.request_id)
         return results
-
-    def _add_all(self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None) -> list[int]:
-        numbers: list[int] = []
-        try:
-            for prompt in prompts:
-                numbers.append(self.add_request(prompt, sampling_params))
-        except BaseException:
-            for number in numbers:
-                self.abort_request(number)
-            self.take_ended(lambda key: key[0] in numbers)
-            raise
-        return numbers
 
     def logits_at(self, wanted: Sequence[Wanted], take: Take) -> tuple[int, str]:
         """Compute logits of given sequences, without sampling; `RolloutManager.score` makes log-probs of them.
@@ -365,43 +336,113 @@ class DynamicInferenceEngine(GroupMember):
             EngineStateError: the engine is not RUNNING.
             WeightsChangedError: see `check_weights`.
         """
-        if self.peers is not None:
+        if (group := self.peers.everyone) is not None:
             raise UnsupportedModelError(
-                f"score: the weights are split over the {self.peers.name}, whose members compute requests together and "
+                f"score: the weights are split over the {group.name}, whose members compute requests together and "
                 "nothing else; score with the model's own forward, or with an engine of an unsplit copy"
             )
         with self.turns.taken(), plain_tensors():
-            self._lifecycle.refuse_unless_running()
+            self.lifecycle.refuse_unless_running()
             self.check_weights()
-            with self.whole_weights(), self.installation, self._lock:
-                self._lifecycle.refuse_unless_running()
-                variant = self._stepper.follow_forward()
-                Prefill(self.config, self.controller.runner, self.context, self._admission).run(wanted, take)
+            with self.guard.whole(), self.installation, self.lifecycle.lock:
+                self.lifecycle.refuse_unless_running()
+                variant = self.parts.stepper.follow_forward()
+                Prefill(self.config, self.controller.runner, self.context, self.parts.admission).run(wanted, take)
                 return self.policy_version, described(variant)
+
+    # --- control, documented in `parts.control` --------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """The lifecycle state."""
+        return self.lifecycle.state
+
+    def pause(self) -> None:
+        """Stop stepping at the next step boundary; requests keep their KV and wait."""
+        self.parts.control.pause()
+
+    def unpause(self) -> None:
+        """Allow steps again."""
+        self.parts.control.unpause()
+
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """Free the KV cache's device memory as `mode` (None: the configured mode) says."""
+        return self.parts.control.suspend(mode, keep_prefix_cache=keep_prefix_cache)
+
+    def resume(self) -> MemoryMove:
+        """Bring the KV cache back to the device; the engine is PAUSED then."""
+        return self.parts.control.resume()
+
+    def stop(self) -> list[DynamicInferenceRequestRecord]:
+        """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
+        return self.parts.control.stop()
+
+    def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
+        """Block until the engine is in a stable state.
+
+        Raises:
+            ValueError: `state` is a transient one.
+            DeadlineError: not reached within `timeout_s` (None: `control_timeout_s`).
+        """
+        self.lifecycle.wait_until(state, self.config.control_timeout_s if timeout_s is None else timeout_s)
+
+    def weights_updated(self, version: int | None = None) -> int:
+        """Announce changed weights; returns the new policy version."""
+        return self.parts.control.weights_updated(version)
+
+    def check_weights(self) -> None:
+        """Refuse weights that changed without an announced update; see `WeightsGuard.check`."""
+        self.guard.check(self.policy_version)
+
+    def load_weights(self, folder: str | PathLike[str]) -> int:
+        """Load the weights of a folder; returns the number of tensors."""
+        return self.parts.control.load_weights(folder)
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
+        """Load a LoRA adapter; returns the number of layers that it changes."""
+        return self.parts.control.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> int:
+        """Unload a LoRA adapter; returns the number of samples that have ended by it."""
+        return self.parts.control.unload_adapter(name)
 
     def flush_prefix_cache(self) -> int:
         """Drop every cached block that no request holds; returns their number."""
-        with self._lock:
-            return self.context.allocator.drop_cached()
+        return self.parts.control.flush_prefix_cache()
 
     def track_prefix_cache(self, changes: CacheChanges | None) -> list[int]:
-        """Record changes of the prefix cache in `changes` from now on (None: nowhere); returns the hashes cached now."""
-        with self._lock:
-            self.context.allocator.index.changes = changes
-            return [] if changes is None else self.context.allocator.findable_hashes()
+        """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
+        return self.parts.control.track_prefix_cache(changes)
+
+    # --- state: `inspection` documents these -----------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Weight updates so far."""
+        return self.context.scheduler.version
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has something left to do or to hand out, with the adapters that act now."""
+        return self.inspection.has_unfinished
 
     @property
     def load(self) -> tuple[int, int]:
         """(running, waiting) samples."""
         return self.context.scheduler.num_active, self.context.scheduler.num_waiting
 
-    def new_request_id(self) -> int:
-        """Reserve and return a request id."""
-        with self._lock:
-            self._next_request_id += 1
-            return self._next_request_id - 1
+    def stats(self) -> dict[str, float]:
+        """Counters since construction and present gauges, by the names of `ENGINE_STATS`."""
+        return self.inspection.stats()
 
-    def reserve_request_ids(self, start: int) -> None:
-        """Mark ids below `start` as taken; the next id is at least `start`."""
-        with self._lock:
-            self._next_request_id = max(self._next_request_id, start)
+    def snapshot(self) -> list[DynamicInferenceRequestRecord]:
+        """Copies of the records of all unfinished samples, in scheduling order."""
+        return self.inspection.snapshot()
+
+    def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[SampleDelta]:
+        """Tokens that unfinished samples have gained since `known`."""
+        return self.inspection.progress(known)
+
+    def explain(self, *, measure: bool = True) -> Explanation:
+        """What the engine does with this model on this machine, and why; `print` it."""
+        return self.inspection.explain(measure=measure)

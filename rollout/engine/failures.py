@@ -6,11 +6,13 @@ and every unfinished request ends with an error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
 from rollout.engine.admission import Admission
 from rollout.engine.context import DynamicInferenceContext
+from rollout.engine.controller import TextGenerationController
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.multimodal.vision import EncodingError
@@ -19,6 +21,7 @@ from rollout.engine.scheduling.step import ScheduledStep
 from rollout.state import FinishReason
 
 MAX_FAILED_STEPS = 3
+_log = logging.getLogger(__name__)
 
 
 class FailureContainment:
@@ -27,12 +30,14 @@ class FailureContainment:
     def __init__(
         self,
         context: DynamicInferenceContext,
+        controller: TextGenerationController,
         ledger: Ledger,
         admission: Admission,
         lifecycle: Lifecycle,
         clock: Callable[[], float],
     ) -> None:
         self._context = context
+        self._controller = controller
         self._scheduler = context.scheduler
         self._ledger = ledger
         self._admission = admission
@@ -56,6 +61,24 @@ class FailureContainment:
         assert isinstance(cause, Exception)
         self._scheduler.preemption.requeue_step(step, exc)
         self._ledger.fail(self._scheduler.remove(lambda key: key[0] == exc.request_id), cause)
+
+    def make_room(self, exc: BaseException) -> bool:
+        """Free device memory for a step that ran out of it, at the cost of all KV.
+
+        Returns:
+            False: nothing is left to free.
+        """
+        self._controller.runner.release_workspace(graphs=True)
+        before = self._context.cache.num_blocks
+        if not self._context.shrink(exc):
+            return False
+        self._ledger.counters["kv_pool_shrinks"] += 1
+        _log.warning(
+            "a step ran out of device memory: the KV pool shrinks from %d to %d %s, and its requests are computed "
+            "again; a smaller kv_cache_memory_fraction or max_tokens_per_step leaves more to the forward (%s)",
+            before, self._context.cache.num_blocks, self._context.allocator.unit, str(exc).partition("\n")[0],
+        )  # fmt: skip
+        return True
 
     def die(self, exc: Exception) -> None:
         """No step can be made any more: every unfinished request fails, and the KV cache is freed."""

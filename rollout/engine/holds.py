@@ -53,7 +53,7 @@ _LEVELS = {
 
 
 class HeldEngine(Protocol):
-    """Lifecycle verbs of an engine; see `EngineControl`."""
+    """Lifecycle verbs of an engine; see `DynamicInferenceEngine`."""
 
     @property
     def state(self) -> EngineState:

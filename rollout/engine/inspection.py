@@ -2,80 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from types import SimpleNamespace
 
+from rollout.config import InferenceConfig
+from rollout.engine.context import DynamicInferenceContext
+from rollout.engine.controller import TextGenerationController
 from rollout.engine.explain.explanation import Explanation, explain
-from rollout.engine.parts import EngineParts
-from rollout.engine.scheduling.adapters import described
+from rollout.engine.ledger import Ledger
+from rollout.engine.lifecycle import Lifecycle
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.scheduling.adapters import AdapterSwitches, Variant, described
+from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.sequences import rank
-from rollout.engine.scheduling.step import ScheduledStep
+from rollout.engine.scheduling.state_slots import StateSlots
+from rollout.engine.staleness import Staleness
+from rollout.engine.stepper import Stepper
+from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import EngineStateError
+from rollout.metrics import ENGINE_STATS
 from rollout.requests.delta import SampleDelta
 from rollout.requests.growth import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.state import EngineState
 
+_HOLD_LEVELS = dict.fromkeys(EngineState, 1) | {EngineState.RUNNING: 0, EngineState.SUSPENDED: 2}
 _SHOWN = 4
 """Oldest samples that a report of the state names."""
 
 
-class EngineInspection(EngineParts):
-    """What can be read of one engine."""
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """Reads the state of one engine."""
 
-    @property
-    def policy_version(self) -> int:
-        """Weight updates so far."""
-        return self.context.scheduler.version
+    _config: InferenceConfig
+    _max_sequence_length: int
+    _lifecycle: Lifecycle
+    _guard: WeightsGuard
+    _controller: TextGenerationController
+    _context: DynamicInferenceContext
+    _cache: KVCache
+    _states: StatePool | None
+    _ledger: Ledger
+    _staleness: Staleness
+    _stepper: Stepper
+    _switches: AdapterSwitches
+    _variant: Callable[[], Variant]
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has something left to do or to hand out, with the adapters that act now."""
-        return bool(self._ledger.ended or self.context.scheduler.has_work(self._adapters.variant))
-
-    @property
-    def num_active(self) -> int:
-        """Number of samples that own a table row."""
-        return self.context.scheduler.num_active
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of unfinished samples without a table row."""
-        return self.context.scheduler.num_waiting
-
-    @property
-    def next_request_id(self) -> int:
-        """The id that the next request without one gets."""
-        return self._next_request_id
-
-    @property
-    def last_step(self) -> ScheduledStep | None:
-        """The step that was scheduled last; None: there was nothing to run."""
-        return self._stepper.last
-
-    @property
-    def last_step_count(self) -> int:
-        """How many decode steps the last call of `step` has made; 1 where it had prefill chunks, 0 where nothing ran."""
-        return self._stepper.made
+        return bool(self._ledger.ended or self._context.scheduler.has_work(self._switches.variant))
 
     def refuse_when_nothing_can_run(self) -> None:
         """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now, or for nothing."""
         if not self._ledger.live or self.has_unfinished:
             return
-        waiting = {sample.variant for sample in self.context.scheduler}
+        waiting = {sample.variant for sample in self._context.scheduler}
         if not waiting:
             raise EngineStateError(
                 f"requests {sorted(self._ledger.live)[:4]} are unfinished and in no queue, which must not happen; please "
                 "report"
             )
         raise EngineStateError(
-            f"{self.num_waiting} samples in flight were accepted with other adapters (acting then: "
-            f"{'; '.join(map(described, waiting))}) than act now ({described(self._adapters.variant)}): leave the "
+            f"{self._context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
+            f"{'; '.join(map(described, waiting))}) than act now ({described(self._switches.variant)}): leave the "
             "`with adapter(...)` block or switch back, and they go on; or abort them"
         )
 
     @property
     def acting_adapters(self) -> str:
         """The adapters of the model that act now, in words."""
-        with self._lock:
+        with self._lifecycle.lock:
             return described(self._variant())
 
     def explain(self, *, measure: bool = True) -> Explanation:
@@ -86,24 +87,24 @@ class EngineInspection(EngineParts):
         Args:
             measure: measure memory bandwidth and matrix products, in half a second; False: no bounds of speed.
         """
-        with self.locked():
+        with self._lifecycle.locked():
             return explain(
-                self.controller.runner, self.cache, self.context.scheduler, self.config, self.weights,
-                self.max_sequence_length, measure=measure,
+                self._controller.runner, self._cache, self._context.scheduler, self._config, self._guard.source,
+                self._max_sequence_length, measure=measure,
             )  # fmt: skip
 
-    def _scheduler_lines(self) -> Iterator[str]:
-        """Samples, blocks, last step and oldest samples, without a lock."""
-        scheduler, allocator, step = self.context.scheduler, self.context.allocator, self.last_step
+    def describe(self) -> Iterator[str]:
+        """Lines about samples, blocks, last step and oldest samples, without a lock."""
+        scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
         unfinished = [sample for samples in list(self._ledger.live.values()) for sample in list(samples.values())]
         running = scheduler.num_active
         yield (
             f"  samples: {running} running, {len(unfinished) - running} waiting, {len(self._ledger.ended)} ended and not "
-            f"handed out; {self._ledger.counters['steps']} steps; model {'whole' if self.weights.ready else 'sharded'}"
+            f"handed out; {self._ledger.counters['steps']} steps; model {'whole' if self._guard.source.ready else 'sharded'}"
         )
         yield (
             f"  KV blocks: {allocator.num_used} used, {allocator.num_cached} cached, {allocator.num_free} free, of "
-            f"{allocator.num_blocks}; {'on' if self.cache.on_device else 'not on'} the device"
+            f"{allocator.num_blocks}; {'on' if self._cache.on_device else 'not on'} the device"
         )
         if step is not None:
             yield f"  last step: {step.num_decodes} decodes, {len(step.prefills)} prefills, {step.num_tokens} tokens"
@@ -120,8 +121,8 @@ class EngineInspection(EngineParts):
         Raises:
             EngineStateError: some wait for other adapters than are active, which no record can express.
         """
-        with self._lock:
-            scheduler, variant = self.context.scheduler, self._variant()
+        with self._lifecycle.lock:
+            scheduler, variant = self._context.scheduler, self._variant()
             foreign = [sample for sample in scheduler if sample.variant != variant]
             if foreign:
                 raise EngineStateError(
@@ -147,8 +148,8 @@ class EngineInspection(EngineParts):
             One row per sample of `known` that has more, or that was requeued (`StalenessPolicy.REQUEUE`): such a
             sample counts from 0 again, and may have no token yet.
         """
-        with self._lock:
-            table, live = self.context.scheduler.table, self._ledger.live
+        with self._lifecycle.lock:
+            table, live = self._context.scheduler.table, self._ledger.live
             grown = []
             for (number, index), have in known.items():
                 sample = live.get(number, {}).get(index)
@@ -161,10 +162,45 @@ class EngineInspection(EngineParts):
 
     def staleness(self) -> dict[int, int]:
         """Per unfinished request id: updates since the oldest token of its unfinished samples (0: they have none)."""
-        with self._lock:
+        with self._lifecycle.lock:
             return self._staleness.by_request()
 
     @property
     def counters(self) -> dict[str, int]:
-        """Of steps, prompt tokens and requests that failed, were aborted, too stale or queued again, by plain names."""
+        """Counts of steps, prompt tokens and requests that failed, were aborted, became too stale or were requeued."""
         return self._ledger.counters
+
+    def stats(self) -> dict[str, float]:
+        """Counters since construction and present gauges, by the names of `ENGINE_STATS`."""
+        scheduler, runner, allocator = self._context.scheduler, self._controller.runner, self._context.allocator
+        sources = SimpleNamespace(
+            scheduler=scheduler,
+            queues=SimpleNamespace(**scheduler.counters),
+            allocator=allocator,
+            states=allocator.states or StateSlots(0),
+            host=allocator.host or HostCache(0, self._config.block_size_tokens),
+            cache=self._cache,
+            runner=runner,
+            state_pool=SimpleNamespace(device_bytes=0) if self._states is None else self._states,
+            images=runner.vision.features,
+            ledger=SimpleNamespace(**self._ledger.counters),
+            engine=SimpleNamespace(
+                oldest_request_timestamp_s=self._ledger.oldest_arrival(), hold_level=_HOLD_LEVELS[self._lifecycle.state]
+            ),
+        )
+        return {name: attrgetter(metric.read)(sources) for name, metric in ENGINE_STATS.items()}
+
+    # --- what a trace reads (`TracedEngine`) ----------------------------------------------------------------------
+
+    def traced_state(self) -> str:
+        """Value of the lifecycle state."""
+        return self._lifecycle.state.value
+
+    def traced_records(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the unfinished samples, brought up to date at a step boundary."""
+        with self._lifecycle.lock:
+            unfinished = self._ledger.unfinished()
+            for sample in unfinished:
+                if sample.active:
+                    self._context.scheduler.table.write_back(sample)
+            return [sample.record for sample in unfinished]

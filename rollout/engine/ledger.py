@@ -114,7 +114,7 @@ class Ledger:
         if not self.live[number]:
             del self.live[number]
 
-    def take(self, keys: Callable[[tuple[int, int]], bool]) -> list[DynamicInferenceRequestRecord]:
+    def take(self, keys: Callable[[tuple[int, int]], bool] = lambda key: True) -> list[DynamicInferenceRequestRecord]:
         """Hand out the ended records whose (request_id, sample_index) fits; the others stay."""
         taken: list[DynamicInferenceRequestRecord] = []
         stay: list[DynamicInferenceRequestRecord] = []

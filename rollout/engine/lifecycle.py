@@ -1,15 +1,17 @@
-"""The engine's state machine: legal transitions and waiting for states."""
+"""The engine's state machine: legal transitions, waiting for states, and the lock of its step boundary."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+from rollout.engine.plain_tensors import plain_tensors
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
 from rollout.threads.fair_lock import FairLock
-from rollout.threads.interrupts import uninterrupted
+from rollout.threads.interrupts import interrupt_deferred, uninterrupted
 
 T = TypeVar("T")
 
@@ -17,16 +19,32 @@ T = TypeVar("T")
 class Lifecycle:
     """State machine of one engine. Every transition happens under `lock`, at a step boundary.
 
-    Args:
+    Attributes:
         lock: the lock that is held during a step.
+        cause_of_death: the error that stopped the engine for good; None: it is alive.
+        on_move: called after every control call and weight update, and when the engine dies, by the thread that did it,
+            even if nothing has changed. That thread may hold `lock`, so this must only wake another thread, not wait for
+            it. None: nobody is called.
     """
 
-    def __init__(self, lock: FairLock) -> None:
+    def __init__(self) -> None:
         self.state = EngineState.RUNNING
         self.cause_of_death: BaseException | None = None
-        self._lock = lock
+        self.lock = FairLock()
+        self.on_move: Callable[[], None] | None = None
         # Not the engine's lock: a thread that waits for a state must not queue behind the steps.
         self._changed = threading.Condition()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Several calls at one step boundary: no step of another thread comes between them."""
+        with interrupt_deferred(), self.lock, plain_tensors():
+            yield
+
+    def moved(self) -> None:
+        """Call `on_move`."""
+        if self.on_move is not None:
+            self.on_move()
 
     def signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
         """Call `act` and move to the signal's next state. If `act` raises, the state is as before.
@@ -39,7 +57,7 @@ class Lifecycle:
             EngineDeadError: the engine is dead.
         """
         acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
-        with uninterrupted(), self._lock:
+        with uninterrupted(), self.lock:
             if self.state in harmless_in:
                 return None
             self.refuse_when_stopped()

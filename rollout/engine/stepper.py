@@ -26,9 +26,7 @@ class Stepper:
 
     Args:
         variant: reads which adapters of the model are active.
-        stats: for the message of an error that must not happen.
         tap: hears of every step while a trace is recorded.
-        make_room: frees device memory after a step ran out of it, at the cost of all KV; False: there is none to free.
         lock: the engine's.
 
     Attributes:
@@ -42,9 +40,7 @@ class Stepper:
     _failures: FailureContainment
     _forward: ForwardKey
     _variant: Callable[[], Variant]
-    _stats: Callable[[], dict[str, float]]
     _tap: EngineTap
-    _make_room: Callable[[BaseException], bool]
     _lock: FairLock
     last: ScheduledStep | None = None
     made: int = 0
@@ -66,7 +62,9 @@ class Stepper:
                 step = self._scheduler.run_ahead(step)
             self.last = step
             if step is None and not self._ledger.ended and self._scheduler.has_work(variant):
-                raise EngineStateError(f"no request can run, which must not happen; please report: {self._stats()}")
+                raise EngineStateError(
+                    f"no request can run, which must not happen; please report: {self._scheduler.counters}"
+                )
         except BaseException as exc:
             self._failures.start_over(exc, half_taken=False)
             if not isinstance(exc, Exception):
@@ -132,7 +130,7 @@ class Stepper:
             # Frames of the failed forward hold its tensors.
             clear_frames(exc.__traceback__)
             try:
-                if self._make_room(exc):
+                if self._failures.make_room(exc):
                     return
             except EngineStateError as without_pool:
                 self._failures.die(without_pool)

@@ -105,13 +105,13 @@ class Delivery:
             group.listener.end([group.ended[index] for index in range(group.params.n)])
 
     def _tell_streams(self, everything: bool) -> None:
-        now, step = time.monotonic(), self._engine.last_step
+        now, step = time.monotonic(), self._engine.parts.stepper.last
         early = now < self._next_deltas
         # A first token comes with a step that computes its prompt, so that those that wait cost nothing here.
         fresh = set() if step is None else {sample.record.request_id for sample in step.prefills}
         due: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, (group, stream) in self._streams.items():
-            group.steps += self._engine.last_step_count
+            group.steps += self._engine.parts.stepper.made
             if (
                 everything
                 or number in fresh

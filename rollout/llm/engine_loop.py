@@ -67,7 +67,7 @@ class EngineLoop:
         self._commands: list[Callable[[], None]] = []
         self._closed = False
         self._moved = False
-        engine.on_move = self.wake
+        engine.lifecycle.on_move = self.wake
         watch(self)
         self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
         self._thread.start()
@@ -94,7 +94,7 @@ class EngineLoop:
 
     def refuse_when_over(self) -> None:
         """Raises: EngineDeadError, EngineStateError: no request is served any more."""
-        self.engine.refuse_when_stopped()
+        self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
             raise EngineStateError(SHUT_DOWN)
         if self.over.done():
@@ -205,14 +205,14 @@ class EngineLoop:
         self._end(failure)
 
     def _compute(self) -> None:
-        leader = self.engine.leader
+        leader = self.engine.peers.leader
         with nullcontext() if leader is None else leader.leading(lambda failed: None):
             while self._wait():
                 if leader is not None:
                     leader.beat()
                     self._next_beat = time.monotonic() + self.engine.config.control_timeout_s
                 self._steps()
-            self.engine.refuse_when_stopped()
+            self.engine.lifecycle.refuse_when_stopped()
 
     def _wait(self) -> bool:
         """Wait for something to do; False: the engine has stopped, or the loop was closed."""
@@ -227,7 +227,7 @@ class EngineLoop:
 
     def _due(self) -> float | None:
         """Seconds until a deadline, or until the other members of a group must hear of this one; None: there is none."""
-        moments = [each[0] for each in self._deadlines[:1]] + [self._next_beat] * (self.engine.leader is not None)
+        moments = [each[0] for each in self._deadlines[:1]] + [self._next_beat] * (self.engine.peers.leader is not None)
         return min(moments) - time.monotonic() if moments else None
 
     def _has_work(self) -> bool:
@@ -250,7 +250,7 @@ class EngineLoop:
                 while True:
                     ended = engine.step(ahead=True)
                     self._apply()
-                    going_on = self._has_work() and not engine.wanted and not self._closed
+                    going_on = self._has_work() and not engine.lifecycle.lock.wanted and not self._closed
                     if not going_on:
                         installed.close()
                     self._delivery.tell(ended, everything=not self._has_work())
@@ -308,7 +308,7 @@ class EngineLoop:
 
     def _free_id(self, number: int) -> int | None:
         # The engine may serve other callers too.
-        return None if self.engine.has_request(number) else number
+        return None if self.engine.parts.intake.has(number) else number
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -326,8 +326,8 @@ class EngineLoop:
         self._leave_group()
 
     def _leave_group(self) -> None:
-        if self.engine.group is not None:
-            self.engine.group.close()
+        if self.engine.peers.group is not None:
+            self.engine.peers.group.close()
 
     def _end(self, failure: BaseException | None) -> None:
         why = "the engine was stopped" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -339,7 +339,7 @@ class EngineLoop:
             else:
                 self.over.set_exception(failure)
             commands, self._commands = self._commands, []
-        self.engine.on_move = None
+        self.engine.lifecycle.on_move = None
         for group in list(self._groups.values()):
             self._groups.pop(group.number, None)
             group.listener.fail(ConnectionLostError(f"request {group.number}: {why}", final=True))

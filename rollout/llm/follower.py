@@ -13,7 +13,7 @@ class FollowerLoop(EngineLoop):
     """Follows the first rank until that shuts down; takes no requests."""
 
     def _compute(self) -> None:
-        self.engine.follow()
+        self.engine.parts.member.follow()
 
     def close(self) -> None:
         """Wait until the first rank has shut down; without this rank it could compute nothing. Harmless when repeated."""

@@ -169,7 +169,7 @@ class _BesideRequests(JobRequests):
 
     def refuse_when_over(self) -> None:
         """Raises: EngineDeadError, EngineStateError: no request is served any more. A lost connection is made again."""
-        self.engine.refuse_when_stopped()
+        self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
             raise EngineStateError(_SHUT_DOWN)
 

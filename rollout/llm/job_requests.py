@@ -55,7 +55,7 @@ class JobRequests:
 
     def refuse_when_over(self) -> None:
         """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
-        self.engine.refuse_when_stopped()
+        self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
             raise EngineStateError(SHUT_DOWN)
         if self._client is not None and self._client.lost is not None:

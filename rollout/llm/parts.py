@@ -85,7 +85,7 @@ class LLMParts(LLMRequests):
         self._steps: EngineLoop | EngineWorker
         try:
             if coordinator is None:
-                leads = engine.group is None or engine.group.leads
+                leads = engine.peers.group is None or engine.peers.group.leads
                 self._service = self._steps = EngineLoop(engine) if leads else FollowerLoop(engine)
             else:
                 self._service = self._job = EngineService(self._engine, self._loop, coordinator)
@@ -153,7 +153,7 @@ class LLMParts(LLMRequests):
     def is_primary_rank(self) -> bool:
         """Whether requests are taken here: everywhere in direct mode, on rank 0 with a coordinator, on the first rank of a
         tensor-parallel group."""
-        if (group := self.engine.group) is not None:
+        if (group := self.engine.peers.group) is not None:
             return group.leads
         return self._job is None or self._job.is_primary
 
@@ -208,7 +208,7 @@ class LLMParts(LLMRequests):
         """
         self._refuse_in_group("before_optimizer_step")
         self._hold.hold(mode)
-        self.engine.release_weights()
+        self.engine.guard.release()
 
     @contextmanager
     def suspended(self, mode: Mode = None) -> Iterator[None]:
@@ -219,7 +219,7 @@ class LLMParts(LLMRequests):
         """
         self._refuse_in_group("suspended")
         with self._hold.held(mode):
-            self.engine.release_weights()
+            self.engine.guard.release()
             try:
                 yield
             finally:
@@ -319,7 +319,7 @@ class LLMParts(LLMRequests):
             self._steps.check_weights()
 
     def _refuse_in_group(self, what: str) -> None:
-        if (group := self.engine.group) is not None:
+        if (group := self.engine.peers.group) is not None:
             raise EngineStateError(
                 f"{what}() of an LLM in the {group.name}, which samples with the weights it was built with: shut it down "
                 "and build another, or train with RolloutManager"
@@ -381,7 +381,7 @@ async def _load_everywhere(
 def _close(service: EngineLoop | EngineService, loop: LoopThread) -> None:
     service.close()
     loop.close()
-    service.engine.release_weights()
+    service.engine.guard.release()
 
 
 def _coordinator(

@@ -108,7 +108,7 @@ class LLMRequests(ABC):
     @property
     def tensor_parallel_size(self) -> int:
         """Ranks that compute each forward together, with a shard of the weights each."""
-        return 1 if self.engine.group is None else len(self.engine.group.ranks)
+        return 1 if self.engine.peers.group is None else len(self.engine.peers.group.ranks)
 
     @property
     def state(self) -> EngineState:
@@ -123,7 +123,7 @@ class LLMRequests(ABC):
     @property
     def max_sequence_length(self) -> int:
         """Longest prompt + completion, in tokens: what the model can have and the KV pool holds."""
-        return min(self.engine.max_sequence_length, self.context.scheduler.longest)
+        return min(self.engine.parts.max_sequence_length, self.context.scheduler.longest)
 
     @property
     def num_open(self) -> int:

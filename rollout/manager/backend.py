@@ -162,7 +162,7 @@ class LocalBackend(Backend):
     @property
     def next_group_id(self) -> int:
         """The id the next group gets."""
-        return self._engine.next_request_id
+        return self._engine.parts.intake.next_request_id
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
         """Queue a group."""
@@ -170,7 +170,7 @@ class LocalBackend(Backend):
 
     def reserve_group_ids(self, until: int) -> None:
         """Ids below `until` are taken."""
-        self._engine.reserve_request_ids(until)
+        self._engine.parts.intake.reserve(until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
         """Continue saved samples where they stand: all of them, or none."""
@@ -199,7 +199,7 @@ class LocalBackend(Backend):
     def wait(self, timeout_s: float) -> None:
         """Return immediately; raise `EngineStateError` if nothing can progress."""
         if not self._engine.has_unfinished:
-            self._engine.refuse_when_nothing_can_run()
+            self._engine.inspection.refuse_when_nothing_can_run()
             raise EngineStateError(
                 "the groups in flight cannot end: another caller took their samples out of the engine (engine.step()?); "
                 "abort() them"
@@ -215,7 +215,7 @@ class LocalBackend(Backend):
 
     def staleness(self) -> Iterable[tuple[int, int]]:
         """(group id, updates since its oldest token was sampled)."""
-        return self._engine.staleness().items()
+        return self._engine.inspection.staleness().items()
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the unfinished samples."""

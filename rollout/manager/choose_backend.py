@@ -27,7 +27,7 @@ def choose_backend(
     """
     if coordinator is False:
         world = None
-    if (group := engine.group) is not None and world is not None:
+    if (group := engine.peers.group) is not None and world is not None:
         leaders = world.leaders(group.ranks[0])
         world = world.within(leaders, "leaders") if group.leads and len(leaders) > 1 else None
     if group is not None and not group.leads:

@@ -61,7 +61,7 @@ class ManagerControl:
         self._backend = backend
         self._step_traces = StepTraces(trace, backend)
         gathering = Gathering(engine, backend.barrier, World.of_torch() if engine.weights.collective else None)
-        follows = engine.group is not None and not engine.group.leads
+        follows = engine.peers.group is not None and not engine.peers.group.leads
         self._loop = loop_of(
             engine, world, engine, backend, self._metrics, GroupJournal(None if follows else journal), gathering,
             self._ensure_running, clock,
@@ -173,7 +173,7 @@ class ManagerControl:
             DeadlineError: some ranks have not done the same; names them.
             EngineStateError: some have done something else; names them.
         """
-        with self.engine.adapter_switch():
+        with self.engine.parts.control.adapter_switch():
             yield
         if what is not None:
             self._backend.barrier(what)
@@ -288,8 +288,8 @@ class ManagerControl:
             if self.engine.state is not EngineState.STOPPED:
                 self.engine.pause()
                 self.engine.stop()
-            if self.engine.peers is not None:
-                self.engine.peers.close()
+            if self.engine.peers.everyone is not None:
+                self.engine.peers.everyone.close()
             self._closed = True
         self._metrics.enter_phase(None)
         given_up = len(self._groups)
@@ -322,7 +322,7 @@ class ManagerControl:
         self._suspension.ensure_running()
 
     def _refuse_in_group(self, call: str) -> None:
-        if (group := self.engine.peers) is not None:
+        if (group := self.engine.peers.everyone) is not None:
             raise EngineStateError(
                 f"{call}() in the {group.name}: it asks environments or rewards on one rank while tokens are sampled, and "
                 "the other members would not hear of it; generate() serves groups"
@@ -341,7 +341,7 @@ class ManagerControl:
             "policy_version": self.policy_version,
             "pad_token_id": _pad_token_id(self.tokenizer, getattr(self.model, "config", None)),
             "max_staleness": self.config.max_staleness,
-            "device": self.engine.training_device,
+            "device": self.engine.guard.training_device,
             "image_layout": self.image_layout,
         }
 
@@ -376,7 +376,7 @@ class ManagerControl:
 
     def _follow_sharding(self) -> None:
         """Sample with weights that the trainer has sharded by FSDP2 since the manager was built; every rank comes here."""
-        if not self.engine.sharded_since():
+        if not self.engine.guard.sharded_since():
             return
         self._ensure_running()
         if not self._loop.gathering.collective:

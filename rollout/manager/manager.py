@@ -75,7 +75,7 @@ class RolloutManager(ManagerScoring):
         trace: TraceConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if engine is not None and (not engine.is_of(model) or config is not None):
+        if engine is not None and (not engine.guard.is_of(model) or config is not None):
             raise ConfigError("engine= is of another model, or comes with config=: pass its own model, and no config")
         if (
             engine is not None
@@ -92,7 +92,7 @@ class RolloutManager(ManagerScoring):
         if not isinstance(coordinator, CoordinatorConfig | bool):
             raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
         engine = engine or DynamicInferenceEngine(model, tokenizer, config)
-        world = World.of_torch() if coordinator is not False or engine.peers is not None else None
+        world = World.of_torch() if coordinator is not False or engine.peers.everyone is not None else None
         super().__init__(engine, choose_backend(engine, coordinator, world), world, journal, trace, clock)
         self._pacer = StalenessPacer(self.config.max_staleness)
         self._rewards = {}
@@ -222,7 +222,7 @@ class RolloutManager(ManagerScoring):
             RolloutFailedError: of the group at hand, see `generate`; the others stay in flight.
         """
         check_on_error(on_error)
-        if (lockstep := self.engine.lockstep) is not None:
+        if (lockstep := self.engine.peers.lockstep) is not None:
             raise EngineStateError(
                 f"as_completed() in the {lockstep.group.name}, whose ranks end each call together: call generate([], "
                 "min_groups=1) on every rank"

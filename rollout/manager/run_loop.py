@@ -174,7 +174,7 @@ class RunLoop:
 
                 def step(longest_s: float) -> None:
                     self._step(min(longest_s, left()), patient)
-                    bar.show(ended, self._engine.num_active)
+                    bar.show(ended, self._engine.load[0])
 
                 # The backend may have others to help, and they may have work for this engine even where there is none.
                 self._steps(lambda: reached() and (alone or self._backend.try_finish()), step, left)

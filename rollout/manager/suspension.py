@@ -90,14 +90,14 @@ class Suspension:
             move = self._engine.holds.release(*holders)
             if not self._suspended():
                 # Otherwise the time would not be that of the copies, and they would count as generating.
-                self._engine.wait_until_restored()
+                self._engine.parts.control.wait_until_restored()
         if not self._suspended():
             self._metrics.resumed(move)
         return move
 
     def _suspend(self, holder: str, mode: Mode, keep_prefix_cache: bool) -> MemoryMove:
         chosen = KVCacheManagementMode.parse(mode)
-        self._engine.release_weights()
+        self._engine.guard.release()
         if self._suspended():
             return self._engine.holds.hold(holder, HoldLevel.SUSPENDED)
         with self._metrics.phase("suspend"), interrupt_deferred():

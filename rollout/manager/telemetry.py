@@ -49,8 +49,8 @@ class RolloutMetrics(MetricsRecorder):
             samples_missing: samples that are still to come; those not running wait.
         """
         self._set_gauges(samples_missing)
-        if (step := self._engine.last_step) is not None:
-            for _ in range(self._engine.last_step_count):
+        if (step := self._engine.parts.stepper.last) is not None:
+            for _ in range(self._engine.parts.stepper.made):
                 self.observe("rollout/step_requests", len(step.rows))
                 self.observe("rollout/step_tokens", step.num_tokens)
 
@@ -69,7 +69,7 @@ class RolloutMetrics(MetricsRecorder):
         return {name: stats[name] for name in _COUNTERS}
 
     def _set_gauges(self, samples_missing: int) -> None:
-        running, blocks = self._engine.num_active, self._engine.context.allocator
+        running, blocks = self._engine.load[0], self._engine.context.allocator
         self.set("rollout/requests_running", running)
         self.set("rollout/requests_waiting", max(0, samples_missing - running))
         self.set("rollout/kv_blocks_used", blocks.num_used)

@@ -44,7 +44,7 @@ class FollowerBackend(LocalBackend):
 
     def ended(self, result: DynamicInferenceRequest) -> None:
         """The first rank has told how a sample has ended."""
-        self._engine.forget_request(result.request_id, result.sample_index)
+        self._engine.parts.intake.forget(result.request_id, result.sample_index)
 
     def wait(self, timeout_s: float) -> None:
         """Nothing to wait for: the first rank decides."""
@@ -95,7 +95,7 @@ class GroupCalls:
             "policy version": engine.policy_version,
             "prompts or parameters": self._submitted.hexdigest()[:16],
             "groups in flight": sorted(groups),
-            "adapters": engine.acting_adapters,
+            "adapters": engine.inspection.acting_adapters,
             _KEPT: engine.context.kept,
         }
         with interrupt_deferred():
@@ -131,7 +131,7 @@ class LeaderLoop(RunLoop):
 
     def __init__(self, calls: GroupCalls, *parts: Any) -> None:
         super().__init__(*parts)
-        leader = self._engine.leader
+        leader = self._engine.peers.leader
         assert leader is not None
         self._leader = leader
         self._calls = calls
@@ -196,7 +196,7 @@ class FollowerLoop(RunLoop):
                 except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and says so
                     failed = exc
                 with self._engine.installation:
-                    told = self._engine.follow()
+                    told = self._engine.parts.member.follow()
         finally:
             self._metrics.enter_phase("train")
         self._book(told)
@@ -234,10 +234,10 @@ def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) ->
         world: the job's ranks.
         parts: arguments of `RunLoop`.
     """
-    if engine.lockstep is not None:
+    if engine.peers.lockstep is not None:
         return LockstepLoop(*parts)
-    if engine.group is None:
+    if engine.peers.group is None:
         return RunLoop(*parts)
     assert world is not None
-    calls = GroupCalls(engine, engine.group, world)
-    return LeaderLoop(calls, *parts) if engine.group.leads else FollowerLoop(calls, *parts)
+    calls = GroupCalls(engine, engine.peers.group, world)
+    return LeaderLoop(calls, *parts) if engine.peers.group.leads else FollowerLoop(calls, *parts)

@@ -200,7 +200,7 @@ class _Plan:
         version, own = engine.logits_at(wanted, take)
         named = sorted({repr(adapters[row]) for row in rows if adapters[row] is not None})
         acting = ", ".join(named if named and own == "none" else [own, *named])
-        device = engine.training_device if self.batch is None else self.batch.input_ids.device
+        device = engine.guard.training_device if self.batch is None else self.batch.input_ids.device
         return results.scores(version, acting, device, of_own)
 
 

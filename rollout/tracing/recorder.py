@@ -61,7 +61,7 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
 
-class TracedEngine(Protocol):
+class TracedState(Protocol):
     """What a recorder reads of an engine when it begins and ends."""
 
     def traced_state(self) -> str:
@@ -69,6 +69,14 @@ class TracedEngine(Protocol):
 
     def traced_records(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the unfinished samples, brought up to date; called at the end of a trace."""
+
+
+class TracedEngine(Protocol):
+    """An engine that can be traced."""
+
+    @property
+    def inspection(self) -> TracedState:
+        """Its present state; another object after the engine was rebuilt."""
 
 
 class EngineLog:
@@ -178,7 +186,7 @@ class TraceRecorder:
             with self._lock:
                 log = self._of_tap.get(tap)
                 if log is None:
-                    log = EngineLog(tap.clock, tap.engine.traced_state())
+                    log = EngineLog(tap.clock, tap.engine.inspection.traced_state())
                     self.engines.append(log)
                     self._of_tap[tap] = log
         return log
@@ -205,7 +213,7 @@ class TraceRecorder:
             self.phase(of, None, None)
         for tap, log in list(self._of_tap.items()):
             log.tools = {turn: (start, min(end, self.ended)) for turn, (start, end) in log.tools.copy().items()}
-            log.lives += [life_of(record, self.ended) for record in tap.engine.traced_records()]
+            log.lives += [life_of(record, self.ended) for record in tap.engine.inspection.traced_records()]
         self._of_tap.clear()
 
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import ContinuousBatchingConfig
 
 from rollout import DeadlineError, InferenceConfig, RolloutManager, SamplingParams
-from rollout.engine.parts import CUDA_STEP_TOKENS
+from rollout.engine.build import CUDA_STEP_TOKENS
 from tests.benchmarks.child import Late, PeerFailed
 from tests.benchmarks.floors import settle
 from tests.benchmarks.subject import Subject
@@ -81,7 +81,7 @@ class Ours:
         try:
             batch = self._rollout.generate(prompts, params, progress=False, timeout_s=deadline_s)
         except DeadlineError as exc:
-            self._rollout.abort(range(self._rollout.engine.next_request_id))
+            self._rollout.abort(range(self._rollout.engine.parts.intake.next_request_id))
             raise Late(f"not done after {deadline_s:g} s") from exc
         seconds = time.perf_counter() - start
         computed = self._rollout.engine.stats()["prefill_tokens_computed"] - before

@@ -90,7 +90,7 @@ def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str,
             with profile(activities=[ProfilerActivity.CPU]) as trace:
                 for _ in range(STEPS):
                     engine.step()
-    for number in range(engine.next_request_id):
+    for number in range(engine.parts.intake.next_request_id):
         engine.abort_request(number)
     ms = {name: 1e3 * statistics.median(values) for name, values in spent.items()}
     parts = {

@@ -81,7 +81,7 @@ def _generate(manager: RolloutManager) -> float:
 def _per_step(manager: RolloutManager) -> tuple[float, float]:
     """Seconds of the recorder's calls of one step, and of those of a step without a recorder."""
     engine, active = manager.engine, recorder.start("benchmark")
-    step, scheduler = engine.last_step, engine.context.scheduler
+    step, scheduler = engine.parts.stepper.last, engine.context.scheduler
     assert step is not None
     start = time.perf_counter()
     for _ in range(REPEATS):

@@ -212,7 +212,7 @@ def test_ctrl_c_at_any_line_of_the_engine_loses_nothing(line: int, after: tuple[
     if engine.state is EngineState.PAUSED:
         engine.unpause()
     added = {sample.key for sample in engine.context.scheduler}
-    added |= {(record.request_id, record.sample_index) for record in (*ended, *engine._ledger.ended)}
+    added |= {(record.request_id, record.sample_index) for record in (*ended, *engine.parts.ledger.ended)}
     done = finish(engine, ended)
     assert set(done) == added
     for (number, _), request in done.items():

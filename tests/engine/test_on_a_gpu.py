@@ -343,7 +343,7 @@ def test_fsdp2_weights_are_captured_once_over_steps_of_training(
     kept: list[Any] = []
     addresses: set[tuple[int, ...]] = set()
     for _ in range(3):
-        with engine.whole_weights():
+        with engine.guard.whole():
             addresses.add(tuple(parameter.data_ptr() for parameter in model.parameters()))
             (request,) = engine.generate([token_ids(9, 1)], greedily(12))
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -419,7 +419,7 @@ def test_runs_of_steps_are_the_bits_of_those_steps(dtype: torch.dtype, fused: bo
         ended = []
         while engine.has_unfinished:
             ended += engine.step(ahead=ahead)
-            most = max(most, engine.last_step_count)
+            most = max(most, engine.parts.stepper.made)
         assert captured(engine)
         merged = {(each.request_id, each.sample_index): each.merge() for each in ended}
         found.append({key: (each.generated_tokens, each.generated_log_probs) for key, each in merged.items()})
@@ -453,4 +453,4 @@ def test_within_a_run_the_host_waits_for_nothing_but_the_tokens_of_earlier_steps
             engine.step(ahead=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert engine.last_step_count == 62
+    assert engine.parts.stepper.made == 62

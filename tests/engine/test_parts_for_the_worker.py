@@ -70,7 +70,7 @@ def test_a_request_can_be_checked_without_being_queued() -> None:
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         engine.check_request(token_ids(5), greedily(4, stop="x"))
     assert not engine.has_unfinished
-    assert engine.next_request_id == 0
+    assert engine.parts.intake.next_request_id == 0
 
 
 def test_a_part_of_a_group_computes_its_prompt_once() -> None:
@@ -82,7 +82,7 @@ def test_a_part_of_a_group_computes_its_prompt_once() -> None:
 
 def test_times_count_from_the_arrival_that_was_given() -> None:
     engine = make_engine("qwen3")
-    engine._admission._clock = engine._ledger._clock = engine.context.scheduler.clock = lambda: 100.0
+    engine.parts.admission._clock = engine.parts.ledger._clock = engine.context.scheduler.clock = lambda: 100.0
     engine.add_request(token_ids(5), greedily(2), request_id=0, arrival_time=40.0)
     (request,) = finish(engine).values()
     assert (request.arrival_time, request.ttft, request.latency) == (40.0, 60.0, 60.0)
@@ -398,10 +398,10 @@ def test_what_is_done_under_the_lock_is_done_between_two_steps() -> None:
         going.wait(120)
         for _ in range(20):
             with engine.locked():
-                seen.append(engine.counters["steps"])
+                seen.append(engine.inspection.counters["steps"])
                 engine.add_request(token_ids(4), greedily(1))
                 engine.add_request(token_ids(4), greedily(1))
-                assert engine.counters["steps"] == seen[-1]
+                assert engine.inspection.counters["steps"] == seen[-1]
         done.set()
 
     thread = threading.Thread(target=serve)
@@ -418,7 +418,7 @@ def test_what_is_done_under_the_lock_is_done_between_two_steps() -> None:
 def test_whoever_watches_hears_of_every_move_and_may_use_the_engine_then() -> None:
     engine = make_engine("qwen3")
     heard: list[tuple[EngineState, int]] = []
-    engine.on_move = lambda: heard.append((engine.state, engine.policy_version))
+    engine.lifecycle.on_move = lambda: heard.append((engine.state, engine.policy_version))
     engine.pause()
     engine.suspend("offload")
     engine.weights_updated()
@@ -440,7 +440,7 @@ def test_whoever_watches_hears_of_every_move_and_may_use_the_engine_then() -> No
 def test_whoever_watches_hears_of_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("qwen3")
     heard: list[EngineState] = []
-    engine.on_move = lambda: heard.append(engine.state)
+    engine.lifecycle.on_move = lambda: heard.append(engine.state)
 
     def fail(step: object) -> None:
         raise ValueError("no")

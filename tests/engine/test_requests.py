@@ -203,7 +203,7 @@ def test_who_passes_takes_no_blocks_that_the_one_it_passes_needs() -> None:
 
 def test_a_group_that_can_never_run_is_refused_before_its_samples_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("qwen3")
-    monkeypatch.setattr(engine._admission, "group", None)
+    monkeypatch.setattr(engine.parts.admission, "group", None)
     with pytest.raises(InvalidRequestError, match="n=2147483647 samples exceed max_requests=8"):
         engine.add_request(token_ids(4), greedily(2, n=2**31 - 1))
     assert not engine.has_unfinished
@@ -342,7 +342,7 @@ def test_a_record_that_asks_for_what_nobody_here_does_is_refused_by_the_fields_n
     engine = make_engine("qwen3")
     kind = VLMInferenceRequest if "num_tiles" in fields else DynamicInferenceRequest
     record = DynamicInferenceRequestRecord.from_request(kind(request_id=4, prompt_tokens=token_ids(5), **fields))
-    for take in (engine.add_record, engine.check_record):
+    for take in (engine.add_record, engine.parts.intake.check_record):
         with pytest.raises(InvalidRequestError, match=words) as caught:
             take(record)
         assert caught.value.request_id == 4

@@ -228,7 +228,7 @@ def test_a_stream_of_deltas_carries_all_routes_and_those_computed_again(changed:
             known[delta.request_id, 0] = (delta.start + delta.count, delta.prompt_version, 0)
             parts[delta.request_id].append(delta)
         ended += engine.step()
-        if changed and engine.counters["steps"] == 6:
+        if changed and engine.inspection.counters["steps"] == 6:
             pass_updated(engine, model, "recompute")
     assert changed or engine.stats()["preemptions"] > 0
     for record in ended:

@@ -73,7 +73,7 @@ def assert_same(
 
     def counted(**how: Any) -> Any:
         ended = step(**how)
-        longest.append(ahead.last_step_count)
+        longest.append(ahead.parts.stepper.made)
         return ended
 
     ahead.step = counted
@@ -122,13 +122,13 @@ def test_what_a_run_that_was_asked_to_end_has_reserved_is_free_again() -> None:
     engine.step()
     engine.ask_for_boundary()
     engine.step(ahead=True)
-    assert engine.last_step_count == 1
+    assert engine.parts.stepper.made == 1
     assert engine.context.allocator.num_used == 2
     engine.step(ahead=True)
-    assert engine.last_step_count > 1
+    assert engine.parts.stepper.made > 1
     only_sample(engine)
     engine.step(ahead=True)
-    assert engine.last_step_count == 0
+    assert engine.parts.stepper.made == 0
 
 
 def test_between_looks_for_drafts_runs_are_made_and_drafts_still_come() -> None:
@@ -165,7 +165,7 @@ def test_events_of_tokens_have_the_times_of_their_steps() -> None:
     engine.add_request(token_ids(5), at_random(40))
     while engine.has_unfinished:
         ended = engine.step(ahead=True)
-    assert engine.last_step_count > 1
+    assert engine.parts.stepper.made > 1
     assert min(ended[0].merge().tpot) > 0
 
 
@@ -202,7 +202,7 @@ def test_a_run_ends_with_the_step_it_is_at_when_the_boundary_is_asked_for() -> N
         if asks:
             engine.ask_for_boundary()
         engine.step(ahead=True)
-        made.append(engine.last_step_count)
+        made.append(engine.parts.stepper.made)
     # A prompt; a first step, of which nothing is known; one that was asked for its end; all the others.
     assert made == [1, 1, 1, 57]
 
@@ -216,7 +216,7 @@ def test_what_needs_python_between_two_tokens_makes_one_step_at_a_time() -> None
         engine.add_request(token_ids(5), params)
         while engine.has_unfinished:
             engine.step(ahead=True)
-            assert engine.last_step_count == 1, params
+            assert engine.parts.stepper.made == 1, params
 
 
 def test_a_run_takes_no_longer_than_it_may_and_leaves_a_block_to_each_sequence() -> None:

@@ -140,7 +140,7 @@ def test_samples_that_are_in_no_queue_are_named_and_not_laid_to_adapters() -> No
     engine.add_request(token_ids(4), greedily(2))
     engine.context.scheduler.waiting.pop()
     with pytest.raises(EngineStateError, match=r"requests \[0\] are unfinished and in no queue"):
-        engine.refuse_when_nothing_can_run()
+        engine.inspection.refuse_when_nothing_can_run()
 
 
 def test_a_model_that_raises_still_fails_the_requests_of_that_step_only() -> None:

@@ -412,7 +412,7 @@ def test_a_block_that_held_nan_is_not_zeroed_under_its_new_owner_after_a_resume(
     engine.add_request(token_ids(20, 8), greedily(4))
     steps(engine, 1)
     engine.context.scheduler.leave(engine.context.scheduler.active()[-1], FinishReason.ERROR, "as if it had met NaN")
-    engine._ledger.live.pop(4)
+    engine.parts.ledger.live.pop(4)
     assert engine.context.scheduler.blocks.poisoned
     engine.pause()
     engine.suspend("offload")

@@ -413,14 +413,14 @@ def test_what_can_not_start_again_ends_by_name_and_the_update_is_none_the_worse(
     for seed in range(3):
         engine.add_request(token_ids(5, seed), greedily(6))
     ended = steps(engine, 2)
-    from_prompt = engine._admission.from_prompt
+    from_prompt = engine.parts.admission.from_prompt
 
     def refusing(record: DynamicInferenceRequestRecord, *rest: Any) -> Any:
         if record.request_id == 1:
             raise InvalidRequestError("its prompt does not fit any more")
         return from_prompt(record, *rest)
 
-    monkeypatch.setattr(engine._admission, "from_prompt", refusing)
+    monkeypatch.setattr(engine.parts.admission, "from_prompt", refusing)
     assert engine.weights_updated() == 1
     assert engine.stats()["requests_requeued"] == 2
     done = finish(engine, ended)
@@ -506,7 +506,7 @@ def test_a_request_too_stale_goes_on_when_its_tokens_are_to_be_masked() -> None:
     engine.add_request(token_ids(5, 1), greedily(6))
     steps(engine, 2)
     engine.weights_updated()
-    assert engine.staleness() == {0: 1}
+    assert engine.inspection.staleness() == {0: 1}
     (request,) = finish(engine).values()
     assert_greedy("qwen3", request)
     assert request.policy_staleness.tolist() == [1] * 7 + [0] * 4
@@ -589,11 +589,11 @@ def test_a_forward_waits_once_for_an_update_and_a_resume_on_other_streams() -> N
     current[0] = "rollout"
     steps(engine, 2)
     assert log == ["mark optimizer", "mark main", "rollout after optimizer", "rollout after main"]
-    engine.wait_until_restored()
+    engine.parts.control.wait_until_restored()
     assert len(log) == 4, "the device has the order; the host has nothing to wait for"
     log.clear()
     pass_suspended(engine, "offload")
-    engine.wait_until_restored()
+    engine.parts.control.wait_until_restored()
     assert log == ["mark rollout", "host after rollout"]
 
 

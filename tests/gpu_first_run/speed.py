@@ -168,7 +168,7 @@ def _in_runs(run: Run, engine: DynamicInferenceEngine, steps: int) -> tuple[floa
     start = time.perf_counter()
     while made < steps and engine.has_unfinished:
         engine.step(ahead=True)
-        made, calls = made + engine.last_step_count, calls + 1
+        made, calls = made + engine.parts.stepper.made, calls + 1
     run.wait()
     return (time.perf_counter() - start) / made, made / calls
 

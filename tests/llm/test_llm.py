@@ -136,7 +136,7 @@ def test_a_prompt_that_can_never_be_served_refuses_the_call_and_queues_nothing()
 
 def test_the_longest_sequence_is_one_that_the_pool_holds() -> None:
     with blocking(kv_cache_blocks=8) as llm:
-        assert llm.max_sequence_length == 32 < llm.engine.max_sequence_length
+        assert llm.max_sequence_length == 32 < llm.engine.parts.max_sequence_length
         params = SamplingParams(max_tokens=llm.max_sequence_length - 10, ignore_eos=True)
         assert len(llm.generate(token_ids(10), params)[0].generated_tokens) == 22
 

@@ -117,7 +117,7 @@ def test_the_rollout_samples_with_live_adapters_and_leaves_the_model_as_it_was(k
     assert bytes_of(model) == weights
     assert error_of(model, batch) <= 1e-5
     assert list(rollout.engine.controller.eos_token_ids) == [2]
-    assert rollout.engine.max_sequence_length == 512
+    assert rollout.engine.parts.max_sequence_length == 512
 
 
 def test_a_step_changes_adapter_bytes_only_and_the_next_generate_uses_them():

@@ -112,7 +112,7 @@ class DataParallelBackend:
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
-            self._engine.check_record(record)
+            self._engine.parts.intake.check_record(record)
         for group_id, of_group in by_group.items():
             first = of_group[0][0]
             params = first.sampling_params.replace(seed=first.seed)
@@ -210,7 +210,7 @@ class DataParallelBackend:
             # The barrier is sent again before anything is waited for.
             return
         if not self._happened:
-            self._engine.refuse_when_stopped()
+            self._engine.lifecycle.refuse_when_stopped()
         patience = min(timeout_s, self._timeout_s)
         if not worker.wait_for_work(patience, or_when=lambda: self._happened) and timeout_s > patience:
             self._calls.refuse_if_ranks_are_missing()

@@ -54,7 +54,7 @@ class Gathering:
         finally:
             self._holders -= 1
             if not self._holders:
-                self._engine.release_weights()
+                self._engine.guard.release()
 
     def ensure(self) -> None:
         """Gather the weights if they are not, together with all other ranks if that is collective.
@@ -69,7 +69,7 @@ class Gathering:
             self._meet_at_barrier("generate(): gather_weights")
         with interrupt_deferred():
             if self._meeting is None or self._meet(self._meeting, self._engine.config.control_timeout_s):
-                self._engine.gather_weights()
+                self._engine.guard.gather()
 
     def _meet(self, meeting: Meeting, timeout_s: float) -> bool:
         """Agree with the other ranks to gather; False: interrupted by Ctrl-C."""

@@ -123,7 +123,7 @@ class RankConnection:
             raise EngineStateError(f"worker {self.name!r}: start() again; build another, or reconnect()")
         if self._loop is None:
             self._loop = LoopThread(f"rollout-worker-{self.name}")
-        self.engine.on_move = self._note_move
+        self.engine.lifecycle.on_move = self._note_move
         self._thread = threading.Thread(target=self._apply_forever, name=f"rollout-apply-{self.name}", daemon=True)
         self._thread.start()
         try:
@@ -147,7 +147,7 @@ class RankConnection:
             if (link := self._link) is not None:
                 self._report(link, link.session.take_ended(), everything=True)
                 self._drop(link, "the worker was stopped")
-            self.engine.on_move = None
+            self.engine.lifecycle.on_move = None
             self.engine.track_prefix_cache(None)
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -319,7 +319,7 @@ class RankConnection:
         try:
             link.apply(self._ended)
             if link.live and not link.session.stopped:
-                self.engine.refuse_when_stopped()
+                self.engine.lifecycle.refuse_when_stopped()
         except Exception as exc:  # noqa: BLE001 - the engine cannot follow the session: end it
             return self._lose(link, exc)
         if link.live:

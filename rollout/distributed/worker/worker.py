@@ -49,7 +49,7 @@ class EngineWorker(RankConnection):
                 installed.enter_context(self.engine.installation)
                 while True:
                     ended = self._engine_step()
-                    going_on = self._has_work() and not self.engine.wanted and not interrupt_pending()
+                    going_on = self._has_work() and not self.engine.lifecycle.lock.wanted and not interrupt_pending()
                     if not going_on:
                         installed.close()
                     self._step_done(ended)
@@ -64,7 +64,7 @@ class EngineWorker(RankConnection):
         if self.engine.state is EngineState.STOPPED:
             self._engine_died(self._link, ended)
         elif self._link is not None:
-            self._report(self._link, ended, steps=self.engine.last_step_count)
+            self._report(self._link, ended, steps=self.engine.parts.stepper.made)
         else:
             self._ended += ended
 
@@ -88,7 +88,7 @@ class EngineWorker(RankConnection):
         numbers: Container[int] = () if link is None else link.session.numbers
         self._ended += [record for record in ended if record.request_id not in numbers]
         try:
-            self.engine.refuse_when_stopped()
+            self.engine.lifecycle.refuse_when_stopped()
         except EngineDeadError as exc:
             if link is not None:
                 self._lose(link, exc)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class WeightsGuard:
     Args:
         given: the model as it was passed to the engine, possibly wrapped.
         config: of the engine.
-        lock: held while fingerprints are taken and compared.
+        locked: holds the engine at a step boundary.
 
     Attributes:
         source: where the weights are read.
@@ -33,10 +33,12 @@ class WeightsGuard:
         UnsupportedModelError: see `weights_of`.
     """
 
-    def __init__(self, given: nn.Module, config: InferenceConfig, lock: AbstractContextManager[object]) -> None:
+    def __init__(
+        self, given: nn.Module, config: InferenceConfig, locked: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         self._given = given
         self._config = config
-        self._lock = lock
+        self._locked = locked
         self.rebuild_due = False
         self._choose_source()
 
@@ -65,10 +67,32 @@ class WeightsGuard:
         Local: no collective.
         """
         if fully_sharded_since(self.source):
-            with self._lock:
+            with self._locked():
                 self._choose_source()
                 self.rebuild_due = True
         return self.rebuild_due
+
+    def gather(self) -> None:
+        """Have whole, current weights. If they are spread over the ranks, every rank calls it."""
+        with self._locked():
+            self.source.gather()
+
+    def release(self) -> None:
+        """Leave the weights as the trainer had them. No collective; harmless when repeated."""
+        with self._locked():
+            self.source.release()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A block in which steps can run; if the weights are spread over the ranks, every rank enters it."""
+        if self.source.collective and self.source.ready:
+            yield
+            return
+        self.gather()
+        try:
+            yield
+        finally:
+            self.release()
 
     def changed(self) -> None:
         """An update was announced: drop what was gathered or copied, and fingerprint the present content."""
@@ -89,7 +113,7 @@ class WeightsGuard:
         self._refuse_moved()
         if self._fingerprints is None:
             return
-        with self._lock:
+        with self._locked():
             if not self._are_known:
                 self._take_fingerprints()
             changed, stale = self._fingerprints.changed(), self.source.stale()
@@ -112,7 +136,7 @@ class WeightsGuard:
         if self.source.collective:
             raise EngineStateError(
                 f"{type(self.model).__name__} has its weights spread over the ranks, where no step can run: generate by "
-                "RolloutManager, which gathers them, or step inside `with engine.whole_weights():` on every rank"
+                "RolloutManager, which gathers them, or step inside `with engine.guard.whole():` on every rank"
             )
 
     def _refuse_moved(self) -> None:

@@ -157,8 +157,8 @@ class ManagerScoring(ManagerEpisodes):
             rewards = [value for each in chosen for value in self._rewards.pop(each)]
             batch = ScoredBatch.from_requests(
                 self._groups.results(chosen),
-                rewards=_tensor(rewards, self.engine.training_device),
-                discarded_rewards=_tensor(discarded, self.engine.training_device),
+                rewards=_tensor(rewards, self.engine.guard.training_device),
+                discarded_rewards=_tensor(discarded, self.engine.guard.training_device),
                 **self._batch_options(),
             )
             self._groups.drop(chosen)

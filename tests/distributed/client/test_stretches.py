@@ -140,7 +140,7 @@ def test_results_are_what_a_direct_engine_says(mode):
     records = []
     while engine.has_unfinished:
         records += engine.step()
-        if mode and engine.counters["steps"] == 4 and not engine.policy_version:
+        if mode and engine.inspection.counters["steps"] == 4 and not engine.policy_version:
             engine.pause()
             engine.suspend(mode)
             engine.weights_updated()

@@ -23,12 +23,13 @@ class FakeEngine:
         self.weights = SimpleNamespace(ready=False)
         self.config = SimpleNamespace(control_timeout_s=timeout_s)
         self.gathered = 0
+        self.guard = self
 
-    def gather_weights(self) -> None:
+    def gather(self) -> None:
         self.weights.ready = True
         self.gathered += 1
 
-    def release_weights(self) -> None:
+    def release(self) -> None:
         self.weights.ready = False
 
 

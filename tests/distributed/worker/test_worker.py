@@ -277,7 +277,7 @@ def test_what_is_cancelled_before_it_is_taken_in_never_begins() -> None:
             )
             wait_until(lambda: worker._link is not None and len(worker._link.inbox) == 3, worker)
         wait_until(lambda: worker._link is not None and not worker._link.inbox and worker.engine.has_unfinished, worker)
-        assert worker.engine.next_request_id == 1, "the second one was never given to the engine"
+        assert worker.engine.parts.intake.next_request_id == 1, "the second one was never given to the engine"
         while worker.step():
             pass
         assert [stretch.request_id for stretch in coordinator.hear_stretches(1)] == [1]
@@ -317,11 +317,11 @@ def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping(
             coordinator.hear(Progress)
             coordinator.tell(Command(1, "pause", None))
             assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
-        steps = worker.engine.counters["steps"]
+        steps = worker.engine.inspection.counters["steps"]
         assert steps < 200
         coordinator.tell(Command(2, "set_version", 1))
         coordinator.hear(CommandAck)
-        assert worker.engine.counters["steps"] == steps
+        assert worker.engine.inspection.counters["steps"] == steps
         coordinator.tell(Command(3, "unpause", None))
         assert coordinator.hear(CommandAck) == CommandAck(3, "running", 1, None)
         coordinator.hear_stretches(1)
@@ -333,7 +333,7 @@ def test_what_comes_while_suspended_runs_after_the_unpause() -> None:
         coordinator.tell(assign(token_ids(7), greedily(4)))
         assert [coordinator.hear(CommandAck) for _ in range(2)][1] == CommandAck(2, "suspended", 0, None)
         wait_until(lambda: worker.engine.has_unfinished, worker)
-        assert worker.engine.counters["steps"] == 0
+        assert worker.engine.inspection.counters["steps"] == 0
         coordinator.tell(Command(3, "resume", None), Command(4, "unpause", None))
         told = put_together(coordinator.hear_stretches(1))
         assert told[0].tokens == undisturbed(token_ids(7), greedily(4))[0].generated_tokens
@@ -431,7 +431,7 @@ def test_stopping_a_worker_tells_what_it_has_and_leaves() -> None:
         assert [each.counts for each in stretches] == [[2]]
         assert message == Disconnect("the worker was stopped")
         assert not worker.engine.has_unfinished
-        assert worker.engine.on_move is None
+        assert worker.engine.lifecycle.on_move is None
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------

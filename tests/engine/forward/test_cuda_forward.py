@@ -137,7 +137,7 @@ def engine_of(model: Any, *, chunked: bool = False, **options: Any) -> DynamicIn
         )
         runner.runs = DecodeRuns(
             GraphedRuns(runner.forward, runner.graphs, DEVICE), runner.table, cache, runner.sampling, runner.adapters,
-            runner.installation, engine._lock.asked,
+            runner.installation, engine.lifecycle.lock.asked,
         )  # fmt: skip
     return engine
 
@@ -371,7 +371,7 @@ def test_runs_of_steps_queued_on_the_device_are_those_steps(monkeypatch) -> None
         ended: list[Any] = []
         while engine.has_unfinished:
             ended += engine.step(ahead=ahead)
-            lengths.append(engine.last_step_count)
+            lengths.append(engine.parts.stepper.made)
         found.append({each.request_id: each.merge() for each in ended})
         assert captured(engine) == [True] * len(captured(engine)) != []
     assert max(lengths) > LEAD, "no run was made"

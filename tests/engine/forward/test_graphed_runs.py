@@ -47,7 +47,7 @@ def engine_for(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Reco
     )  # fmt: skip
     runner.runs = DecodeRuns(
         GraphedRuns(runner.forward, runner.graphs, runner.layout.device), runner.table, runner.cache, runner.sampling,
-        runner.adapters, runner.installation, engine._lock.asked,
+        runner.adapters, runner.installation, engine.lifecycle.lock.asked,
     )  # fmt: skip
     return engine, recorder
 
@@ -62,7 +62,7 @@ def results(
     while engine.has_unfinished:
         for record in engine.step(ahead=ahead):
             found[record.request_id, record.sample_index] = outcome(record)
-        made.append(engine.last_step_count)
+        made.append(engine.parts.stepper.made)
         engine.context.scheduler.check()
     assert engine.context.allocator.num_used == 0, "a block leaked"
     return found, made
@@ -109,7 +109,7 @@ def test_a_row_that_ends_is_seen_so_many_steps_later_and_the_others_keep_what_th
     made, ended = [], []
     while engine.has_unfinished:
         ended += engine.step(ahead=True)
-        made.append(engine.last_step_count)
+        made.append(engine.parts.stepper.made)
     assert made == [1, 1, at - 1 + LEAD, 20 - 1 - 1 - (at - 1 + LEAD)]
     assert [len(each.merge().generated_tokens) for each in ended] == [at + 1, 20]
 
@@ -128,7 +128,7 @@ def test_a_run_that_is_asked_to_end_queues_no_further_step_and_frees_what_it_res
 
     recorder._replay = replayed  # type: ignore[method-assign]
     engine.step(ahead=True)
-    assert engine.last_step_count == 4
+    assert engine.parts.stepper.made == 4
     assert engine.context.allocator.num_used == 3, "positions 0 to 11"
 
 

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import cache_utils
 
 from rollout.config import InferenceConfig
+from rollout.engine.build import step_tokens
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import recurrent_layers
 from rollout.engine.forward.recurrent_layers import RecurrentLayers
-from rollout.engine.parts import step_tokens
 from rollout.errors import ConfigError, UnsupportedModelError
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
 from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model
@@ -171,11 +171,11 @@ def test_positions_beyond_a_table_of_them_are_refused_and_others_named(caplog: p
     model = make_model("gpt2")
     with pytest.raises(UnsupportedModelError, match=r"max_position_embeddings=512 .*max_sequence_length <= 512"):
         build(model, max_sequence_length=513)
-    assert build(model, max_sequence_length=512).max_sequence_length == 512
+    assert build(model, max_sequence_length=512).parts.max_sequence_length == 512
     with caplog.at_level("WARNING"):
-        assert build(make_model("qwen3"), max_sequence_length=512).max_sequence_length == 512
+        assert build(make_model("qwen3"), max_sequence_length=512).parts.max_sequence_length == 512
         assert "max_sequence_length" not in caplog.text
-        assert build(make_model("qwen3"), max_sequence_length=1024).max_sequence_length == 1024
+        assert build(make_model("qwen3"), max_sequence_length=1024).parts.max_sequence_length == 1024
     assert "max_sequence_length=1024 and Qwen3ForCausalLM has max_position_embeddings=512" in caplog.text
 
 

@@ -190,7 +190,7 @@ def test_a_record_with_images_is_continued_by_another_engine() -> None:
     other = make_engine(shared_vision_model(name))
     for each in plain:
         record = DynamicInferenceRequestRecord.deserialize(each)
-        other.check_record(record)
+        other.parts.intake.check_record(record)
         other.add_record(record)
     for request in finish(other).values():
         assert_as_generate(name, PARTS, request)

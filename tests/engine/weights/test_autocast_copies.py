@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 
 from rollout.config import InferenceConfig
+from rollout.engine import build as build_module
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena, PoolMemory
@@ -203,7 +204,14 @@ def graphed(
     runner, recorder = engine.controller.runner, Watching(engine.cache)
     runner.copies = NO_COPIES if driver is None else copies_of(model, driver, room)
     runner.graphs = GraphedDecode(
-        runner.model, runner.layout, engine.cache, 8, recorder, Plain(engine.cache), chunked=False, copies=runner.copies
+        runner.model,
+        runner.layout,
+        engine.cache,
+        8,
+        recorder,
+        Plain(engine.cache),
+        chunked=False,
+        copies=runner.copies,
     )
     return engine, recorder
 
@@ -304,16 +312,16 @@ def test_copies_and_graphs_give_way_to_the_parts_of_a_rebuild_which_measure_what
     driver = Driver(2**22)
     engine, _ = graphed(small(), driver=driver, autocast_dtype="bfloat16")
     sampled(engine)
-    graphs, build, seen = engine.controller.runner.graphs, engine._build, list[tuple[int, int]]()
+    graphs, build, seen = engine.controller.runner.graphs, build_module.build, list[tuple[int, int]]()
     assert graphs is not None
     assert driver.used
     assert graphs._graphs
 
-    def building() -> None:
+    def building(base: build_module.EngineBase) -> build_module.EngineParts:
         seen.append((driver.used, len(graphs._graphs)))
-        build()
+        return build(base)
 
-    monkeypatch.setattr(engine, "_build", building)
+    monkeypatch.setattr(build_module, "build", building)
     engine.rebuild()
     assert seen == [(0, 0)]
     assert len(sampled(engine)) > 0
@@ -364,7 +372,7 @@ def test_copies_of_weights_that_fsdp2_gathers_follow_each_gathering(
         assert isinstance(engine.weights, MappedWeights)
         copies, gathered[:] = engine.controller.runner.copies, []
         for _ in range(3):
-            with engine.whole_weights():
+            with engine.guard.whole():
                 found.append(sampled(engine))
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -308,7 +308,7 @@ def samples_in_the_policys_dtype(rank: int) -> tuple[Any, ...]:
     )
     with a_manager(model) as rollout:
         (request,) = rollout.generate([[5, 6, 7]], SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
-        with rollout.engine.whole_weights():
+        with rollout.engine.guard.whole():
             fused = rollout.engine.controller.runner.fused
             assert fused is None or fused.ready(-1), fused._why
     ids = torch.tensor([request.prompt_tokens + request.generated_tokens])

@@ -1,0 +1,384 @@
+"""Builds the parts of an engine from a model: KV cache, scheduler, runner, bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.config import InferenceConfig
+from rollout.engine.admission import Admission
+from rollout.engine.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
+from rollout.engine.control import EngineControl
+from rollout.engine.controller import TextGenerationController
+from rollout.engine.exact.kernels import kernels_on
+from rollout.engine.exact.paged_forward import run_exactly
+from rollout.engine.failures import FailureContainment
+from rollout.engine.forward.adapters import LoraAdapters
+from rollout.engine.forward.cuda_switches import refuse_unknown_parts
+from rollout.engine.forward.forward_key import ForwardKey
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.model_support import (
+    DEFAULT_LENGTH,
+    ModelLayout,
+    inspect_model,
+    refuse_growing_rope,
+    refuse_packed_temperature,
+)
+from rollout.engine.forward.routers import Routers, routers_of
+from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
+from rollout.engine.inspection import Inspection
+from rollout.engine.intake import Intake
+from rollout.engine.kernels import triton_exact
+from rollout.engine.ledger import Ledger
+from rollout.engine.lifecycle import Lifecycle
+from rollout.engine.memory.arena import PoolMemory, pool_memory
+from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.host_pool import HostMemoryError
+from rollout.engine.memory.huge_pages import collapse
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.multimodal.vision import Vision
+from rollout.engine.peers import GroupMember, Peers
+from rollout.engine.plain_tensors import plain_tensors
+from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
+from rollout.engine.staleness import Staleness
+from rollout.engine.stepper import Stepper
+from rollout.engine.weights.autocast_copies import autocast_copies
+from rollout.engine.weights.guard import WeightsGuard, dtype_named
+from rollout.errors import ConfigError, UnsupportedModelError
+from rollout.state import KVCacheManagementMode
+from rollout.threads.interrupts import interrupt_deferred
+from rollout.tracing.recorder import EngineTap
+
+VERIFY_TOKENS = 12
+CUDA_STEP_TOKENS = 8192
+"""`InferenceConfig.max_tokens_per_step` on CUDA, if it is None."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineBase:
+    """The parts of an engine that stay when the others are built again.
+
+    Attributes:
+        adapters: LoRA adapters that requests may name.
+        tokenizer, clock, allocate: as given to the engine.
+        tap: where a trace of this process is told of the engine.
+    """
+
+    config: InferenceConfig
+    guard: WeightsGuard
+    peers: Peers
+    adapters: LoraAdapters
+    lifecycle: Lifecycle
+    tap: EngineTap
+    tokenizer: Any
+    clock: Callable[[], float]
+    allocate: Allocate
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Dtype that forwards are autocast to; None: the caller's autocast applies."""
+        return dtype_named(self.config.autocast_dtype)
+
+    def under_autocast(self) -> AbstractContextManager[object]:
+        """The autocast that forwards run under."""
+        return (
+            nullcontext() if self.autocast is None else torch.autocast(self.guard.training_device.type, self.autocast)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class EngineParts:
+    """The parts of one engine that depend on its model.
+
+    Attributes:
+        config: the engine's, with the token budget of a step filled in.
+        max_sequence_length: longest prompt with its completion, in tokens.
+        states: states of recurrent layers; None: the model has none.
+    """
+
+    config: InferenceConfig
+    max_sequence_length: int
+    cache: KVCache
+    states: StatePool | None
+    context: DynamicInferenceContext
+    controller: TextGenerationController
+    admission: Admission
+    ledger: Ledger
+    stepper: Stepper
+    intake: Intake
+    control: EngineControl
+    inspection: Inspection
+    member: GroupMember
+    variant: Callable[[], Variant]
+    """Reads which adapters of the model act now."""
+
+
+def build(base: EngineBase) -> EngineParts:
+    """Build the parts from the model as it is now. Every rank that computes forwards with this one calls it.
+
+    Raises:
+        UnsupportedModelError, InvalidRequestError: the engine cannot serve this model.
+        ConfigError: not with this configuration.
+    """
+    refuse_unknown_parts()
+    model, config, peers = base.guard.source.sampled, base.config, base.peers
+    collapse(model.parameters())
+    layout = inspect_model(model, config.max_sequence_length)
+    longest = config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
+    if config.max_tokens_per_step is None:
+        config = replace(config, max_tokens_per_step=step_tokens(config, model, layout.device))
+    refuse_growing_rope(model, longest)
+    refuse_packed_temperature(model, max(longest, config.step_tokens))
+    routers = routers_of(model) if config.record_routes else None
+    cache, states, context = _memory(base, config, model, layout, longest, routers)
+    runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
+    controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
+    parts = _assemble(base, config, model, longest, cache, states, context, controller)
+    if config.verify_model:
+        room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
+        controller.verify_model(min(VERIFY_TOKENS, room), peers.all_hold)
+    # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
+    if peers.everyone is None:
+        context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
+    return parts
+
+
+def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
+    """Build the parts again, and move what `before` has in flight to them. If that raises, `before` is as it was.
+
+    Raises: see `build`.
+    """
+    with interrupt_deferred(), base.lifecycle.lock:
+        records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
+        # Like the KV, graphs and copies of weights give way to the new parts, which measure what is free.
+        runner.order.settle()
+        runner.release_workspace(graphs=True)
+        before.context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
+        host_slots = cache.host_slots
+        # The host may not have memory for a second tier next to it, and it is empty now.
+        cache.release_host_blocks()
+        try:
+            with plain_tensors(), base.under_autocast():
+                parts = build(base)
+            parts.intake.next_request_id, parts.intake.order = before.intake.next_request_id, before.intake.order
+            parts.ledger.ended, parts.ledger.counters = before.ledger.ended, before.ledger.counters
+            parts.context.allocator.index.changes = before.context.allocator.index.changes
+            parts.context.scheduler.advance_version(before.context.scheduler.version)
+            for record in records:
+                parts.intake.add_record(record)
+        except BaseException:
+            before.context.resume()
+            if host_slots:
+                cache.keep_host_blocks(host_slots)
+            raise
+        base.guard.rebuild_due = False
+        return parts
+
+
+def _memory(
+    base: EngineBase,
+    config: InferenceConfig,
+    model: nn.Module,
+    layout: ModelLayout,
+    longest: int,
+    routers: Routers | None,
+) -> tuple[KVCache, StatePool | None, DynamicInferenceContext]:
+    """The KV cache and the recurrent states, with what schedules requests over them."""
+    peers = base.peers
+    if layout.states:
+        _refuse_beside_states(config, peers, model)
+    routes = None if routers is None else routers.shape
+    slots = state_slots(config, layout.states, layout.device) if layout.states else 0
+    state_bytes = slots * sum(each.num_bytes for each in layout.states)
+    groups = layout.groups(longest)
+    # The members of a tensor-parallel group follow the first one's ids of blocks or pages, which stand for memory.
+    if not peers.least(groups is not None):
+        groups = None
+    blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
+    memory = _pool_memory(base, layout.device)
+    cache = KVCache(
+        layout.layers, blocks, config.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
+        memory.release, groups,
+    )  # fmt: skip
+    if config.kv_cache_host_memory_gb is not None:
+        _keep_host_blocks(cache, peers, config.kv_cache_host_memory_gb)
+    states: StatePool | None = None
+    if layout.states:
+        memory = _pool_memory(base, layout.device)
+        states = StatePool(layout.states, slots, layout.device, memory.allocate, memory.release)
+    spare = partial(spare_bytes, layout.device)
+    context = DynamicInferenceContext(config, cache, base.clock, spare, states, groups)
+    context.may_shrink = peers.group is None
+    if routers is not None:
+        # Routes of a whole sequence are read from its blocks at its end.
+        context.scheduler.table.read_routes = cache.read_routes
+    else:
+        context.scheduler.limit_reach(layout.reach)
+    return cache, states, context
+
+
+def _runner(
+    base: EngineBase,
+    config: InferenceConfig,
+    model: nn.Module,
+    layout: ModelLayout,
+    longest: int,
+    routers: Routers | None,
+    cache: KVCache,
+    states: StatePool | None,
+    context: DynamicInferenceContext,
+) -> ModelRunner:
+    """What runs the model's forward over the KV cache."""
+    peers, weights = base.peers, base.guard.source
+    vision = Vision(
+        model,
+        layout.device,
+        int(config.image_cache_memory_gb * 1024**3),
+        min(config.step_tokens, longest),
+        together=None if peers.leader is None else peers.leader.encode,
+    )
+    # Collectives inside a forward are not captured.
+    captured = config.cuda_graphs and routers is None and peers.everyone is None
+    graphed_rows = config.max_requests * captured * (states is None)
+    runner = ModelRunner(
+        model,
+        layout,
+        cache,
+        context.scheduler.table,
+        vision,
+        fused=config.fused_forward,
+        split=peers.everyone is not None or weights.tensor_parallel_mesh is not None,
+        exact=config.exact,
+        graphed_rows=0 if config.exact else graphed_rows,
+        moving_weights=not weights.fixed_addresses,
+        routers=routers,
+        adapters=base.adapters,
+        leader=peers.leader,
+        lockstep=peers.lockstep,
+        autocast=base.autocast,
+        states=states,
+        asked=base.lifecycle.lock.asked,
+        copies=autocast_copies(config, weights, layout.device, context.room),
+    )
+    context.to_come = partial(bytes_to_come, runner)
+    if config.exact:
+        if weights.collective or weights.tensor_parallel_mesh is not None:
+            raise UnsupportedModelError(
+                f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
+                "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
+            )
+        if kernels_on(layout.device) is triton_exact:
+            run_exactly(runner, longest, graphed_rows)
+        runner.refuse_inexact()
+    return runner
+
+
+def _assemble(
+    base: EngineBase,
+    config: InferenceConfig,
+    model: nn.Module,
+    longest: int,
+    cache: KVCache,
+    states: StatePool | None,
+    context: DynamicInferenceContext,
+    controller: TextGenerationController,
+) -> EngineParts:
+    """Bookkeeping, steps and control over the memory and the runner."""
+    scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
+    switches, installation = AdapterSwitches(model), controller.runner.installation
+
+    def variant() -> Variant:
+        return switches.look(installation.module_epoch)
+
+    ledger = Ledger(scheduler, controller, clock, tap)
+    admission = Admission(config, controller, longest, clock, cache.routes)
+    failures = FailureContainment(context, controller, ledger, admission, lifecycle, clock)
+    staleness = Staleness(config, scheduler, ledger, admission, failures)
+    forward = ForwardKey(model, controller.layout.device, base.autocast)
+    stepper = Stepper(scheduler, controller, ledger, failures, forward, variant, tap, lifecycle.lock)
+    control = EngineControl(
+        config, lifecycle, base.guard, base.adapters, switches, controller, context, ledger, staleness, tap, clock
+    )
+    inspection = Inspection(
+        config, longest, lifecycle, base.guard, controller, context, cache, states, ledger, staleness, stepper, switches,
+        variant,
+    )  # fmt: skip
+    intake = Intake(lifecycle, controller, scheduler, admission, ledger, variant)
+    member = GroupMember(base.peers, lifecycle, controller, failures)
+    return EngineParts(
+        config, longest, cache, states, context, controller, admission, ledger, stepper, intake, control, inspection, member,
+        variant,
+    )  # fmt: skip
+
+
+def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
+    """Take host memory for evicted blocks.
+
+    Raises:
+        ConfigError: it holds no block, or the host has not so much.
+    """
+    # The first rank's slot numbers hold on all members.
+    blocks = peers.least(int(gib * 2**30 // cache.block_bytes) if cache.block_bytes else 0)
+    named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
+    if blocks < cache.num_groups:
+        raise ConfigError(
+            f"{named} holds no block of {cache.block_bytes * cache.num_groups / 2**20:.2f} MiB: raise it, or "
+            "set it to None"
+        )
+    try:
+        cache.keep_host_blocks(blocks)
+    except HostMemoryError as exc:
+        raise ConfigError(
+            f"{named}: the host has not {exc}; lower it, or raise ulimit -l or the container's limit"
+        ) from exc
+
+
+def _refuse_beside_states(config: InferenceConfig, peers: Peers, model: nn.Module) -> None:
+    """Refuse what a model with recurrent layers cannot be combined with.
+
+    Raises:
+        UnsupportedModelError: names it.
+    """
+    if config.kv_cache_host_memory_gb is not None:
+        raise UnsupportedModelError(
+            f"InferenceConfig.kv_cache_host_memory_gb={config.kv_cache_host_memory_gb}: {type(model).__name__} has "
+            "recurrent layers, whose states are not kept on the host; set it to None"
+        )
+    if config.speculation:
+        raise UnsupportedModelError(
+            f"InferenceConfig.speculation=True: {type(model).__name__} has recurrent layers, whose state cannot go back "
+            "behind a rejected draft token; set it to False"
+        )
+    if peers.lockstep is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has recurrent layers, whose steps are several forwards, and its ranks exchange "
+            "tokens in each layer, in one forward at a time; load it with ep_size=1"
+        )
+    if peers.group is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has recurrent layers, whose states are not split over a tensor-parallel group; "
+            "load it whole on every rank (tp_size=1)"
+        )
+
+
+def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
+    """Memory of one pool."""
+    if base.allocate is not zeros:
+        return PoolMemory(base.allocate)
+    return pool_memory(device, virtual=base.config.virtual_memory)
+
+
+def step_tokens(config: InferenceConfig, model: Any, device: torch.device) -> int:
+    """Token budget of a step where the configuration names none."""
+    if device.type != "cuda":
+        return config.step_tokens
+    # See `refuse_packed_temperature`.
+    floor = getattr(model.config.get_text_config(), "floor_scale", None)
+    return max(CUDA_STEP_TOKENS if floor is None else min(CUDA_STEP_TOKENS, int(floor) - 1), config.max_requests)
