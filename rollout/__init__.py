@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from rollout.manager.scoring.batch import PromptTask as PromptTask
     from rollout.manager.scoring.batch import ScoredBatch as ScoredBatch
     from rollout.manager.scoring.batch import ScoredSample as ScoredSample
-    from rollout.manager.scoring.long_rounds import LongRounds as LongRounds
     from rollout.manager.token_scores import TokenScores as TokenScores
     from rollout.manager.token_scores import score as score
     from rollout.manager.traces import trace as trace
@@ -172,7 +171,6 @@ _HOMES = {
         "score",
     ),
     "rollout.manager.scoring.batch": ("PromptTask", "ScoredBatch", "ScoredSample"),
-    "rollout.manager.scoring.long_rounds": ("LongRounds",),
     "rollout.manager.traces": ("trace",),
     "rollout.manager.tree": (
         "PackedTree",

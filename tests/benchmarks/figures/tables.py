@@ -286,19 +286,6 @@ def score(found: Mapping[str, Any]) -> str:
     return table(["", "seconds", "times the engine's"], rows)
 
 
-def long_rounds(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """An epoch in rounds, by how they are filled."""
-    first = next(iter(found.values()))["seconds"]
-    return table(
-        ["", "an epoch, s", "times faster", "slots held"],
-        [
-            [way, f"{_middle(each['seconds']):.1f}",
-             f"{_middle([a / b for a, b in zip(first, each['seconds'], strict=True)]):.2f}", f"{_middle(each['slots']):.0%}"]
-            for way, each in found.items()
-        ],
-    )  # fmt: skip
-
-
 def suspend(found: Mapping[str, Any]) -> str:
     """Suspend and resume beside plain copies and prefilling again."""
     offload, recompute = found["medians"]["offload"], found["medians"]["recompute"]
