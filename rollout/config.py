@@ -94,8 +94,7 @@ class InferenceConfig(Options):
     """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
 
     image_folder: str | None = None
-    """Folder that images and videos named by path in chat messages may be read from. None: no file is read. Nothing is
-    fetched."""
+    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
 
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
     """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
