@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.config import ServerConfig as ServerConfig
-    from rollout.config import TraceConfig as TraceConfig
     from rollout.distributed.client.client import InferenceClient as InferenceClient
     from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import PendingGroup as PendingGroup
@@ -120,7 +119,7 @@ _HOMES = {
         "compute_block_hashes_batched",
     ),
     "rollout.distributed.client.client": ("InferenceClient",),
-    "rollout.config": ("CoordinatorConfig", "InferenceConfig", "ServerConfig", "TraceConfig"),
+    "rollout.config": ("CoordinatorConfig", "InferenceConfig", "ServerConfig"),
     "rollout.distributed.coordinator.launch": (
         "CoordinatorHandle",
         "launch_coordinator",

@@ -331,19 +331,6 @@ class CoordinatorConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceConfig(Options):
-    """Which training steps of a `RolloutManager` are traced. Frozen; validated at construction."""
-
-    folder: str = "traces"
-    """Folder of the timelines, `step-<number>.json.gz`; made if need be. Of several ranks, rank 0 writes one file of all."""
-
-    every_steps: int = 10
-    """Trace every this many training steps, at least 1. A step begins with the first rollout after a weight update."""
-
-    _rules: ClassVar[Rules] = {AT_LEAST_1: ("every_steps",), (is_text, "a folder"): ("folder",)}
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServerConfig(Options):
     """Options of the HTTP server. Frozen; validated at construction."""
 

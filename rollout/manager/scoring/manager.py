@@ -83,7 +83,6 @@ class ManagerScoring(ManagerEpisodes):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
-            self._step_traces.rollout_begins(self.policy_version)
             self._pacer.begin_round(self.policy_version)
             self._rewards = {each: known for each, known in self._rewards.items() if each in self._groups}
 
