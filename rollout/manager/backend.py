@@ -123,16 +123,6 @@ class Backend(Protocol):
         """Seconds since the epoch at moments that are the same on all ranks, by number; {} where all read one clock."""
         return {}
 
-    def coordinator_decisions(self, since: float) -> list[tuple[float, str, dict[str, Any]]]:
-        """(seconds since the epoch, name, arguments) of the coordinator's decisions from that time on; [] without one.
-
-        One rank may call it alone.
-
-        Raises:
-            DeadlineError, ConnectionLostError: the coordinator does not answer.
-        """
-        return []
-
     def close(self) -> None:
         """Give up all groups and connections. Harmless when repeated."""
         return

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rollout.errors import ConfigError, RolloutError
 from rollout.manager.backend import Backend
 from rollout.tracing.recorder import TraceRecorder, start, stop
-from rollout.tracing.timeline import merged, timeline, with_decisions, write
+from rollout.tracing.timeline import merged, timeline, write
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def traced(path: str | os.PathLike[str], backend: Backend) -> Iterator[Path]:
         write(mine, _own_path(target))
         raise
     if every is not None:
-        one = _of_job(every, _decisions(backend, recorder.started))
+        one = merged([json.loads(zlib.decompress(each)) for each in every])
         # Without a coordinator the ranks know nothing of each other.
         write(one, target if len(every) > 1 else _own_path(target))
 
@@ -96,18 +96,6 @@ def _timeline(recorder: TraceRecorder, backend: Backend) -> dict[str, Any]:
 
 def _packed(trace: dict[str, Any]) -> bytes:
     return zlib.compress(json.dumps(trace).encode(), 1)
-
-
-def _of_job(packed: Sequence[bytes], decisions: Sequence[tuple[float, str, dict[str, Any]]]) -> dict[str, Any]:
-    return with_decisions(merged([json.loads(zlib.decompress(each)) for each in packed]), decisions)
-
-
-def _decisions(backend: Backend, since: float) -> list[tuple[float, str, dict[str, Any]]]:
-    try:
-        return backend.coordinator_decisions(since)
-    except RolloutError as exc:
-        _log.warning("the trace lacks the coordinator's decisions: %s", exc)
-        return []
 
 
 def _checked(path: Path) -> str:

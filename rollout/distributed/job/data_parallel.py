@@ -289,17 +289,6 @@ class DataParallelBackend:
         """Seconds since the epoch when barriers were passed, on all ranks at nearly the same moment; {} on one host."""
         return self._calls.clock_readings()
 
-    def coordinator_decisions(self, since: float) -> list[tuple[float, str, dict[str, Any]]]:
-        """See `Backend.coordinator_decisions`.
-
-        Raises:
-            DeadlineError, ConnectionLostError: the coordinator does not answer.
-        """
-        status = self._member.client.status(decisions_s=max(0.0, time.time() - since))
-        table = self._loop.run(status, self._timeout_s)
-        now = time.time()
-        return [(now - age, name, args) for age, name, args in table.get("decisions", ())]
-
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:

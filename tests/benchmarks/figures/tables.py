@@ -354,13 +354,12 @@ def kept_tokens(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def tracing(found: Mapping[str, float]) -> str:
-    """The recorder, and the coordinator's log of decisions."""
+    """The recorder."""
     return table(
         ["", "share"],
         [
             ["of a step: recording, its own time", f"{found['recorder_share_on']:.3%}"],
             ["of a step: not recording", f"{found['recorder_share_off']:.5%}"],
-            ["of the coordinator's core: its decisions, always kept", f"{found['decisions_share']:.1%}"],
         ],
     )
 
