@@ -78,18 +78,15 @@ class EngineInspection(EngineParts):
         with self._lock:
             return described(self._variant())
 
-    def explain(self, *, measure: bool = True) -> Explanation:
+    def explain(self) -> Explanation:
         """What the engine does with this model on this machine, and why; `print` it.
 
         Waits for a step boundary. Adds no request and changes no random stream.
-
-        Args:
-            measure: measure memory bandwidth and matrix products, in half a second; False: no bounds of speed.
         """
         with self.locked():
             return explain(
                 self.controller.runner, self.cache, self.context.scheduler, self.config, self.weights,
-                self.max_sequence_length, measure=measure,
+                self.max_sequence_length,
             )  # fmt: skip
 
     def _scheduler_lines(self) -> Iterator[str]:

@@ -182,14 +182,11 @@ class ManagerControl:
         self._loop.sync_metrics()
         return self._metrics.snapshot(reset)
 
-    def explain(self, *, measure: bool = True) -> Explanation:
+    def explain(self) -> Explanation:
         """What the engine does with this model on this machine, and why: layers, fused forward or the reason against it,
-        kernels, KV cache, bounds of speed, threads and what competes for them. `print` it.
-
-        Args:
-            measure: measure memory bandwidth and matrix products, in half a second; False: no bounds of speed.
+        kernels, KV cache, threads and what competes for them. `print` it.
         """
-        return self.engine.explain(measure=measure)
+        return self.engine.explain()
 
     def observe_logprobs(self, batch: RolloutBatch, logprobs: Tensor) -> None:
         """Record how far the trainer's log-probs are from the rollout's (metric `rollout/logprob_diff`).
