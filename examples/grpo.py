@@ -13,6 +13,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from rollout import InferenceConfig, RolloutManager, RunLog, SamplingParams, TraceConfig
+from rollout import InferenceConfig, RolloutManager, RunLog, SamplingParams
 from rollout import report as write_report
 from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
@@ -108,9 +109,8 @@ def main() -> None:
     lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
     config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
     log = RunLog(options.out / "log", title=report.title) if options.report else None
-    trace = TraceConfig(folder=str(options.out / "log" / "traces"), every_steps=max(1, options.steps // 4))
     with (
-        RolloutManager(model, tokenizer, config, trace=trace if options.report else None) as rollout,
+        RolloutManager(model, tokenizer, config) as rollout,
         WandbLogger("rollout-grpo", config=vars(options), directory=options.out) as logger,
     ):
 
@@ -119,7 +119,11 @@ def main() -> None:
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(grpo(model, rollout, problems, options), 1):
+        training = grpo(model, rollout, problems, options)
+        for number in range(1, options.steps + 1):
+            traced = log is not None and number % max(1, options.steps // 4) == 0
+            with rollout.trace(options.out / "log" / f"step-{number:04}.json.gz") if traced else nullcontext():
+                step = next(training)
             metrics = rollout.metrics()
             held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
             logger.log(

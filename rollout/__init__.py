@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.config import ServerConfig as ServerConfig
-    from rollout.config import TraceConfig as TraceConfig
     from rollout.distributed.client.client import InferenceClient as InferenceClient
     from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import PendingGroup as PendingGroup
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
     from rollout.manager.scoring.batch import PromptTask as PromptTask
     from rollout.manager.scoring.batch import ScoredBatch as ScoredBatch
     from rollout.manager.scoring.batch import ScoredSample as ScoredSample
-    from rollout.manager.scoring.long_rounds import LongRounds as LongRounds
     from rollout.manager.token_scores import TokenScores as TokenScores
     from rollout.manager.token_scores import score as score
     from rollout.manager.traces import trace as trace
@@ -121,7 +119,7 @@ _HOMES = {
         "compute_block_hashes_batched",
     ),
     "rollout.distributed.client.client": ("InferenceClient",),
-    "rollout.config": ("CoordinatorConfig", "InferenceConfig", "ServerConfig", "TraceConfig"),
+    "rollout.config": ("CoordinatorConfig", "InferenceConfig", "ServerConfig"),
     "rollout.distributed.coordinator.launch": (
         "CoordinatorHandle",
         "launch_coordinator",
@@ -172,7 +170,6 @@ _HOMES = {
         "score",
     ),
     "rollout.manager.scoring.batch": ("PromptTask", "ScoredBatch", "ScoredSample"),
-    "rollout.manager.scoring.long_rounds": ("LongRounds",),
     "rollout.manager.traces": ("trace",),
     "rollout.manager.tree": (
         "PackedTree",

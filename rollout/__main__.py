@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -159,12 +160,12 @@ def _doctor(arguments: Sequence[str]) -> None:
     from rollout.engine.explain.trial import PROMPT, TOKENS, decode_trial
 
     engine = DynamicInferenceEngine(model, None, config)
-    explanation = engine.explain(measure=options.measure)
+    explanation = engine.explain()
     if options.measure and engine.parts.max_sequence_length > PROMPT + TOKENS:
         trial = decode_trial(
             engine, engine.controller.layout.vocab_size, explanation.kv.max_requests, explanation.kv.tokens
         )
-        explanation = explanation if trial is None else explanation.with_trial(trial)
+        explanation = replace(explanation, trial=trial)
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation, flush=True)
 
 

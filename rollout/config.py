@@ -94,8 +94,7 @@ class InferenceConfig(Options):
     """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
 
     image_folder: str | None = None
-    """Folder that images and videos named by path in chat messages may be read from. None: no file is read. Nothing is
-    fetched."""
+    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
 
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
     """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
@@ -329,19 +328,6 @@ class CoordinatorConfig(Options):
             self.heartbeat_timeout_s >= 2 * self.heartbeat_interval_s,
             f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceConfig(Options):
-    """Which training steps of a `RolloutManager` are traced. Frozen; validated at construction."""
-
-    folder: str = "traces"
-    """Folder of the timelines, `step-<number>.json.gz`; made if need be. Of several ranks, rank 0 writes one file of all."""
-
-    every_steps: int = 10
-    """Trace every this many training steps, at least 1. A step begins with the first rollout after a weight update."""
-
-    _rules: ClassVar[Rules] = {AT_LEAST_1: ("every_steps",), (is_text, "a folder"): ("folder",)}
 
 
 @dataclass(frozen=True, kw_only=True)

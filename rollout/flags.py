@@ -78,7 +78,7 @@ class DoctorOptions:
     """Device of the model in torch's notation: cpu, cuda, cuda:1, ... auto: cuda if available, else cpu."""
 
     measure: bool = True
-    """Measure the machine's rates and a short decode of random tokens; a few seconds."""
+    """Time a short decode of random tokens; a few seconds."""
 
     json: bool = False
     """Print JSON."""

@@ -20,7 +20,7 @@ from textwrap import dedent
 from typing import Any, get_type_hints
 
 from rollout import errors, metrics, state
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig, TraceConfig
+from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.protocol import messages
 from rollout.distributed.protocol.fields import Rule
 from rollout.requests.delta import COLUMNS, SampleDelta
@@ -55,7 +55,7 @@ def _configuration() -> list[str]:
     parts = [
         "An unknown name is a `ConfigError` that gives the nearest one, a value out of range one that gives value and rule."
     ]
-    for options in (InferenceConfig, SamplingParams, CoordinatorConfig, ServerConfig, TraceConfig):
+    for options in (InferenceConfig, SamplingParams, CoordinatorConfig, ServerConfig):
         parts += [f"## {options.__name__}", "\n".join(_rows(options))]
     return parts
 

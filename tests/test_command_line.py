@@ -627,10 +627,10 @@ def test_the_doctor_prints_a_page_or_json_and_takes_the_engines_options(folder, 
     assert command_line.main(["doctor", str(folder), "--kv-cache-blocks", "12", "--device", "cpu"]) == 0
     page = capsys.readouterr().out
     assert f"{12 * InferenceConfig().block_size_tokens:,} tokens fit, in 12 blocks" in page
-    assert "decode at most" in page
+    assert "decode of 2 sequences of 32 tokens" in page
     assert command_line.main(["doctor", str(folder), "--json", "--no-measure", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["speed"] is None
+    assert found["trial"] is None
     assert found["model"]["layers"]
 
 

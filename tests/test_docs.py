@@ -65,7 +65,7 @@ def world(page: Path, folder: Path, close: ExitStack) -> dict[str, Any]:
         given |= {
             "video_vlm": make_vision_model("qwen2_5_vl"),
             "video_processor": make_qwen_processor(FramesProcessor()),
-            "frames": [Image.new("RGB", (16, 16), color) for color in ("red", "green", "blue")],
+            "frames": [torch.full((16, 16, 3), shade, dtype=torch.uint8) for shade in (0, 99, 255)],
         }
     if "tp_size" in text:
         given["tp_size"] = 1

@@ -201,7 +201,6 @@ for current in {["rollout", *present]!r}:
         ("rollout/config.py", "InferenceConfig"),
         ("rollout/config.py", "CoordinatorConfig"),
         ("rollout/config.py", "ServerConfig"),
-        ("rollout/config.py", "TraceConfig"),
         ("rollout/sampling_params.py", "SamplingParams"),
         ("rollout/distributed/client/submission.py", "RequestOptions"),
     ],

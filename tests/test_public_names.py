@@ -15,7 +15,7 @@ WITH_TORCH = (
     "Rollout", "Packed", "DynamicInferenceEngine", "DynamicInferenceContext", "TextGenerationController", "EngineWorker",
     "LLM", "AsyncLLM", "JobLLM", "exact", "pack_tree", "replay", "trace", "EpisodeBatch", "rewards_differ",
     "TokenScores", "score",
-    "PromptTask", "Scored", "LongRounds",
+    "PromptTask", "Scored",
 )  # fmt: skip
 VOCABULARY = [name for name in rollout.__all__ if not name.startswith(WITH_TORCH)]
 

@@ -203,7 +203,7 @@ class FramesProcessor:
         """Patches of videos [F, 16, 16, 3] in Qwen's order, and their grids."""
         patches, grids = [], []
         for video in videos:
-            frames = torch.from_numpy(video).permute(0, 3, 1, 2) / 255
+            frames = video.permute(0, 3, 1, 2) / 255
             frames = torch.cat([frames, frames[-1:]])[: len(frames) + len(frames) % 2]
             steps = frames.view(-1, 2, 3, 2, 2, 4, 2, 2, 4).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
             patches.append(steps.reshape(-1, 3 * 2 * 4 * 4))

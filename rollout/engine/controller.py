@@ -9,22 +9,20 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.video_utils import VideoMetadata
 
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.trial_forwards import difference
+from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.requests.chat_messages import MediaPart, known_roles, plain_messages
+from rollout.requests.chat_messages import MessageImage, known_roles, plain_messages
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
-from rollout.requests.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import InferenceRequest
 from rollout.requests.seeds import stream_key
-from rollout.requests.videos import FPS, Clip, evenly, open_video
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -75,15 +73,15 @@ class TextGenerationController:
             raise TypeError(f"prompt of type {type(prompt).__name__}: must be text, token ids or chat messages")
         if items and all(isinstance(item, Mapping) for item in items):
             tokenizer = self._require_tokenizer("a prompt of chat messages")
-            media: list[MediaPart] = []
+            images: list[MessageImage] = []
             template = self.chat_template or tokenizer.chat_template
             messages = known_roles(
-                plain_messages(cast(Sequence[Mapping[str, Any]], items), media=media if self.takes_images else None),
+                plain_messages(cast(Sequence[Mapping[str, Any]], items), images=images if self.takes_images else None),
                 str(template),
             )
             options = {"chat_template": self.chat_template, "add_generation_prompt": True}
-            if media:
-                return self.process(tokenizer.apply_chat_template(messages, tokenize=False, **options), media)
+            if images:
+                return self.process(tokenizer.apply_chat_template(messages, tokenize=False, **options), images)
             ids = tokenizer.apply_chat_template(messages, return_dict=False, **options)
             return [int(token) for token in ids]
         for position, item in enumerate(items):
@@ -104,36 +102,38 @@ class TextGenerationController:
         template = getattr(self.processor, "chat_template", None)
         return template if isinstance(template, str) else None
 
-    def process(self, text: str, media: Sequence[MediaPart]) -> list[int]:
-        """The prompt of a text with one placeholder per image and per video, expanded by the processor.
+    def process(self, text: str, images: Sequence[MessageImage]) -> list[int]:
+        """The prompt of a text with one placeholder per image, expanded by the processor.
 
         Args:
-            media: the images and videos, in the order of their placeholders.
+            images: in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, an image or video cannot be read or is too large, alone or with the
-                others, or the processor refuses it.
+            InvalidRequestError: there is no processor, an image cannot be read or is too large, alone or with the others,
+                or the processor refuses it.
         """
         if self.processor is None:
-            what = "a video" if media[0].video else "an image"
             raise InvalidRequestError(
-                f"{media[0].where}: {what} in a message needs the model's processor: pass it as tokenizer= "
+                f"{images[0].where}: an image in a message needs the model's processor: pass it as tokenizer= "
                 "(AutoProcessor.from_pretrained(...)), or send what the processor returned as the prompt"
             )
-        pictures, clips = self._opened(media)
-        given: dict[str, Any] = {"images": pictures} if pictures else {}
-        if clips:
-            given |= {
-                "videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips],
-                "do_sample_frames": False,
-            }  # fmt: skip
+        pictures: list[Any] = []
+        pixels = 0
+        for image in images:
+            pictures.append(open_picture(image.source, self._image_folder, image.where))
+            pixels += pictures[-1].width * pictures[-1].height
+            if pixels > MAX_PROMPT_PIXELS:
+                raise InvalidRequestError(
+                    f"{image.where}: images up to here have {pixels:,} pixels; {MAX_PROMPT_PIXELS:,} are decoded for a "
+                    "prompt at most: send fewer or smaller ones"
+                )
         try:
-            inputs = self.processor(text=[text], **given, return_tensors="pt")
+            inputs = self.processor(text=[text], images=pictures, return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as exc:
-            self._refuse_picture([part.where for part in media if not part.video], pictures)
+            self._refuse_picture([image.where for image in images], pictures)
             raise InvalidRequestError(
-                f"{type(self.processor).__name__} refuses {len(pictures)} images and {len(clips)} videos with this text: "
-                f"{exc} (the chat template has to write one placeholder for each)"
+                f"{type(self.processor).__name__} refuses {len(pictures)} images with this text: {exc} (the chat template "
+                "has to write one placeholder for each)"
             ) from exc
         return processed_prompt(inputs)
 
@@ -148,53 +148,6 @@ class TextGenerationController:
                     f"{where}: {type(self.processor.image_processor).__name__} refuses an image of {picture.width} x "
                     f"{picture.height} pixels: {exc}"
                 ) from exc
-
-    def _opened(self, media: Sequence[MediaPart]) -> tuple[list[Any], list[Clip]]:
-        """The decoded images, and the frames of the videos."""
-        pictures: list[Any] = []
-        clips: list[Clip] = []
-        pixels = 0
-        for part in media:
-            if part.video:
-                clips.append(self._clip(part))
-                pixels += clips[-1].frames[..., 0].size
-            else:
-                pictures.append(open_picture(part.source, self._image_folder, part.where))
-                pixels += pictures[-1].width * pictures[-1].height
-            if pixels > MAX_PROMPT_PIXELS:
-                raise InvalidRequestError(
-                    f"{part.where}: images and videos up to here have {pixels:,} pixels; {MAX_PROMPT_PIXELS:,} are decoded "
-                    "for a prompt at most: send fewer or smaller ones"
-                )
-        return pictures, clips
-
-    def _clip(self, part: MediaPart) -> Clip:
-        """The frames of a video that the processor's own video processor samples."""
-        family, videos = self.runner.vision.family, getattr(self.processor, "video_processor", None)
-        if family is None or not family.serves_video:
-            raise InvalidRequestError(
-                f"{part.where}: a video, which {type(self.model).__name__} is not served; send frames as images"
-            )
-        if videos is None:
-            raise InvalidRequestError(
-                f"{part.where}: a video needs the processor's video processor, and this {type(self.processor).__name__} has "
-                "none: install torchvision and load it again, or send what a processor returned as the prompt"
-            )
-
-        def choose(total: int, rate: float) -> Sequence[int]:
-            if not videos.do_sample_frames:
-                return evenly(total, rate, FPS)
-            found = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
-            try:
-                return [int(index) for index in videos.sample_frames(metadata=found)]
-            # Processors of transformers raise what they like, and a model may bring its own.
-            except Exception as exc:
-                raise InvalidRequestError(
-                    f"{part.where}: {type(videos).__name__} chooses no frames of {total} at {rate:g} per second "
-                    f"({type(exc).__name__}: {exc}); say how many per second (fps)"
-                ) from exc
-
-        return open_video(part.source, self._image_folder, part.where, part.fps, choose)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Check that prompt tokens are valid model input.

@@ -443,6 +443,6 @@ class DynamicInferenceEngine:
         """Tokens that unfinished samples have gained since `known`."""
         return self.inspection.progress(known)
 
-    def explain(self, *, measure: bool = True) -> Explanation:
+    def explain(self) -> Explanation:
         """What the engine does with this model on this machine, and why; `print` it."""
-        return self.inspection.explain(measure=measure)
+        return self.inspection.explain()

@@ -79,18 +79,15 @@ class Inspection:
         with self._lifecycle.lock:
             return described(self._variant())
 
-    def explain(self, *, measure: bool = True) -> Explanation:
+    def explain(self) -> Explanation:
         """What the engine does with this model on this machine, and why; `print` it.
 
         Waits for a step boundary. Adds no request and changes no random stream.
-
-        Args:
-            measure: measure memory bandwidth and matrix products, in half a second; False: no bounds of speed.
         """
         with self._lifecycle.locked():
             return explain(
                 self._controller.runner, self._cache, self._context.scheduler, self._config, self._guard.source,
-                self._max_sequence_length, measure=measure,
+                self._max_sequence_length,
             )  # fmt: skip
 
     def describe(self) -> Iterator[str]:

@@ -119,34 +119,9 @@ class Backend(Protocol):
         """
         return [value]
 
-    def post(self, what: str, value: bytes) -> bool:
-        """Leave a value for rank 0, in the place of the one before; waits for no rank.
-
-        False: there are no other ranks, or it cannot be left.
-        """
-        return False
-
-    def posted(self, what: str) -> list[bytes | None] | None:
-        """What each rank has posted last, in their order, None where nothing; None on another rank than 0, and alone.
-
-        Raises:
-            ConnectionLostError, DeadlineError: it cannot be had.
-        """
-        return None
-
     def clock_readings(self) -> dict[int, float]:
         """Seconds since the epoch at moments that are the same on all ranks, by number; {} where all read one clock."""
         return {}
-
-    def coordinator_decisions(self, since: float) -> list[tuple[float, str, dict[str, Any]]]:
-        """(seconds since the epoch, name, arguments) of the coordinator's decisions from that time on; [] without one.
-
-        One rank may call it alone.
-
-        Raises:
-            DeadlineError, ConnectionLostError: the coordinator does not answer.
-        """
-        return []
 
     def close(self) -> None:
         """Give up all groups and connections. Harmless when repeated."""

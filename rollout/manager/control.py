@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
-from rollout.config import TraceConfig
 from rollout.diagnosis import watch
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.gathering import Gathering
@@ -32,7 +31,7 @@ from rollout.manager.recovery import GroupJournal
 from rollout.manager.suspension import Suspension
 from rollout.manager.telemetry import RolloutMetrics
 from rollout.manager.tensor_parallel import loop_of
-from rollout.manager.traces import StepTraces, traced
+from rollout.manager.traces import traced
 from rollout.state import EngineState, Mode
 from rollout.threads.interrupts import interrupt_deferred
 from rollout.tracing.recorder import Span, active
@@ -50,7 +49,6 @@ class ManagerControl:
         backend: Backend,
         world: World | None,
         journal: Journal | None,
-        trace: TraceConfig | None,
         clock: Callable[[], float],
     ) -> None:
         self.engine = engine
@@ -59,7 +57,6 @@ class ManagerControl:
         self.config = engine.config
         self._metrics = RolloutMetrics(engine, clock)
         self._backend = backend
-        self._step_traces = StepTraces(trace, backend)
         gathering = Gathering(engine, backend.barrier, World.of_torch() if engine.weights.collective else None)
         follows = engine.peers.group is not None and not engine.peers.group.leads
         self._loop = loop_of(
@@ -185,14 +182,11 @@ class ManagerControl:
         self._loop.sync_metrics()
         return self._metrics.snapshot(reset)
 
-    def explain(self, *, measure: bool = True) -> Explanation:
+    def explain(self) -> Explanation:
         """What the engine does with this model on this machine, and why: layers, fused forward or the reason against it,
-        kernels, KV cache, bounds of speed, threads and what competes for them. `print` it.
-
-        Args:
-            measure: measure memory bandwidth and matrix products, in half a second; False: no bounds of speed.
+        kernels, KV cache, threads and what competes for them. `print` it.
         """
-        return self.engine.explain(measure=measure)
+        return self.engine.explain()
 
     def observe_logprobs(self, batch: RolloutBatch, logprobs: Tensor) -> None:
         """Record how far the trainer's log-probs are from the rollout's (metric `rollout/logprob_diff`).
@@ -279,7 +273,6 @@ class ManagerControl:
         if self._closed:
             return
         with interrupt_deferred():
-            self._step_traces.close()
             episodes = len(self._player)
             self._player.close()
             with self.engine.locked():

@@ -1,8 +1,8 @@
 """Completion lengths of earlier epochs per prompt, to start long prompts first.
 
 A batch ends with its longest sample, and one of four thousand tokens that starts last is computed nearly alone. In
-training the same prompts come back epoch after epoch, and their lengths with them. Expectations only: they decide which
-prompt starts first within a call and, on demand, which prompts share one (`LongRounds`), never what is sampled.
+training the same prompts come back epoch after epoch, and their lengths with them. An expected length decides which
+prompt of a call starts first, never what is sampled.
 """
 
 from __future__ import annotations
@@ -36,14 +36,6 @@ class LengthBook:
         self._overall = length if self._overall is None else self._overall + 0.01 * (length - self._overall)
         if len(self._means) > self._capacity:
             self._means.popitem(last=False)
-
-    def expected(self, prompt: Any) -> float | None:
-        """Running mean of the completions of a prompt, in tokens; None: never seen."""
-        return self._means.get(key(prompt))
-
-    def quantile(self, share: float) -> float:
-        """The length, in tokens, that this share of the prompts seen does not exceed; infinite where none was seen."""
-        return float(np.quantile(list(self._means.values()), share)) if self._means else float("inf")
 
     def longest_first(self, prompts: Sequence[Hashable]) -> list[int]:
         """Positions of prompts, the longest expected first; equal ones, and all where nothing is known, in their order.

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from rollout.config import CoordinatorConfig, InferenceConfig, TraceConfig
+from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError, RolloutFailedError
@@ -54,7 +54,6 @@ class RolloutManager(ManagerScoring):
             groups that were in flight are handed out as finished, and a prompt that is submitted again with the same
             parameters and metadata as a group that has ended is not computed again (an evaluation wants a manager of
             its own for that reason). The caller closes it.
-        trace: write the timeline of every k-th training step.
         clock: seconds that never run backwards; a seam for tests.
 
     Raises:
@@ -72,7 +71,6 @@ class RolloutManager(ManagerScoring):
         engine: DynamicInferenceEngine | None = None,
         coordinator: CoordinatorConfig | bool = True,
         journal: Journal | None = None,
-        trace: TraceConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if engine is not None and (not engine.guard.is_of(model) or config is not None):
@@ -93,7 +91,7 @@ class RolloutManager(ManagerScoring):
             raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
         engine = engine or DynamicInferenceEngine(model, tokenizer, config)
         world = World.of_torch() if coordinator is not False or engine.peers.everyone is not None else None
-        super().__init__(engine, choose_backend(engine, coordinator, world), world, journal, trace, clock)
+        super().__init__(engine, choose_backend(engine, coordinator, world), world, journal, clock)
         self._pacer = StalenessPacer(self.config.max_staleness)
         self._rewards = {}
 
@@ -160,7 +158,6 @@ class RolloutManager(ManagerScoring):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
-            self._step_traces.rollout_begins(self.policy_version)
             mine = self.submit(prompts, sampling_params, metadata=metadata)
             try:
                 if min_groups is None:
@@ -235,7 +232,6 @@ class RolloutManager(ManagerScoring):
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
         self._follow_sharding()
         self.engine.check_weights()
-        self._step_traces.rollout_begins(self.policy_version)
         with self._loop.gathering.held():
             try:
                 while (batch := self._next_completed(chosen, on_error)) is not None:

@@ -1,4 +1,4 @@
-"""Traces of a training process: a block, the whole job's block, and every k-th training step."""
+"""Traces of a training process: a block of one process, and of the whole job."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from rollout.config import TraceConfig
 from rollout.errors import ConfigError, RolloutError
 from rollout.manager.backend import Backend
-from rollout.tracing.recorder import TraceRecorder, active, start, stop
-from rollout.tracing.timeline import merged, timeline, with_decisions, write
+from rollout.tracing.recorder import TraceRecorder, start, stop
+from rollout.tracing.timeline import merged, timeline, write
 
 _log = logging.getLogger(__name__)
 
@@ -72,117 +70,9 @@ def traced(path: str | os.PathLike[str], backend: Backend) -> Iterator[Path]:
         write(mine, _own_path(target))
         raise
     if every is not None:
-        one = _of_job(every, _decisions(backend, recorder.started))
+        one = merged([json.loads(zlib.decompress(each)) for each in every])
         # Without a coordinator the ranks know nothing of each other.
         write(one, target if len(every) > 1 else _own_path(target))
-
-
-class StepTraces:
-    """Traces every k-th training step of a manager. A step begins with the first rollout after a weight update.
-
-    On several ranks no rank waits for another: each posts its trace where the step ends, and rank 0 writes those of all in
-    the first rollout that finds them there. What is left at the end, or of a rank that has counted other steps, having
-    started later, is no reason to stop a training: it is missing in the file, or in files of the ranks' own.
-
-    Args:
-        config: where and how often; None: never.
-    """
-
-    def __init__(self, config: TraceConfig | None, backend: Backend) -> None:
-        self._config = config
-        self._backend = backend
-        self._version: int | None = None
-        self._step = 0
-        self._recorder: TraceRecorder | None = None
-        self._posted: _PostedStep | None = None
-        if config is not None:
-            try:
-                Path(config.folder).mkdir(parents=True, exist_ok=True)
-            except OSError as exc:
-                raise ConfigError(f"TraceConfig.folder={config.folder!r}: cannot be made: {exc}") from exc
-
-    def rollout_begins(self, version: int) -> None:
-        """A `generate`, `run` or the like begins under a policy version."""
-        if self._config is None:
-            return
-        self._collect(all_or_nothing=True)
-        if version == self._version:
-            return
-        self._end()
-        self._version = version
-        self._step += 1
-        if self._step % self._config.every_steps:
-            return
-        if active() is not None:
-            _log.warning("step %d is not traced by TraceConfig: another trace is being recorded", self._step)
-            return
-        self._recorder = start(str(self._path(self._step)))
-
-    def close(self) -> None:
-        """Write what is there; a step that is being traced in a file of this rank. None that cannot be written raises."""
-        self._collect(all_or_nothing=False)
-        self._end(closing=True)
-
-    def _end(self, *, closing: bool = False) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
-        stop(recorder)
-        self._collect(all_or_nothing=False)
-        mine = _timeline(recorder, self._backend)
-        # At the end the other ranks may not come.
-        if not closing and self._backend.post(_POSTED, self._step.to_bytes(_STEP_BYTES) + _packed(mine)):
-            self._posted = _PostedStep(self._step, recorder.started)
-        else:
-            self._write(mine, _own_path(self._path(self._step)))
-
-    def _collect(self, *, all_or_nothing: bool) -> None:
-        """On rank 0, write the step whose traces the ranks have posted; unless some are missing, if so asked."""
-        step = self._posted
-        if step is None:
-            return
-        try:
-            posted = self._backend.posted(_POSTED)
-        except RolloutError as exc:
-            _log.warning("the trace of step %d is lost: %s", step.number, exc)
-            posted = None
-        if posted is None:
-            self._posted = None
-            return
-        of_rank = {
-            rank: value[_STEP_BYTES:]
-            for rank, value in enumerate(posted)
-            if value is not None and int.from_bytes(value[:_STEP_BYTES]) == step.number
-        }
-        missing = [rank for rank in range(len(posted)) if rank not in of_rank]
-        if missing and all_or_nothing:
-            return
-        self._posted = None
-        if missing:
-            _log.warning("the trace of step %d lacks the ranks %s, which have not posted theirs", step.number, missing)
-        decisions = _decisions(self._backend, step.started)
-        self._write(_of_job(list(of_rank.values()), decisions), self._path(step.number))
-
-    def _path(self, step: int) -> Path:
-        assert self._config is not None
-        return Path(self._config.folder) / f"step-{step:06d}.json.gz"
-
-    def _write(self, trace: dict[str, Any], path: Path) -> None:
-        try:
-            write(trace, path)
-        except ConfigError as exc:
-            _log.warning("%s; training goes on without it", exc)
-
-
-_POSTED, _STEP_BYTES = "step trace", 8
-
-
-@dataclass(frozen=True)
-class _PostedStep:
-    """A step whose trace this rank has posted."""
-
-    number: int
-    started: float
 
 
 def of_rank(path: Path, rank: int) -> Path:
@@ -206,18 +96,6 @@ def _timeline(recorder: TraceRecorder, backend: Backend) -> dict[str, Any]:
 
 def _packed(trace: dict[str, Any]) -> bytes:
     return zlib.compress(json.dumps(trace).encode(), 1)
-
-
-def _of_job(packed: Sequence[bytes], decisions: Sequence[tuple[float, str, dict[str, Any]]]) -> dict[str, Any]:
-    return with_decisions(merged([json.loads(zlib.decompress(each)) for each in packed]), decisions)
-
-
-def _decisions(backend: Backend, since: float) -> list[tuple[float, str, dict[str, Any]]]:
-    try:
-        return backend.coordinator_decisions(since)
-    except RolloutError as exc:
-        _log.warning("the trace lacks the coordinator's decisions: %s", exc)
-        return []
 
 
 def _checked(path: Path) -> str:

@@ -1,13 +1,12 @@
 """Converts OpenAI messages to chat-template messages, for HTTP, `LLM` and `RolloutManager`.
 
-Always true: text parts are joined into one text, and parts other than text, images and videos are refused by name; an error
+Always true: text parts are joined into one text, and parts other than text and images are refused by name; an error
 names the message by its index, `messages[i]`. Independent of any tokenizer.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,40 +18,37 @@ Tools = Sequence[Mapping[str, Any]]
 SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of an HTTP message that are passed to the template."""
 
-MEDIA = ("image_url", "image", "video_url", "video")
-"""Types of parts that are images or videos: as in OpenAI's API, or as transformers' chat templates have them."""
+IMAGES = ("image_url", "image")
+"""Types of parts that are images: as in OpenAI's API, or as transformers' chat templates have them."""
 
 
-class MediaPart(NamedTuple):
-    """An image or a video of a message."""
+class MessageImage(NamedTuple):
+    """An image of a message."""
 
     where: str
     """Its place in the messages, which begins the message of an error."""
     source: Any
-    """See `open_picture` and `open_video`."""
-    video: bool = False
-    fps: float | None = None
-    """Of a video: frames per second that are sampled, or that its list of frames was taken at; None: not said."""
+    """See `open_picture`."""
 
 
 def plain_messages(
     messages: Sequence[Mapping[str, Any]],
     shown: Collection[str] | None = None,
-    media: list[MediaPart] | None = None,
+    images: list[MessageImage] | None = None,
 ) -> list[Message]:
     """Copies of the messages for a template: text parts joined, call arguments parsed into objects, None values dropped.
 
     Args:
         shown: keys that the template may read; None: all keys.
-        media: takes every image and video; a content with one stays a list of parts, as templates of vision models read
-            it. None: they are refused.
+        images: takes every image; a content with one stays a list of parts, as templates of vision models read it.
+            None: they are refused.
 
     Raises:
         InvalidRequestError: a message is malformed.
     """
     if not messages:
         raise InvalidRequestError("messages: empty; give at least one message")
-    return [_plain(message, f"messages[{index}]", shown, media) for index, message in enumerate(messages)]
+    return [_plain(message, f"messages[{index}]", shown, images) for index, message in enumerate(messages)]
 
 
 def known_roles(messages: list[Message], template: str) -> list[Message]:
@@ -75,13 +71,13 @@ def check_tools(tools: Tools | None) -> None:
 
 
 def _plain(
-    message: Mapping[str, Any], where: str, keys: Collection[str] | None, media: list[MediaPart] | None
+    message: Mapping[str, Any], where: str, keys: Collection[str] | None, images: list[MessageImage] | None
 ) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{where}={message!r:.80}: must be an object with a role")
     shown = {key: message[key] for key in keys or message if message.get(key) is not None}
     if "content" in shown:
-        shown["content"] = _content(shown["content"], f"{where}.content", media)
+        shown["content"] = _content(shown["content"], f"{where}.content", images)
     if "tool_calls" in shown:
         calls = shown.pop("tool_calls")
         if not isinstance(calls, list):
@@ -92,50 +88,50 @@ def _plain(
     return shown
 
 
-def media_of(part: Any, where: str) -> MediaPart | None:
-    """The image or video that a part of a content names, in OpenAI's form or transformers'; None: it is another part.
+def image_of(part: Any, where: str) -> MessageImage | None:
+    """The image that a part of a content names, in OpenAI's form or transformers'; None: it is another part.
 
-    {"type": "image_url", "image_url": {"url": …}}, {"type": "image", "image": …} (or "url", "path"); so for videos, which
-    may have "fps" beside.
+    {"type": "image_url", "image_url": {"url": …}}, {"type": "image", "image": …} (or "url", "path").
 
     Raises:
-        InvalidRequestError: it names none, or something is said of it that is not read.
+        InvalidRequestError: it names none, or something is said of it that is not read; it is a video.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in MEDIA:
+    if kind in ("video_url", "video"):
+        raise InvalidRequestError(
+            f"{where}: videos in messages are not decoded; call the model's processor with text and videos, and send what "
+            "it returns as the prompt"
+        )
+    if kind not in IMAGES:
         return None
-    what = "video" if kind.startswith("video") else "image"
     said = {key: value for key, value in part.items() if value is not None and key != "type"}
-    if kind == f"{what}_url" and isinstance(said.get(kind), Mapping):
-        said |= {key: value for key, value in said.pop(kind).items() if value not in (None, "auto")}
-    sources = [said.pop(key) for key in (kind, what, "url", "path") if key in said]
-    fps = said.pop("fps", None) if what == "video" else None
+    if isinstance(said.get("image_url"), Mapping):
+        said |= {key: value for key, value in said.pop("image_url").items() if value not in (None, "auto")}
+    sources = [said.pop(key) for key in (*IMAGES, "url", "path") if key in said]
     if said or len(sources) != 1:
         wrong = (
-            f"{', '.join(map(repr, said))} is not read here" if said else f"names {len(sources)} {what}s, must name one"
+            f"{', '.join(map(repr, said))} is not read here" if said else f"names {len(sources)} images, must name one"
         )
         raise InvalidRequestError(
-            f'{where}={part!r:.80}: {wrong}; {{"type": "{what}_url", "{what}_url": {{"url": …}}}} or '
-            f'{{"type": "{what}", "{what}": …}}'
+            f'{where}={part!r:.80}: {wrong}; {{"type": "image_url", "image_url": {{"url": …}}}} or '
+            '{"type": "image", "image": …}'
         )
-    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf):
-        raise InvalidRequestError(f"{where}: fps={fps!r:.40}: must be a number of frames per second above 0")
-    return MediaPart(where, sources[0], what == "video", fps)
+    return MessageImage(where, sources[0])
 
 
-def _content(content: Any, where: str, media: list[MediaPart] | None) -> str | list[dict[str, Any]]:
-    if media is None or not isinstance(content, list):
+def _content(content: Any, where: str, images: list[MessageImage] | None) -> str | list[dict[str, Any]]:
+    if images is None or not isinstance(content, list):
         return _text(content, where)
-    found = [media_of(part, f"{where}[{place}]") for place, part in enumerate(content)]
+    found = [image_of(part, f"{where}[{place}]") for place, part in enumerate(content)]
     if all(each is None for each in found):
-        return _text(content, where, MEDIA)
+        return _text(content, where, IMAGES)
     parts: list[dict[str, Any]] = []
     for place, (part, each) in enumerate(zip(content, found, strict=True)):
         if each is None:
-            parts.append({"type": "text", "text": _text([part], where, MEDIA, place)})
+            parts.append({"type": "text", "text": _text([part], where, IMAGES, place)})
         else:
-            media.append(each)
-            parts.append({"type": "video" if each.video else "image"})
+            images.append(each)
+            parts.append({"type": "image"})
     return parts
 
 

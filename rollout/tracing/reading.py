@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.tracing.timeline import COORDINATOR_PID, FORMAT, merged
+from rollout.tracing.timeline import FORMAT, merged
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,11 @@ class TracedEngine:
 
 @dataclass(frozen=True)
 class ReadTrace:
-    """A trace file, or several of the ranks of one job.
-
-    Attributes:
-        decisions: (seconds, name, arguments) of the coordinator.
-    """
+    """A trace file, or several of the ranks of one job."""
 
     duration_s: float
     engines: tuple[TracedEngine, ...]
     dropped: int
-    decisions: tuple[tuple[float, str, dict[str, Any]], ...] = ()
 
 
 def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
@@ -122,21 +117,12 @@ def parse(trace: dict[str, Any], name: str = "trace") -> ReadTrace:
     parents: dict[tuple[int, int], dict[str, Any]] = {}
     states: dict[tuple[int, int], list[tuple[str, float, float]]] = defaultdict(list)
     try:
-        decisions = []
         for event in trace["traceEvents"]:
-            if event["pid"] != COORDINATOR_PID:
-                _take(event, engines, parents, states)
-            elif event["ph"] == "i":
-                decisions.append((event["ts"] / 1e6, event["name"], event["args"]))
+            _take(event, engines, parents, states)
         for (pid, tid), event in parents.items():
             engines[pid].samples.append(_sample(event, states[pid, tid]))
         about = trace["otherData"]
-        return ReadTrace(
-            float(about["duration_s"]),
-            tuple(engines[pid] for pid in sorted(engines)),
-            about["dropped"],
-            tuple(decisions),
-        )
+        return ReadTrace(float(about["duration_s"]), tuple(engines[pid] for pid in sorted(engines)), about["dropped"])
     except (KeyError, TypeError, AttributeError) as exc:
         raise ConfigError(f"{name!r}: damaged trace: {type(exc).__name__}: {exc}") from exc
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
@@ -24,9 +23,6 @@ def summary(trace: ReadTrace, slowest: int = 5) -> str:
     lines = [f"{trace.duration_s:.3f} s traced"]
     if trace.dropped:
         lines.append(f"{trace.dropped} rows beyond the limit are missing: trace a shorter block")
-    if trace.decisions:
-        told = Counter(name for _, name, _ in trace.decisions)
-        lines += ["", "coordinator", "  decisions  " + " · ".join(f"{count} × {name}" for name, count in told.items())]
     for engine in trace.engines:
         lines += ["", *_engine(engine, trace.duration_s, slowest)]
     wrapped = (textwrap.wrap(line, WIDTH, subsequent_indent=" " * 13) or [""] for line in lines)

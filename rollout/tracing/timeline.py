@@ -24,7 +24,6 @@ Interval = tuple[float, float]
 
 TRAINER, ENGINE, STEPS, PARTS, OTHER, SAMPLES = 1, 2, 3, 4, 5, 100
 """Track numbers within a process; other tracks follow `OTHER`, samples follow `SAMPLES`."""
-COORDINATOR_PID = 1
 RANKS_FROM = 10
 ENGINES_PER_RANK = 100
 COLORS = {
@@ -88,32 +87,6 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _ahead_s(clock: dict[str, float], of_first: dict[str, float]) -> float:
     ahead = [at - of_first[moment] for moment, at in clock.items() if moment in of_first]
     return statistics.median(ahead) if ahead else 0.0
-
-
-def with_decisions(trace: dict[str, Any], decisions: Sequence[tuple[float, str, dict[str, Any]]]) -> dict[str, Any]:
-    """A trace with the coordinator as a process of its own, above the ranks.
-
-    Args:
-        trace: from `merged`.
-        decisions: (seconds by the clock of the first rank, name, arguments); those outside the trace are left out.
-    """
-    about = trace["otherData"]
-    base, end = about["started_s"], about["started_s"] + about["duration_s"]
-    events = [
-        {
-            "ph": "i", "s": "t", "pid": COORDINATOR_PID, "tid": 1, "name": name, "ts": _us(time, base),
-            "cat": "decision", "args": args,
-        }
-        for time, name, args in decisions
-        if base <= time <= end
-    ]  # fmt: skip
-    if not events:
-        return trace
-    names = [
-        _name(COORDINATOR_PID, 0, "process_name", "coordinator"), _name(COORDINATOR_PID, 1, "thread_name", "decisions"),
-        {"ph": "M", "pid": COORDINATOR_PID, "name": "process_sort_index", "args": {"sort_index": COORDINATOR_PID}},
-    ]  # fmt: skip
-    return trace | {"traceEvents": [*names, *events, *trace["traceEvents"]]}
 
 
 def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:

@@ -41,11 +41,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from rollout.engine.explain.rates import Rates
 from tests.benchmarks import report
 from tests.benchmarks.field import Field, Rules
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Key, Ledger, save
+from tests.benchmarks.rates import Rates
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import SIZES, Subject
 from tests.benchmarks.workloads import Room, Scale, steady

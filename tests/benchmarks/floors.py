@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rollout.engine.explain.rates import Rates, Weights
+from tests.benchmarks.rates import Rates, Weights
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import ALL, DECODE, Workload
 

@@ -26,12 +26,12 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from rollout.engine.explain.rates import Rates
 from tests.benchmarks import ledger as ledgers
 from tests.benchmarks import report, startup, step_profile
 from tests.benchmarks.field import PEERS, Field, Measured, Rules, alternate
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Cell, Key, Ledger, Row
+from tests.benchmarks.rates import Rates
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
 from tests.benchmarks.training_step import MODES, TrainingStep

@@ -1,12 +1,9 @@
-"""Cost of a trace: rollouts with and without one in alternating rounds, the recorder's own time per step, and the
-coordinator's for its decisions.
+"""Cost of a trace: rollouts with and without one in alternating rounds, and the recorder's own time per step.
 
     python -m tests.benchmarks.tracing [--rounds 8] [--json FILE]
 
 A round is 4 prompts of 8 samples on a model of 40 M parameters in float32 on two threads. The ratio of two rounds is as
-noisy as the machine; the recorder's time per step over the mean time of a step is not. The coordinator keeps its latest
-decisions always, for a trace that asks for them: `decisions_share` is that of its core's time per request, without sockets,
-where it is largest (`tests.benchmarks.core_alone`).
+noisy as the machine; the recorder's time per step over the mean time of a step is not.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,17 +20,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import rollout
 from rollout.config import InferenceConfig
-from rollout.distributed.coordinator.core.dispatch import ScheduleRecord
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from rollout.tracing import recorder
-from tests.benchmarks import core_alone
-from tests.benchmarks.coordinator import CORE_LOADS
-from tests.benchmarks.echo import Load
 
 REPEATS = 20_000
-RANKS, REQUESTS = 16, 3000
-"""Of the coordinator's core."""
 
 
 def measure(rounds: int) -> dict[str, float]:
@@ -56,7 +46,6 @@ def measure(rounds: int) -> dict[str, float]:
                 on.append(_generate(manager))
         each = statistics.median(off) / ((manager.engine.stats()["steps"] - steps) / 2 / rounds)
         recording, looking = _per_step(manager)
-    kept, share = max((_decisions(load) for load in CORE_LOADS), key=lambda found: found[1])
     return {
         "round_off_s": statistics.median(off),
         "round_on_s": statistics.median(on),
@@ -65,8 +54,6 @@ def measure(rounds: int) -> dict[str, float]:
         "recorder_s_per_step": recording,
         "recorder_share_on": recording / each,
         "recorder_share_off": looking / each,
-        "decisions_s_per_request": kept,
-        "decisions_share": share,
     }
 
 
@@ -97,24 +84,6 @@ def _per_step(manager: RolloutManager) -> tuple[float, float]:
     for _ in range(REPEATS):
         assert engine.tap.log is None
     return recording, (time.perf_counter() - start) / REPEATS
-
-
-def _decisions(load: Load) -> tuple[float, float]:
-    """Seconds per request in which the core keeps its decisions, and their share of the core's."""
-    job = core_alone.Job(RANKS, load)
-    core_alone.run(job, REQUESTS)
-    history, spent = job.core._history, 0.0
-    turn_ends = history.turn_ends
-
-    def timed(assigned: Sequence[ScheduleRecord], now: float) -> None:
-        nonlocal spent
-        start = time.perf_counter()
-        turn_ends(assigned, now)
-        spent += time.perf_counter() - start
-
-    history.turn_ends = timed  # type: ignore[method-assign]
-    seconds = core_alone.run(job, REQUESTS)
-    return spent / REQUESTS, spent / seconds
 
 
 def main() -> None:

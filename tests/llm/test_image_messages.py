@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +19,8 @@ from rollout.config import ServerConfig
 from rollout.errors import InvalidRequestError
 from tests.vision_models import (
     NO_MARKS,
+    VIDEO,
+    FramesProcessor,
     greedy_with_images,
     make_processor,
     make_qwen_processor,
@@ -100,6 +103,57 @@ def test_a_manager_reads_messages_and_what_the_processor_returned_alike(expected
         with pytest.raises(InvalidRequestError, match="image_folder, which is not set"):
             manager.generate([asked("red.png")], GREEDY)
         assert not manager.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (
+            {"type": "video_url", "video_url": {"url": "x.mp4"}},
+            "videos in messages are not decoded; call the model's proc",
+        ),
+        ({"type": "video", "video": [RED, BLUE]}, "videos in messages are not decoded"),
+        ({"type": "image"}, "names 0 images, must name one"),
+        ({"type": "image", "image": RED, "max_pixels": 3}, "'max_pixels' is not read here"),
+        ({"type": "imgae", "image": RED}, "parts of type image_url, image, can be shown"),
+    ],
+)
+def test_a_part_that_is_not_read_is_named_by_its_place(llm: LLM, part: dict[str, Any], says: str) -> None:
+    content = [{"type": "text", "text": "what"}, part]
+    with pytest.raises(InvalidRequestError, match=rf"messages\[0\].content\[1\].*{says}"):
+        llm.generate([{"role": "user", "content": content}], GREEDY)
+
+
+def test_images_are_decoded_up_to_a_limit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engine.controller.MAX_PROMPT_PIXELS", 500)
+    with pytest.raises(InvalidRequestError, match=r"content\[3\]: images up to here have 720 pixels; 500 are decoded"):
+        llm.generate(asked("what", data_url(RED), data_url(RED), data_url(RED), "none.png"), GREEDY)
+    monkeypatch.setattr("rollout.engine.multimodal.pictures.MAX_PIXELS", 200)
+    for source in (data_url(RED), RED):
+        with pytest.raises(
+            InvalidRequestError, match=r"content\[1\]: an image of 20 x 12 pixels; at most 200 are decoded"
+        ):
+            llm.generate(
+                [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": source}]}]
+            )
+
+
+def test_what_a_processor_made_of_a_video_is_a_prompt() -> None:
+    processor = make_qwen_processor(FramesProcessor())
+    frames = torch.stack([torch.full((16, 16, 3), shade, dtype=torch.uint8) for shade in (0, 99, 180, 255)])
+    inputs = processor(
+        text=["u:what<boi><video><eoi>;a:"], videos=[frames], return_tensors="pt",
+        video_metadata=[{"total_num_frames": 8, "fps": 4.0, "frames_indices": [0, 2, 5, 7]}],
+    )  # fmt: skip
+    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
+    with RolloutManager(shared_vision_model("qwen2_5_vl"), processor, config) as manager:
+        batch = manager.generate([inputs], GREEDY)
+        assert batch[0].prompt_tokens.count(VIDEO) == 8
+        assert "pixel_values_videos" in batch.model_inputs()
+    inputs["second_per_grid_ts"] = np.asarray(inputs["second_per_grid_ts"])
+    given = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
+    expected = greedy_with_images(shared_vision_model("qwen2_5_vl"), "qwen2_5_vl", given, 6)
+    assert batch[0].generated_tokens == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of batches that are filled with scored groups, and of the order that puts long prompts together."""
+"""Tests of batches that are filled with scored groups."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from collections import Counter
 import pytest
 import torch
 
-from rollout import ConfigError, InvalidRequestError, LongRounds, PromptTask, RolloutFailedError, SamplingParams
-from rollout.manager.lengths import LengthBook
+from rollout import ConfigError, InvalidRequestError, PromptTask, RolloutFailedError, SamplingParams
 from rollout.manager.scoring.goal import rewards_of
 from rollout.requests.request import DynamicInferenceRequest
-from tests.benchmarks import long_rounds
-from tests.rollouts import Every, FailingForward, assert_nothing_leaked, completions, make_rollout, tokens, update
+from tests.rollouts import Every, FailingForward, assert_nothing_leaked, make_rollout, tokens, update
 
 PAIR = tokens(3, n=2)
 
@@ -227,87 +225,3 @@ def test_failed_samples_are_not_scored():
     group = [DynamicInferenceRequest(request_id=3, sample_index=index, prompt_tokens=[5]) for index in range(3)]
     group[1].error = "ValueError: broken"
     assert rewards_of(group, lambda sound: [each.sample_index for each in sound]) == [0.0, None, 2.0]
-
-
-# --- long rounds ------------------------------------------------------------------------------------------------------
-
-
-def book_of(lengths: dict[int, int]) -> LengthBook:
-    book = LengthBook()
-    for prompt, length in lengths.items():
-        book.observe(hash((prompt,)), length)
-    return book
-
-
-def test_prompts_known_to_run_long_fill_a_round_of_their_own():
-    long = {number for number in range(40) if number % 5 == 0}
-    book = book_of({number: 100 if number in long else 10 for number in range(40)})
-    rounds = LongRounds(([number] for number in range(40)), book, share=0.25, patience=16)
-    taken, kinds = [], []
-    while tasks := rounds.take(8):
-        taken.append(tasks)
-        kinds.append(rounds.long)
-    assert sorted(number for tasks in taken for (number,) in tasks) == list(range(40))
-    assert [sum(number in long for (number,) in tasks) for tasks in taken] == [0, 0, 0, 0, 8]
-    assert kinds == [False] * 4 + [True]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_task_is_drawn_once_and_few_are_put_off(seed):
-    rng = random.Random(seed)
-    book = book_of({number: rng.choice([5, 50, 500]) for number in rng.sample(range(300), rng.randint(0, 300))})
-    rounds = LongRounds(([number] for number in range(300)), book, rng.uniform(0.05, 0.9), rng.randint(1, 9))
-    seen = []
-    while tasks := rounds.take(size := rng.randint(1, 12)):
-        seen += [number for (number,) in tasks]
-        seen += [number for (number,) in itertools.islice(rounds, rng.randint(0, 4))]
-        assert len(rounds.put_off) <= 2 * size + 24
-    assert sorted(seen) == list(range(300))
-    assert rounds.put_off == []
-
-
-def test_a_task_waits_for_as_many_rounds_as_patience_says_at_most():
-    book = book_of({0: 100} | dict.fromkeys(range(1, 99), 10))
-    rounds = LongRounds(([number] for number in range(1000)), book, share=0.1, patience=3)
-    taken = [rounds.take(2) for _ in range(5)]
-    assert [0] in taken[4]
-    assert [0] not in [task for tasks in taken[:4] for task in tasks]
-
-
-def test_where_all_lengths_are_alike_or_unknown_the_order_stays():
-    for book in (LengthBook(), book_of(dict.fromkeys(range(30), 7))):
-        rounds = LongRounds(([number] for number in range(30)), book, share=0.5, patience=4)
-        assert [number for (number,) in itertools.chain(*(rounds.take(7) for _ in range(5)))] == list(range(30))
-
-
-@pytest.mark.parametrize("options", [{"share": 0}, {"share": 1.0}, {"patience": 0}, {"patience": 1.5}])
-def test_options_of_long_rounds_are_refused_by_name(rollout, options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        rollout.long_rounds([], **options)
-    with pytest.raises(ConfigError, match="groups=0"):
-        rollout.long_rounds([]).take(0)
-
-
-def test_long_rounds_reorder_and_change_no_sample(model):
-    """Two epochs of the same prompts in both orders, sampled with seeds of their own."""
-    lengths = [2, 20, 2, 20, 2, 2]
-
-    def tasks():
-        return [
-            PromptTask([5 + number], number, tokens(length, n=2, seed=number)) for number, length in enumerate(lengths)
-        ]
-
-    rollout = make_rollout(model)
-    plain = rollout.generate_scored(tasks(), odd_ones_differ, groups=6, keep=None)
-    rounds = rollout.long_rounds(tasks(), share=0.5)
-    batches = [rollout.generate_scored(rounds, odd_ones_differ, groups=2, keep=None) for _ in range(3)]
-    assert [sorted(set(batch.metadata)) for batch in batches] == [[0, 2], [4, 5], [1, 3]]
-    again = [sample for batch in batches for sample in zip(batch.metadata, completions(batch), strict=True)]
-    assert sorted(again) == sorted(zip(plain.metadata, completions(plain), strict=True))
-
-
-def test_the_benchmark_compares_the_ways_on_the_same_samples():
-    flags = ["--size", "tiny", "--prompts", "6", "--groups", "2", "--samples", "2", "--median", "4", "--longest", "9"]
-    figures = long_rounds.measure(long_rounds.parse_options([*flags, "--rounds", "1"]))
-    assert set(figures) == set(long_rounds.WAYS)
-    assert all(0 < each.slots[0] <= 1 for each in figures.values())

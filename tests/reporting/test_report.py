@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_the_page_holds_every_chart_the_slots_and_the_samples(page):
     ):  # fmt: skip
         assert heading in page
     assert "step-3.json" in page
+    assert re.search(r"<title>request \d+/\d+: \d+ tokens, \w+, decode [\d.]+ s</title>", page)
     assert "NaN" not in page
     assert "nan" not in re.sub(r"<[^>]*title[^>]*>.*?</", "", page).split("<main>")[1].split("</main>")[0]
 
@@ -124,13 +126,34 @@ def test_what_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize("values", [[1.0], [None, 2.0, None], [0.0, 0.0], [-1.0, 1.0], [1e-9, 1e9], [5e-324, 1.0]])
 @pytest.mark.parametrize("log", [False, True])
 def test_a_chart_of_odd_values_stays_inside_its_frame(values, log):
-    drawn = charts.lines(list(range(3, 3 + len(values))), [("name", "#000", values)], log=log)
-    for x, y in re.findall(r"(?:points=\"|[ \"])(-?[\d.]+),(-?[\d.]+)", drawn):
-        assert charts.LEFT <= float(x) <= charts.WIDTH
-        assert 0 <= float(y) <= charts.HEIGHT
+    drawn = charts.lines(list(range(3, 3 + len(values))), [("name", "#123456", values)], log=log)
+    if log and max(value or 0 for value in values) <= 0:
+        assert drawn == charts.empty()
+        return
+    width, height = (float(each) for each in re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn).groups())
+    marks = re.findall(r'<use xlink:href="#\w+" x="(-?[\d.]+)" y="(-?[\d.]+)" style="fill: #123456', drawn)
+    line = "".join(re.findall(r'<path d="([^"]*)"[^>]* style="[^"]*stroke: #123456', drawn))
+    points = [*marks, *re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", line)]
+    assert points
+    for x, y in points:
+        assert 0 <= float(x) <= width
+        assert 0 <= float(y) <= height
+
+
+def test_a_value_between_gaps_is_a_point():
+    drawn = charts.lines([1, 2, 3, 4], [("name", "#123456", [None, 2.0, None, 3.0])])
+    assert len(re.findall(r"<use [^>]*fill: #123456", drawn)) == 2
 
 
 def test_stacked_areas_of_one_step_are_a_bar():
-    drawn = charts.areas([7], [("a", "#111", [1.0]), ("b", "#222", [3.0])])
-    assert drawn.count("<polygon") == 2
-    assert f"{charts.WIDTH - charts.RIGHT:.1f}," in drawn
+    drawn = charts.areas([7], [("a", "#111111", [1.0]), ("b", "#222222", [3.0])])
+    for color in ("#111111", "#222222"):
+        (area,) = re.findall(rf'<path d="([^"]*)"[^>]* style="fill: {color}', drawn)
+        across = {float(x) for x, _ in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", area)}
+        assert max(across) - min(across) > 200
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rollout-engine\[report\]'"):
+        charts.areas([7], [("a", "#111111", [1.0])])

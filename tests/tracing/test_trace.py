@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import rollout
-from rollout import SamplingParams, TraceConfig
+from rollout import SamplingParams
 from rollout.__main__ import main
 from rollout.errors import ConfigError, EngineStateError
-from rollout.manager.manager import RolloutManager
 from rollout.tracing import recorder
 from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, TOOL, WAITING
 from rollout.tracing.reading import ReadTrace, load, read
@@ -206,24 +205,6 @@ def test_a_failed_step_is_in_the_trace(model, tmp_path, monkeypatch):
     engine = read([tmp_path / "step.json"]).engines[0]
     assert "step failed" in [name for name, _, _ in engine.controls]
     assert {sample.finish for sample in engine.samples} == {"error"}
-
-
-def test_the_configuration_traces_every_kth_step(model, tmp_path):
-    manager = RolloutManager(
-        model, None, rollout.InferenceConfig(kv_cache_blocks=64, verify_model=False),
-        trace=TraceConfig(folder=str(tmp_path / "traces"), every_steps=2),
-    )  # fmt: skip
-    few = SamplingParams(max_tokens=2, ignore_eos=True)
-    for _ in range(5):
-        manager.generate(PROMPTS[:2], few)
-        manager.generate(PROMPTS[:1], few)
-        manager.weights_updated()
-    manager.close()
-    written = sorted(path.name for path in (tmp_path / "traces").iterdir())
-    assert written == ["step-000002.json.gz", "step-000004.json.gz"]
-    (engine,) = read([tmp_path / "traces" / written[0]]).engines
-    assert len(engine.samples) == 3
-    assert recorder.active() is None
 
 
 def test_nothing_is_kept_while_no_trace_is_recorded(model):

@@ -233,19 +233,15 @@ class InferenceClient(ClientConnection):
         done = await self._control(UNLOAD_ADAPTER, name, timeout_s)
         return int((done or {})["amount"])
 
-    async def status(self, timeout_s: float = QUERY_TIMEOUT_S, *, decisions_s: float = 0.0) -> dict[str, Any]:
+    async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
         """Snapshot of the coordinator: states, queue, ranks, clients, barrier; `parse_status` makes it typed.
-
-        Args:
-            decisions_s: above 0, the table has also `decisions`, those of so many last seconds (of the latest 8,192), each
-                [age in seconds, name, arguments].
 
         Raises:
             DeadlineError: no answer within `timeout_s`.
             ConnectionLostError: not connected.
         """
         self._refuse_unless_connected()
-        return await self._answer(self._session.status(decisions_s), timeout_s, "status()") or {}
+        return await self._answer(self._session.status(), timeout_s, "status()") or {}
 
     async def barrier(
         self, index: int, timeout_s: float = CONTROL_TIMEOUT_S, *, what: str = "", policy_version: int = 0

@@ -195,10 +195,10 @@ class ClientSession:
         self._send(Control(call.call_id, signal, argument, timeout_s))
         return call
 
-    def status(self, decisions_s: float = 0.0) -> Call:
-        """Request a status snapshot, with the decisions of so many last seconds; the call's value is the table."""
+    def status(self) -> Call:
+        """Request a status snapshot; the call's value is the table."""
         call = self._call()
-        self._send(StatusQuery(call.call_id, decisions_s))
+        self._send(StatusQuery(call.call_id))
         return call
 
     def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-import torch.distributed as dist
-
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
 from rollout.errors import ConnectionLostError, DeadlineError, EngineStateError
@@ -87,21 +85,6 @@ class CollectiveCalls:
         world.publish(keys[world.rank], value)
         self.meet(f"{what}()")
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
-
-    def post(self, what: str, value: bytes) -> bool:
-        """Leave a value for rank 0, in the place of the one before; False if the store's process has ended."""
-        try:
-            self._world.publish(f"{what}/{self._world.rank}", value)
-        except dist.DistError:
-            return False
-        return True
-
-    def posted(self, what: str) -> list[bytes | None] | None:
-        """What each rank has posted last, None where nothing; None on another rank than 0."""
-        if self._world.rank:
-            return None
-        keys = [f"{what}/{rank}" for rank in range(self._world.size)]
-        return [self._world.wait_for(key, self._timeout_s) if self._world.is_published(key) else None for key in keys]
 
     def clock_readings(self) -> dict[int, float]:
         """Seconds since the epoch by collective call, when its barrier was passed: all ranks pass it at nearly the same

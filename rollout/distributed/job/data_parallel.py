@@ -285,32 +285,9 @@ class DataParallelBackend:
         """
         return self._calls.gather(what, value)
 
-    def post(self, what: str, value: bytes) -> bool:
-        """Leave a value for rank 0, in the place of the one before; waits for no rank. False: it cannot be left."""
-        return self._calls.post(what, value)
-
-    def posted(self, what: str) -> list[bytes | None] | None:
-        """On rank 0 what each rank has posted last, None where nothing; None on the others.
-
-        Raises:
-            ConnectionLostError: the process group's store is gone.
-        """
-        return self._calls.posted(what)
-
     def clock_readings(self) -> dict[int, float]:
         """Seconds since the epoch when barriers were passed, on all ranks at nearly the same moment; {} on one host."""
         return self._calls.clock_readings()
-
-    def coordinator_decisions(self, since: float) -> list[tuple[float, str, dict[str, Any]]]:
-        """See `Backend.coordinator_decisions`.
-
-        Raises:
-            DeadlineError, ConnectionLostError: the coordinator does not answer.
-        """
-        status = self._member.client.status(decisions_s=max(0.0, time.time() - since))
-        table = self._loop.run(status, self._timeout_s)
-        now = time.time()
-        return [(now - age, name, args) for age, name, args in table.get("decisions", ())]
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 

@@ -221,8 +221,6 @@ class StatusQuery(Message):
 
     header, way = 47, "client → coordinator"
     call_id: wire.Count
-    decisions_s: wire.Seconds = 0.0
-    """The table has also the `decisions` of so many last seconds: each its age in seconds, name and arguments."""
 
 
 @dataclass(slots=True)

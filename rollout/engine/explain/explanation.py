@@ -1,10 +1,10 @@
-"""What one engine does with its model on this machine: layers, forward, kernels, KV pool, bounds of speed, and advice."""
+"""What one engine does with its model on this machine: layers, forward, kernels, KV pool, and advice."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.engine.exact.served import why_not_exact
 from rollout.engine.explain.machine import Machine
-from rollout.engine.explain.rates import Bound, Rates, Weights
 from rollout.engine.explain.trial import Trial
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
@@ -25,10 +24,8 @@ from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.units import binary_bytes, short_count
 
-BATCHES = (1, 16, 64)
-"""Sequences that the bounds of decoding are given for."""
 LENGTH = 512
-"""Tokens that each of them attends to."""
+"""Tokens of a sequence that each of `max_requests` should have room for."""
 
 _EXACT = {
     "cpu": "C++ operations whose sums have an order that follows from the place in their own row",
@@ -101,44 +98,28 @@ class KVPart:
 
 
 @dataclass(frozen=True)
-class SpeedPart:
-    """Measured rates and what follows from them, in tokens per second."""
-
-    bound: Bound
-    prefill_at_most: float
-    decode_at_most: dict[int, float]
-    """By the number of sequences, each attending to `LENGTH` tokens."""
-    trial: Trial | None = None
-    """A timed decode of this engine."""
-
-
-@dataclass(frozen=True)
 class Explanation:
     """What an engine does with its model on this machine. `str()` is a page of text, `as_dict()` plain values.
 
     Attributes:
-        speed: None: not measured.
+        trial: a timed decode of this engine; None: not measured.
         compiler: compiler and file of the CPU kernels, or why there are none; empty on other devices.
         advice: what makes this slower than it need be, and the cure.
     """
 
     model: ModelPart
     kv: KVPart
-    speed: SpeedPart | None
     machine: Machine
     compiler: str
     advice: tuple[str, ...]
-
-    def with_trial(self, trial: Trial) -> Explanation:
-        """The same with a timed decode, beside the bound for its sequences; unchanged if nothing was measured."""
-        return self if self.speed is None else replace(self, speed=replace(self.speed, trial=trial))
+    trial: Trial | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [*_model_rows(self.model), *_kv_rows(self.kv), *_speed_rows(self.speed)]
+        rows = [*_model_rows(self.model), *_kv_rows(self.kv), *_speed_rows(self.trial)]
         rows += [*_machine_rows(self.machine), *([("compiler", self.compiler)] if self.compiler else [])]
         rows += [("advice", each) for each in self.advice] or [("advice", "none")]
         lines, last = [], ""
@@ -155,37 +136,31 @@ def explain(
     config: InferenceConfig,
     source: WeightSource,
     length: int,
-    *,
-    measure: bool,
 ) -> Explanation:
     """Look at an engine's parts, which no step uses meanwhile.
 
     Args:
         source: where the weights are read.
         length: longest sequence, in tokens.
-        measure: measure the machine's rates.
     """
     model, machine = _model_part(runner, config, source), Machine.look()
     kv = _kv_part(cache, scheduler, runner.states, config, length)
-    # The bounds are those of one device, and each holds a part of the weights.
-    split = source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None
-    speed = _speed_part(runner, kv) if measure and not split else None
     compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
-    return Explanation(model, kv, speed, machine, compiler, tuple(_advice(model, kv, machine)))
+    return Explanation(model, kv, machine, compiler, tuple(_advice(model, kv, machine)))
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------------
 
 
 def _model_part(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> ModelPart:
-    layout, weights = runner.layout, Weights.of(source.trained)
+    layout, parameters = runner.layout, list(source.trained.parameters())
     unknown = (source.collective and not source.ready) or not runner.cache.on_device
     why = None if unknown else runner.why_not_fused()
     return ModelPart(
         name=type(source.trained).__name__,
-        parameters=weights.parameters,
-        parameter_bytes=weights.parameter_bytes,
-        dtype=str(next(source.trained.parameters()).dtype).removeprefix("torch."),
+        parameters=sum(each.numel() for each in parameters),
+        parameter_bytes=sum(each.numel() * each.itemsize for each in parameters),
+        dtype=_short(parameters[0].dtype),
         device=str(layout.device),
         weights=_weights(source, layout) + _copied(runner),
         layers=tuple(_layer_kinds(runner.model, layout)),
@@ -324,13 +299,6 @@ def _kv_part(
     )
 
 
-def _speed_part(runner: ModelRunner, kv: KVPart) -> SpeedPart:
-    rates = Rates.measure(runner.layout.kv_dtype, runner.layout.device)
-    bound = Bound(rates, Weights.of(runner.model), kv.bytes_per_token, kv.state_bytes)
-    decode = {batch: bound.decode(batch, LENGTH) for batch in BATCHES if batch <= kv.max_requests}
-    return SpeedPart(bound, bound.prefill(), decode)
-
-
 # --- advice ---------------------------------------------------------------------------------------------------------------
 
 
@@ -352,7 +320,7 @@ def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> list[str]:
         advice.append(f"{machine.threads} threads on {machine.cores:g} cores: more may be faster (OMP_NUM_THREADS)")
     if model.device == "cpu" and machine.busy:
         advice.append(
-            f"other processes take {sum(each.cores for each in machine.busy):.1f} cores: bounds hold without them"
+            f"other processes take {sum(each.cores for each in machine.busy):.1f} cores: it is faster without them"
         )
     if not kv.full_sequences:
         advice.append(
@@ -408,21 +376,11 @@ def _behind(kv: KVPart) -> str:
     return "" if kv.window is None else f", {kv.bytes_per_token_behind:,} behind a window of {kv.window:,} tokens"
 
 
-def _speed_rows(speed: SpeedPart | None) -> Sequence[Row]:
-    if speed is None:
+def _speed_rows(trial: Trial | None) -> Sequence[Row]:
+    if trial is None:
         return [("speed", "not measured")]
-    decode = ", ".join(f"{rate:,.0f} ({batch})" for batch, rate in speed.decode_at_most.items())
-    rates = speed.bound.rates
-    rows = [
-        ("speed", f"measured: reads {rates.bandwidth / 1e9:,.1f} GB/s, multiplies {rates.matmul / 1e9:,.0f} GFLOP/s"),
-        ("speed", f"decode at most {decode} tokens/s (sequences of {LENGTH} tokens); prefill at most "
-                  f"{speed.prefill_at_most:,.0f} tokens/s"),
-    ]  # fmt: skip
-    if (trial := speed.trial) is not None:
-        most = speed.bound.decode(trial.sequences, trial.length)
-        share = f"{trial.tokens_per_s:,.0f} tokens/s, {trial.tokens_per_s / most:.0%} of the bound"
-        rows.append(("speed", f"decode measured with {trial.sequences} sequences of {trial.length} tokens: {share}"))
-    return rows
+    told = f"decode of {trial.sequences} sequences of {trial.length} tokens: {trial.tokens_per_s:,.0f} tokens/s"
+    return [("speed", told)]
 
 
 def _machine_rows(machine: Machine) -> Sequence[Row]:

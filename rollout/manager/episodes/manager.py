@@ -117,7 +117,6 @@ class ManagerEpisodes(ManagerControl):
                     self._ensure_running()
                     if not self.engine.has_unfinished:
                         self.engine.check_weights()
-                    self._step_traces.rollout_begins(self.policy_version)
                     self._loop.drive(DRIVE_S)
             except DeadlineError:
                 pause_s = BUSY_S
@@ -191,7 +190,6 @@ class ManagerEpisodes(ManagerControl):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
-            self._step_traces.rollout_begins(self.policy_version)
             player, begun = self._player, []
             self._resume_episodes(environment, environments or {}, max_turns)
             pacer = self._begin_round()

@@ -1,4 +1,4 @@
-"""`ManagerScoring`: `generate_scored` and `long_rounds` of a `RolloutManager`: full batches, and short rounds."""
+"""`ManagerScoring`: `generate_scored` of a `RolloutManager`: full batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rollout.manager.episodes.manager import ManagerEpisodes, most_discarded, re
 from rollout.manager.pacing import StalenessPacer
 from rollout.manager.scoring.batch import PromptTask, Reward, ScoredBatch, ScoredSample
 from rollout.manager.scoring.goal import ScoredGoal
-from rollout.manager.scoring.long_rounds import LongRounds, Task
 from rollout.manager.submission import submit
 from rollout.requests.prompt import Prompt
 from rollout.sampling_params import SamplingParams
@@ -47,8 +46,7 @@ class ManagerScoring(ManagerEpisodes):
         every rank calls it, as `generate`, and fills a batch of its own.
 
         Args:
-            tasks: drawn from as there is room for another group; what was not drawn is left in an iterator. From
-                `long_rounds`, every call is one round.
+            tasks: drawn from as there is room for another group; what was not drawn is left in an iterator.
             reward: of a group's samples; called on this thread, which makes the steps: long computations hold them up, and
                 the model that is trained must not run in it. A timeline shows it.
             sampling_params: of tasks without their own; `n` samples per prompt.
@@ -85,10 +83,7 @@ class ManagerScoring(ManagerEpisodes):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
-            self._step_traces.rollout_begins(self.policy_version)
             self._pacer.begin_round(self.policy_version)
-            if isinstance(tasks, LongRounds):
-                tasks.begin_round(groups)
             self._rewards = {each: known for each, known in self._rewards.items() if each in self._groups}
 
             def begin(drawn: Sequence[Prompt | PromptTask]) -> None:
@@ -110,22 +105,6 @@ class ManagerScoring(ManagerEpisodes):
                 self._loop.abort(begun)
                 raise
             return self._hand_out_scored(groups, discarded, on_error)
-
-    def long_rounds(self, tasks: Iterable[Task], share: float = 0.2, patience: int = 16) -> LongRounds[Task]:
-        """The same tasks in another order: prompts known to run long are put off until they fill a round of their own.
-
-        Pass it to `generate_scored`, or `take(groups)` each round's tasks for `generate`. On-policy: every round is sampled
-        whole with its own weights.
-
-        Args:
-            tasks: prompts, or objects with an attribute `prompt` (a `PromptTask`, say); may have no end.
-            share: of the prompts, by the lengths of earlier epochs, that are long.
-            patience: rounds that a task waits at most.
-
-        Raises:
-            ConfigError: an option is out of its range.
-        """
-        return LongRounds(tasks, self._loop.lengths, share, patience)
 
     def _too_old(self) -> set[int] | None:
         if self.config.max_staleness is None:

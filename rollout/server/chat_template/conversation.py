@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.chat_messages import SHOWN, MediaPart, Message, Tools, check_tools, known_roles, plain_messages
+from rollout.requests.chat_messages import SHOWN, Message, MessageImage, Tools, check_tools, known_roles, plain_messages
 from rollout.server.chat_template.earlier_ids import EarlierReplies, EarlierReply, text_digest
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
 from rollout.server.chat_template.reasoning import marks_reasoning, opens_reasoning
@@ -39,7 +39,7 @@ from how its prompt began."""
 ANEW = "the conversation has images, whose placeholders are expanded anew"
 """Why ids sent back are not reused."""
 
-Process = Callable[[str, Sequence[MediaPart]], list[int]]
+Process = Callable[[str, Sequence[MessageImage]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Conversation:
             the tokenizer's. None: the tokenizer's.
         end_token_ids: the model's end-of-sequence ids, in addition to the tokenizer's.
         room: returns the current maximum number of tokens of a prompt. None: unlimited.
-        process: token ids of a written conversation and its images and videos. None: they are refused.
+        process: token ids of a written conversation and its images. None: they are refused.
     """
 
     def __init__(
@@ -154,15 +154,15 @@ class Conversation:
             self._reader.check(text, "messages")
             return text
 
-        media: list[MediaPart] = []
-        plain = plain_messages(messages, SHOWN, None if self._process is None else media)
+        images: list[MessageImage] = []
+        plain = plain_messages(messages, SHOWN, None if self._process is None else images)
         text = write(plain)
         digest = text_digest(text + prefix)
         thinks = not prefix and opens_reasoning(text)
-        if media and self._process is not None:
+        if images and self._process is not None:
             sent_back = any(message.get("rollout") for message in messages)
             return RenderedPrompt(
-                self._process(text + prefix, media), prefix, digest, thinks, 0, ANEW if sent_back else None
+                self._process(text + prefix, images), prefix, digest, thinks, 0, ANEW if sent_back else None
             )
         earlier = EarlierReplies(messages, plain, lambda before: write(before, asked=True), self._vocab_size)
         for reply in islice(earlier.agreeing(), MAX_TRIED):

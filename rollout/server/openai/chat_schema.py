@@ -40,13 +40,13 @@ def _of_type(served: tuple[str, ...], what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_SEEN = _of_type(("text", "image_url", "video_url"), "the engine takes text, image_url and video_url")
+_SEEN = _of_type(("text", "image_url"), "the engine takes text and image_url")
 _FUNCTION_ONLY = _of_type(("function",), "tools are functions")
 
 
 def _kind_of_part(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return {"image_url": "Image", "video_url": "Video"}.get(str(kind), "Text")
+    return "Image" if kind == "image_url" else "Text"
 
 
 def _kind_of_choice(value: Any) -> str:
@@ -82,22 +82,6 @@ class ImagePart(Body):
 
     type: Literal["image_url"]
     image_url: ImageUrl
-
-
-class VideoUrl(Body):
-    """A video by its URL."""
-
-    url: str
-    """`data:video/…;base64,…`, or a path below `InferenceConfig.image_folder`. Nothing is fetched."""
-    fps: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Frames per second that are sampled. Default: as the model's video processor samples."""
-
-
-class VideoPart(Body):
-    """Video part of a message, for a vision model served with its processor."""
-
-    type: Literal["video_url"]
-    video_url: VideoUrl
 
 
 class CalledFunction(Body):
@@ -139,7 +123,7 @@ class RolloutIds(BaseModel):
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")] | Annotated[VideoPart, Tag("Video")],
+    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")],
     Discriminator(_kind_of_part),
 ]
 
@@ -157,7 +141,7 @@ class Message(Body):
         ]
         | None
     ) = None
-    """Text, or a list of parts: text, images and videos."""
+    """Text, or a list of parts: text and images."""
     name: str | None = None
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None

@@ -65,7 +65,6 @@ FIGURES: dict[str, Figure] = {
     "suspend": Figure("tests.benchmarks.suspend", "", {"suspend": tables.suspend}),
     "trl-step": Figure("tests.benchmarks.trl_step", "", {"trl-step": tables.trl_step}),
     "score": Figure("tests.benchmarks.score", "--rounds 2", {"score": tables.score}),
-    "long-rounds": Figure("tests.benchmarks.long_rounds", "", {"long-rounds": tables.long_rounds}),
     "exact": Figure("tests.benchmarks.exact", "--dtype bfloat16", {"exact": tables.exact}),
     "episodes": Figure("tests.benchmarks.episodes", "--longest 24", {"episodes": tables.episodes}),
     "kept-tokens": Figure("tests.benchmarks.kept_tokens", "", {"kept-tokens": tables.kept_tokens}),

@@ -286,19 +286,6 @@ def score(found: Mapping[str, Any]) -> str:
     return table(["", "seconds", "times the engine's"], rows)
 
 
-def long_rounds(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """An epoch in rounds, by how they are filled."""
-    first = next(iter(found.values()))["seconds"]
-    return table(
-        ["", "an epoch, s", "times faster", "slots held"],
-        [
-            [way, f"{_middle(each['seconds']):.1f}",
-             f"{_middle([a / b for a, b in zip(first, each['seconds'], strict=True)]):.2f}", f"{_middle(each['slots']):.0%}"]
-            for way, each in found.items()
-        ],
-    )  # fmt: skip
-
-
 def suspend(found: Mapping[str, Any]) -> str:
     """Suspend and resume beside plain copies and prefilling again."""
     offload, recompute = found["medians"]["offload"], found["medians"]["recompute"]
@@ -367,13 +354,12 @@ def kept_tokens(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def tracing(found: Mapping[str, float]) -> str:
-    """The recorder, and the coordinator's log of decisions."""
+    """The recorder."""
     return table(
         ["", "share"],
         [
             ["of a step: recording, its own time", f"{found['recorder_share_on']:.3%}"],
             ["of a step: not recording", f"{found['recorder_share_off']:.5%}"],
-            ["of the coordinator's core: its decisions, always kept", f"{found['decisions_share']:.1%}"],
         ],
     )
 

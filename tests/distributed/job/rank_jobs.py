@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig, TraceConfig
+from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
@@ -56,7 +56,6 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
     """Blocks of four tokens; a coordinator that notices soon when somebody is gone. In the end nothing is left of it."""
     heartbeat = options.pop("heartbeat_timeout_s", 10.0)
     interval = options.pop("progress_interval", 4)
-    trace = options.pop("trace", None)
     defaults: dict[str, Any] = {"kv_cache_blocks": 512, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     rollout = RolloutManager(
@@ -66,7 +65,6 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
         coordinator=CoordinatorConfig(
             heartbeat_interval_s=0.2, heartbeat_timeout_s=heartbeat, progress_interval=interval
         ),
-        trace=trace,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="close\\(\\) gives up")
@@ -667,7 +665,7 @@ def is_saved_and_goes_on(rank: int) -> list[Sample]:
 
 
 def is_traced(rank: int, folder: str) -> None:
-    with a_manager(trace=TraceConfig(folder=f"{folder}/every", every_steps=2)) as rollout:
+    with a_manager() as rollout:
         assert rollout.coordinator_address is not None
         assert rollout.coordinator_address.startswith("tcp://127.0.0.1:")
         with rollout.trace(f"{folder}/step.json"):
@@ -677,6 +675,3 @@ def is_traced(rank: int, folder: str) -> None:
         if rank == 0:
             with pytest.raises(ZeroDivisionError), rollout.trace(f"{folder}/broken.json"):
                 _ = 1 / 0
-        for _ in range(3):
-            rollout.weights_updated()
-            generate(rollout, share_of(rank, dist.get_world_size()))

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from rollout import RolloutManager, SamplingParams
-from rollout.engine.explain import rates
 from rollout.engine.explain.machine import busy_processes, usable_cores
-from rollout.engine.explain.rates import Bound, Rates, Weights, products
 from rollout.engine.explain.trial import decode_trial
 from rollout.engine.kernels import cpu_library
 from tests.engines import make_engine, shared_model
@@ -36,8 +34,6 @@ def test_a_manager_says_what_its_engine_does_and_samples_on_unchanged():
     assert found.model.parameters == sum(each.numel() for each in shared_model("qwen3").parameters())
     assert found.kv.bytes_per_token == 3 * 2 * 2 * 16 * 4
     assert found.kv.tokens == manager.engine.cache.num_blocks * manager.engine.cache.block_size
-    assert found.speed is not None
-    assert set(found.speed.decode_at_most) == {1, 16, 64}
     page = str(found)
     assert found.model.exact.startswith("off; InferenceConfig(exact=True) runs C++ operations")
     for part in ("3 × Qwen3Attention: 4 query heads over 2 KV heads of 16", "fused C++", "768 bytes per token", "g++"):
@@ -49,23 +45,23 @@ def test_a_manager_says_what_its_engine_does_and_samples_on_unchanged():
 def test_a_suspended_engine_says_what_is_known():
     with RolloutManager(shared_model("llama")) as rollout:
         rollout.suspend()
-        suspended = rollout.explain(measure=False)
+        suspended = rollout.explain()
         assert suspended.model.fused is None
         assert "when weights are gathered and the engine is resumed" in str(suspended)
         rollout.resume()
-        assert rollout.explain(measure=False).model.fused is not None
+        assert rollout.explain().model.fused is not None
 
 
 def test_layers_of_different_kinds_and_the_reason_against_the_fused_forward_are_named():
-    found = make_engine("gpt_oss").explain(measure=False)
+    found = make_engine("gpt_oss").explain()
     assert sum(kind.count for kind in found.model.layers) == 3
     assert any("a window of 8 tokens" in kind.description for kind in found.model.layers)
     assert "GptOssForCausalLM is none of the families" in found.model.why_not_fused
     assert any("GptOssForCausalLM is none of the families" in each for each in found.advice)
-    assert found.speed is None
+    assert found.trial is None
     assert "not measured" in str(found)
     assert found.model.exact.startswith("off, and refused: GptOssForCausalLM is none of the families of exact mode")
-    assert "exact mode  on: C++ operations" in str(make_engine("qwen3", exact=True).explain(measure=False))
+    assert "exact mode  on: C++ operations" in str(make_engine("qwen3", exact=True).explain())
 
 
 @needs_compiler
@@ -73,21 +69,20 @@ def test_a_hook_that_turns_the_fused_forward_off_is_named_and_its_removal_seen()
     model = make_model("qwen3")
     engine = make_engine(model)
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-    assert "Qwen3MLP has forward hooks" in engine.explain(measure=False).model.why_not_fused
+    assert "Qwen3MLP has forward hooks" in engine.explain().model.why_not_fused
     handle.remove()
-    assert engine.explain(measure=False).model.fused
+    assert engine.explain().model.fused
 
 
 def test_an_option_that_turns_it_off_is_named():
-    assert "fused_forward=False" in make_engine("qwen3", fused_forward=False).explain(
-        measure=False
-    ).model.why_not_fused or (cpu_library.load() is None)
+    found = make_engine("qwen3", fused_forward=False).explain()
+    assert "fused_forward=False" in found.model.why_not_fused or (cpu_library.load() is None)
 
 
 def test_without_a_compiler_the_page_says_why_and_what_it_costs(monkeypatch):
     nothing = cpu_library.Kernels(None, "there is no C++ compiler (g++)")
     monkeypatch.setattr(cpu_library, "status", lambda: nothing)
-    found = make_engine("qwen3").explain(measure=False)
+    found = make_engine("qwen3").explain()
     assert found.model.fused is False
     assert found.model.why_not_fused == found.compiler == "there is no C++ compiler (g++)"
     assert found.model.attention.startswith("plain torch")
@@ -96,44 +91,10 @@ def test_without_a_compiler_the_page_says_why_and_what_it_costs(monkeypatch):
 
 def test_a_pool_that_is_too_small_and_too_many_threads_are_advised_against(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    found = make_engine("qwen3", kv_cache_blocks=4).explain(measure=False)
+    found = make_engine("qwen3", kv_cache_blocks=4).explain()
     assert found.kv.full_sequences == 0
     assert any("max_sequence_length=512 fits" in each for each in found.advice)
     assert any(f"64 × {torch.get_num_threads()} threads share" in each for each in found.advice)
-
-
-def test_bounds_follow_from_bytes_and_multiplications():
-    weights = Weights(
-        parameters=1000, parameter_bytes=4000, multiplied=1000, multiplied_bytes=4000, read_bytes=4000, head=200
-    )
-    bound = Bound(Rates(bandwidth=4e6, matmul=1e6), weights, kv_bytes_per_token=0)
-    assert bound.decode(1, 10) == pytest.approx(500)  # 2,000 operations take longer than 4,000 bytes
-    assert bound.decode(4, 10) == pytest.approx(500)
-    assert bound.prefill() == pytest.approx(1e6 / 1600)
-    narrow = replace(bound, rates=Rates(bandwidth=4e6, matmul=1e9), kv_bytes_per_token=400)
-    assert narrow.decode(1, 10) == pytest.approx(1 / 0.002)
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rate_of_products_is_that_of_our_kernels_where_torch_is_slower(dtype, monkeypatch):
-    torch_square, torch_flat, ours = products(dtype, torch.device("cpu"), 64)
-    assert (torch_square[0], torch_flat[0], ours[0]) == (2 * 64**3, 64**3, 64**3)
-    torch.testing.assert_close(ours[1](), torch_flat[1](), atol=0.05, rtol=0.02)
-    seconds = iter([1.0] * 10 + [8.0] * 8 + [1.0] * 4)
-    monkeypatch.setattr(rates, "SIDE", 64)
-    monkeypatch.setattr(rates, "_seconds", lambda run, device: next(seconds))
-    assert Rates.measure(dtype, torch.device("cpu")).matmul == 64**3
-
-
-def test_of_a_mixture_of_experts_only_the_chosen_ones_count_and_a_tied_embedding_once():
-    mixture = Weights.of(shared_model("qwen3_moe"))
-    experts = sum(p.numel() for name, p in shared_model("qwen3_moe").named_parameters() if ".experts." in name)
-    embedding = VOCAB * 48
-    assert experts
-    assert mixture.multiplied == mixture.parameters - experts // 2 - embedding
-    tied = Weights.of(make_model("qwen3", tie_word_embeddings=True))
-    assert tied.multiplied == tied.parameters
 
 
 def test_a_trial_times_a_decode_and_leaves_nothing_behind():
@@ -145,6 +106,8 @@ def test_a_trial_times_a_decode_and_leaves_nothing_behind():
     assert (trial.sequences, trial.tokens_per_s) == (8, 8 * 32 / 2)
     assert not engine.has_unfinished
     assert decode_trial(engine, VOCAB, 8, 10) is None
+    page = str(replace(engine.explain(), trial=trial))
+    assert "decode of 8 sequences of 32 tokens: 128 tokens/s" in page
 
 
 def test_a_busy_process_is_named_by_its_id(tmp_path, monkeypatch):

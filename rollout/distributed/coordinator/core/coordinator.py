@@ -24,7 +24,6 @@ from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.control import Barriers, ControlPlane
 from rollout.distributed.coordinator.core.dispatch import Dispatcher, ScheduleRecord
 from rollout.distributed.coordinator.core.grace_periods import GracePeriods
-from rollout.distributed.coordinator.core.history import History
 from rollout.distributed.coordinator.core.peers import Peers
 from rollout.distributed.coordinator.core.rank_reports import RankReports
 from rollout.distributed.coordinator.core.request_table import RequestTable
@@ -66,7 +65,6 @@ class CoordinatorCore:
         self.barriers = Barriers(self.peers, config.data_parallel_size)
         self.dispatcher = Dispatcher(config, self.peers)
         self.requests = RequestTable(config, self.peers, self.dispatcher)
-        self._history = History(self.peers, self.control, self.barriers)
         self._grace = GracePeriods(config, self.peers, self.control, self.dispatcher, self.requests)
         self._sessions = Sessions(
             config, instance, self.peers, self.control, self.barriers, self.dispatcher, self.requests, self._grace
@@ -142,7 +140,7 @@ class CoordinatorCore:
             self.requests.client_moved(client, message.policy_version)
             self.barriers.come(client, message)
         elif isinstance(message, StatusQuery):
-            self.peers.say(client, Status(message.call_id, self._status_for(message)))
+            self.peers.say(client, Status(message.call_id, self.status()))
         else:
             self.shutdown(f"client {client.name!r} has shut the coordinator down", self._now)
 
@@ -232,16 +230,9 @@ class CoordinatorCore:
     def take_decisions(self) -> list[ScheduleRecord]:
         """Return the routing decisions since the last call; called once per turn."""
         taken, self.dispatcher.decisions = self.dispatcher.decisions, []
-        self._history.turn_ends(taken, self._now)
         return taken
 
     def status(self) -> dict[str, Any]:
         """Snapshot of the job as a plain table; see `status_table`."""
         table = status_table(self.peers, self.control, self.barriers, self.dispatcher, self._now)
         return {"instance": self.instance} | table
-
-    def _status_for(self, query: StatusQuery) -> dict[str, Any]:
-        table = self.status()
-        if query.decisions_s > 0:
-            table["decisions"] = self._history.last(query.decisions_s, self._now)
-        return table

@@ -54,8 +54,6 @@ class ScheduleRecord(NamedTuple):
     """Whether it is the request's first decision; split groups and reassigned samples have several."""
     version: int = 0
     """Oldest policy version that could compute it at that moment; not written to the schedule file."""
-    samples: int = 0
-    """Number of samples that the decision is about; not written to the schedule file."""
 
 
 class Dispatcher:
@@ -301,14 +299,7 @@ class Dispatcher:
         first, request.placed = not request.placed, True
         self.decisions.append(
             ScheduleRecord(
-                request.request_id,
-                index,
-                blocks,
-                placement.matched,
-                rank.name,
-                first,
-                request.newest_version,
-                len(samples),
+                request.request_id, index, blocks, placement.matched, rank.name, first, request.newest_version
             )
         )
         for portion in request.portions(samples):

@@ -29,7 +29,6 @@ class Peers:
         self.clients: dict[bytes, ClientPeer] = {}
         self.ranks: dict[bytes, RankPeer] = {}
         self._ranks_by_name: dict[str, RankPeer] = {}
-        self._rank_changes: list[tuple[bool, str]] = []
         self._outbox: list[tuple[bytes, int, Message]] = []
         self._with_stretches: dict[bytes, ClientPeer] = {}
         self._said_to: list[Peer] = []
@@ -50,7 +49,6 @@ class Peers:
     def add_rank(self, rank: RankPeer) -> None:
         """Add a rank; its name must be unique."""
         self.ranks[rank.identity] = self._ranks_by_name[rank.name] = rank
-        self._rank_changes.append((True, rank.name))
 
     def has_rank(self, name: str) -> bool:
         """Whether a rank of that name is connected."""
@@ -73,15 +71,7 @@ class Peers:
         self.clients.pop(peer.identity, None)
         if self.ranks.pop(peer.identity, None) is not None:
             del self._ranks_by_name[peer.name]
-            self._rank_changes.append((False, peer.name))
         self._with_stretches.pop(peer.identity, None)
-
-    def take_rank_changes(self) -> list[tuple[bool, str]]:
-        """Return (whether it joined, name) of the ranks that joined or left since the last call, in order."""
-        if not self._rank_changes:
-            return []
-        taken, self._rank_changes = self._rank_changes, []
-        return taken
 
     def say(self, peer: Peer, message: Message) -> None:
         """Queue a message for a peer, after its batched stretches."""

@@ -1,8 +1,4 @@
-"""Measured rates of a machine, and the upper bounds of tokens per second that follow from them.
-
-A decode step reads every weight that it multiplies by and every live key and value once, and multiplies each such weight
-once per sequence. Attention's own multiplications are left out, so no engine is faster than a bound.
-"""
+"""Measured rates of a machine, and the weights that one token is multiplied by: what a benchmark's floor follows from."""
 
 from __future__ import annotations
 
@@ -121,25 +117,3 @@ class Weights:
             read_bytes=read_bytes,
             head=0 if head is None else head.weight.numel(),
         )
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Upper bounds of tokens per second of one model on one machine."""
-
-    rates: Rates
-    weights: Weights
-    kv_bytes_per_token: int
-    state_bytes: int = 0
-    """Of the recurrent states of one sequence, read and written in every step."""
-
-    def decode(self, sequences: int, length: int) -> float:
-        """Tokens per second of all `sequences` together, each attending to `length` positions of its own."""
-        read = self.weights.multiplied_bytes / self.rates.bandwidth
-        multiply = 2 * self.weights.multiplied * sequences / self.rates.matmul
-        attend = sequences * (length * self.kv_bytes_per_token + 2 * self.state_bytes) / self.rates.bandwidth
-        return sequences / (max(read, multiply) + attend)
-
-    def prefill(self) -> float:
-        """Prompt tokens per second, of long prompts."""
-        return self.rates.matmul / (2 * (self.weights.multiplied - self.weights.head))
