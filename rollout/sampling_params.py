@@ -31,6 +31,18 @@ MAX_SALT = 1024
 _SEPARATOR = "\0" * (MAX_SALT + 1)
 """Stands between adapter and salt in a `prefix_share`: longer than any salt, so that no salt names an adapter's share."""
 
+LOGPROBS_MODES = ("processed", "raw", "tempered")
+"""Values of `logprobs_mode`."""
+
+MIRRORED = (
+    ("temperature", "float32", True), ("top_k", "int64", True), ("top_p", "float64", True), ("min_p", "float32", True),
+    ("repetition_penalty", "float32", True), ("presence_penalty", "float32", True), ("frequency_penalty", "float32", True),
+    ("seed", "int64", True), ("logprobs_mode", "int8", True), ("return_kept_tokens", "bool", True),
+    ("logit_bias", "int32", False), ("min_tokens", "int32", False), ("max_tokens", "int32", False),
+    ("logprobs", "int32", False), ("prompt_logprobs", "int32", False),
+)  # fmt: skip
+"""(name, dtype, whether on the device) of each sampling option that the engine stores beside the batch."""
+
 ORDINARY_LOGIT = 1e6
 """Assumed upper bound of the absolute logits of a working model."""
 
@@ -246,7 +258,7 @@ def _truth(value: Any) -> bool:
 
 
 def _mode(value: Any) -> str:
-    _demand(isinstance(value, str) and value in ("processed", "raw", "tempered"))
+    _demand(isinstance(value, str) and value in LOGPROBS_MODES)
     return str(value)
 
 

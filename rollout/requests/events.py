@@ -38,21 +38,32 @@ _COUNTS = ("blocks_total", "blocks_hashed_total", "blocks_hashed_active", "block
 _TOKEN_FIELDS = ("token_id", *_COUNTS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class DynamicInferenceEvent:
     """One timestamped event with its payload.
 
     Raises:
-        ValueError: the payload does not fit the type: a dict with `token_id` (and counts of KV blocks) for
-            GENERATED_TOKEN, the exception for the two error types, None for every other.
+        ValueError: there is no such type, or the payload does not fit it: a dict with `token_id` (and counts of KV blocks)
+            for GENERATED_TOKEN, the exception for the two error types, None for every other.
     """
 
     timestamp: float
     """Seconds, by the clock of the process that recorded it."""
     type: DynamicInferenceEventType
-    payload: Any = None
+    payload: Any
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, timestamp: float | None = None, type: DynamicInferenceEventType | None = None, payload: Any = None
+    ) -> None:
+        """`timestamp` None: now."""
+        if not isinstance(type, DynamicInferenceEventType):
+            raise ValueError(f"type={type!r} of an event: must be a DynamicInferenceEventType")
+        object.__setattr__(self, "timestamp", time.time() if timestamp is None else float(timestamp))
+        object.__setattr__(self, "type", type)
+        object.__setattr__(self, "payload", payload)
+        self._check_payload()
+
+    def _check_payload(self) -> None:
         if self.type is DynamicInferenceEventType.GENERATED_TOKEN:
             fits = isinstance(self.payload, dict) and "token_id" in self.payload
             fits = fits and all(name in _TOKEN_FIELDS and type(count) is int for name, count in self.payload.items())
@@ -77,7 +88,7 @@ class DynamicInferenceEvent:
         payload = self.payload
         if isinstance(payload, BaseException):
             payload = {"type": type(payload).__name__, "message": str(payload)}
-        return {"timestamp": float(self.timestamp), "type": self.type.name, "payload": payload}
+        return {"timestamp": self.timestamp, "type": self.type.name, "payload": payload}
 
     @classmethod
     def deserialize(cls, plain: Any) -> DynamicInferenceEvent:
@@ -241,6 +252,6 @@ class EventLog:
         self._add(DynamicInferenceEventType.ERROR_NONTRANSIENT, error, timestamp)
 
     def _add(self, kind: DynamicInferenceEventType, payload: Any, timestamp: float | None) -> DynamicInferenceEvent:
-        event = DynamicInferenceEvent(time.time() if timestamp is None else float(timestamp), kind, payload)
+        event = DynamicInferenceEvent(timestamp, kind, payload)
         self.events.append(event)
         return event

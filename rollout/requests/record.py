@@ -15,7 +15,7 @@ completion with no gap and no overlap; only the last segment (the live one) chan
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,7 +40,7 @@ class DynamicInferenceRequestRecord:
             ended.
     """
 
-    segments: list[DynamicInferenceRequest]
+    segments: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
     """Seconds from arrival to the end."""
     completion_text: str | None = None
@@ -48,7 +48,10 @@ class DynamicInferenceRequestRecord:
 
     def __post_init__(self) -> None:
         if not self.segments:
-            raise ValueError("a record of segments=[]: must hold at least one; use from_request")
+            raise ValueError(
+                "a record of segments=[]: must have at least one; DynamicInferenceRequestRecord.from_request(request) makes "
+                "one of a request"
+            )
         for index, (before, after) in enumerate(pairwise(self.segments), start=1):
             if (after.request_id, after.sample_index) != (before.request_id, before.sample_index):
                 raise ValueError(
@@ -74,6 +77,11 @@ class DynamicInferenceRequestRecord:
 
     def __iter__(self) -> Iterator[DynamicInferenceRequest]:
         return iter(self.segments)
+
+    @property
+    def requests(self) -> list[DynamicInferenceRequest]:
+        """Older name of `segments`."""
+        return self.segments
 
     @property
     def request_id(self) -> int:
@@ -112,12 +120,15 @@ class DynamicInferenceRequestRecord:
         """Record one weight update. `policy_only`: the request holds no KV (it waits)."""
         self.segments[-1].increment_staleness(policy_only=policy_only)
 
-    def checkpoint(self) -> DynamicInferenceRequest:
+    def checkpoint(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Drop the KV: prompt and output become the prompt of a new live segment, which is returned.
 
         The budget shrinks by the number of generated tokens. Policy spans are carried over, closed at the current length; KV
         spans are empty until the segment is prefilled. A sample without a token restarts: its prompt gets the version of its
         next admission. A missing ADD_ENGINE event is added at the arrival time.
+
+        Args:
+            tokenizer: without effect, as for `merge`; older callers pass one.
         """
         live = self.segments[-1]
         if live.event_add_engine is None:
@@ -164,7 +175,7 @@ class DynamicInferenceRequestRecord:
         self.segments.append(segment)
         return segment
 
-    def merge(self) -> DynamicInferenceRequest:
+    def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Merge all segments into one request, as if never interrupted; the record is unchanged.
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,

@@ -27,7 +27,7 @@ from rollout.requests.events import DynamicInferenceEventType as DynamicInferenc
 from rollout.requests.images import PIXELS, ImageInputs
 from rollout.requests.kept_tokens import KEPT_TOKENS, KeptTokens
 from rollout.requests.spans import VersionSpans
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import LOGPROBS_MODES, MIRRORED, SamplingParams
 from rollout.state import FinishReason, Status
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class _OlderName:
 class InferenceRequest:
     """A prompt with its sampling parameters and results.
 
-    Token ids may be given as any sequence of integers, a numpy array or a torch tensor.
+    Token ids may be given as any sequence of integers, a numpy array or a torch tensor. A status of None is the default.
 
     Raises:
-        InvalidRequestError: token ids that are not integers.
+        InvalidRequestError: the id or a token id is not an integer, or there is no such status.
     """
 
     request_id: int
@@ -120,6 +120,15 @@ class InferenceRequest:
     }
 
     def __post_init__(self) -> None:
+        if not hasattr(self.request_id, "__index__"):
+            raise InvalidRequestError(f"request_id={self.request_id!r}: must be an integer")
+        try:
+            self.status = Status.WAITING_IN_QUEUE if self.status is None else Status(self.status)
+        except ValueError:
+            raise InvalidRequestError(
+                f"request {self.request_id}: status={self.status!r} must be None or one of {', '.join(Status.__members__)}",
+                self.request_id,
+            ) from None
         for name in ("prompt_tokens", "generated_tokens"):
             try:
                 setattr(self, name, integer_array(name, _or_empty(getattr(self, name))).tolist())
@@ -375,29 +384,20 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """(name, dtype, whether on the device) of each per-request sampling field stored beside the batch."""
+        """(name, dtype, whether on the device) of each per-request sampling option the engine stores beside the batch."""
         import torch
 
-        return [
-            ("temperature", torch.float32, True),
-            ("top_k", torch.int64, True),
-            ("top_p", torch.float64, True),
-            ("min_p", torch.float32, True),
-            ("repetition_penalty", torch.float32, True),
-            ("presence_penalty", torch.float32, True),
-            ("frequency_penalty", torch.float32, True),
-            ("seed", torch.int64, True),
-            ("min_tokens", torch.int32, False),
-            ("max_tokens", torch.int32, False),
-            ("logprobs", torch.int32, False),
-            ("prompt_logprobs", torch.int32, False),
-        ]
+        return [(name, getattr(torch, dtype), on_device) for name, dtype, on_device in MIRRORED]
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """Values of `get_metadata_types` by name, in its order; -1 for None."""
+        """Values of `get_metadata_types` by name, in its order; -1 for None, for `logit_bias` the number of its tokens."""
         params = self.sampling_params
-        values = {name: getattr(params, name) for name, _, _ in self.get_metadata_types()} | {"seed": self.seed}
+        values = {name: getattr(params, name) for name, _, _ in MIRRORED} | {
+            "seed": self.seed,
+            "logprobs_mode": LOGPROBS_MODES.index(params.logprobs_mode),
+            "logit_bias": len(params.logit_bias or ()),
+        }
         return {name: -1 if value is None else value for name, value in values.items()}
 
 

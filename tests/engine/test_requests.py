@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -373,13 +374,31 @@ def test_a_request_has_its_text_token_by_token_once_somebody_asks() -> None:
         make_engine("qwen3").controller.fill_segments(request)
 
 
-def test_the_metadata_types_are_those_of_the_rows_the_sampler_reads() -> None:
+class ReadParams(SamplingParams):
+    """Sampling parameters that note which of their options are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        READ.add(name)
+        return super().__getattribute__(name)
+
+
+READ: set[str] = set()
+
+
+def test_the_metadata_types_are_the_options_that_the_samplers_table_reads_with_its_dtypes() -> None:
     table = SamplingTable("cpu")
-    table.set(0, SamplingParams(temperature=0.5, top_k=7, top_p=0.5), key=1)
-    rows = table.select(np.zeros(1, np.int64))
-    for name, dtype, on_device in DynamicInferenceRequest.get_metadata_types():
-        if on_device:
-            assert getattr(rows, "key" if name == "seed" else name).dtype == dtype, name
+    params = ReadParams(temperature=0.5, top_k=7, top_p=0.5)
+    READ.clear()
+    table.set(0, params, key=1)
+    types = DynamicInferenceRequest.get_metadata_types()
+    options = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert READ & options <= {name for name, _, _ in types}
+    rows, attributes = table.select(np.zeros(1, np.int64)), {"seed": "key", "return_kept_tokens": "keeps"}
+    for name, dtype, on_device in types:
+        # A mode is two flags on the device.
+        if on_device and name != "logprobs_mode":
+            assert getattr(rows, attributes.get(name, name)).dtype == dtype, name
+    assert {name for name, _, on_device in types if on_device} - {"seed"} <= READ
 
 
 def test_cached_kv_is_reused_among_requests_of_one_salt_only() -> None:

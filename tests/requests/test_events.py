@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgpack
 import pytest
 
@@ -41,6 +43,20 @@ def test_a_bare_event_refuses_a_payload(kind):
     assert DynamicInferenceEvent(1.0, kind).payload is None
     with pytest.raises(ValueError, match=f"{kind.name} event: must be None"):
         DynamicInferenceEvent(1.0, kind, TOKEN)
+
+
+def test_an_event_without_a_time_is_of_now():
+    before = time.time()
+    for event in (DynamicInferenceEvent(type=Kind.PAUSE), DynamicInferenceEvent(None, Kind.PAUSE)):
+        assert before <= event.timestamp <= time.time()
+        assert sent(event) == event
+        assert str(event) == f"[{event.timestamp:.6f}] PAUSE"
+
+
+@pytest.mark.parametrize("kind", [None, 4, "PAUSE"])
+def test_something_other_than_a_type_is_refused(kind):
+    with pytest.raises(ValueError, match=f"type={kind!r} of an event: must be a DynamicInferenceEventType"):
+        DynamicInferenceEvent(1.0, kind)
 
 
 @pytest.mark.parametrize("kind", ERRORS)

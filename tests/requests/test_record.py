@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.errors import SerializationError
+from rollout.errors import InvalidRequestError, SerializationError
 from rollout.requests.events import DynamicInferenceEventType
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
@@ -484,3 +484,29 @@ def test_segments_that_do_not_follow_each_other_are_refused():
 def test_a_malformed_record_is_a_serialization_error_that_names_the_field(damage):
     with pytest.raises(SerializationError, match=next(iter(damage))):
         DynamicInferenceRequestRecord.deserialize(record_of(2).serialize() | damage)
+
+
+# --- names of other engines' records
+
+
+def test_older_callers_pass_a_tokenizer_and_read_requests():
+    record = record_of(3)
+    generate(record, 5, 6)
+    assert record.checkpoint(object()) is record.requests[-1]
+    assert record.requests is record.segments
+    assert record.merge(tokenizer=object()).generated_tokens == [5, 6]
+
+
+def test_a_record_without_a_segment_names_the_way_to_make_one():
+    with pytest.raises(ValueError, match=r"segments=\[\].*DynamicInferenceRequestRecord\.from_request\(request\)"):
+        DynamicInferenceRequestRecord()
+
+
+def test_a_request_may_be_built_without_a_status_but_not_without_an_id():
+    request = DynamicInferenceRequest(request_id=1, prompt_tokens=[5], status=None)
+    assert request.status is Status.WAITING_IN_QUEUE
+    assert DynamicInferenceRequest.deserialize(request.serialize()).status is Status.WAITING_IN_QUEUE
+    with pytest.raises(InvalidRequestError, match="request_id=None: must be an integer"):
+        DynamicInferenceRequest(request_id=None)
+    with pytest.raises(InvalidRequestError, match="status=9 must be None or one of WAITING_IN_QUEUE"):
+        DynamicInferenceRequest(request_id=1, status=9)

@@ -436,14 +436,14 @@ def test_the_same_version_again_changes_no_age_and_an_older_one_is_refused():
 
 
 def test_metadata_types_name_each_tracked_value_and_its_dtype():
-    request = request_of(1, sampling_params=SamplingParams(temperature=0.5, top_k=7, logprobs=None), seed=11)
-    types = DynamicInferenceRequest.get_metadata_types()
-    tracked = request.tracked_metadata
+    params = SamplingParams(temperature=0.5, top_k=7, logprobs_mode="tempered", logit_bias={3: 1.0, 5: -1.0})
+    types, tracked = (
+        DynamicInferenceRequest.get_metadata_types(),
+        request_of(1, sampling_params=params, seed=11).tracked_metadata,
+    )
     assert list(tracked) == [name for name, _, _ in types]
-    assert tracked["temperature"] == 0.5
-    assert tracked["top_k"] == 7
-    assert tracked["seed"] == 11
-    assert tracked["logprobs"] == -1
+    expected = {"temperature": 0.5, "top_k": 7, "seed": 11, "logprobs": -1, "logprobs_mode": 2, "logit_bias": 2}
+    assert {name: tracked[name] for name in expected} == expected
     for name, dtype, on_device in types:
         assert isinstance(on_device, bool)
         assert torch.tensor(tracked[name], dtype=dtype).item() == tracked[name]
