@@ -150,6 +150,8 @@ class World:
         self.faults = True
         self.last_fresh: dict[int, int] = {}
         self.assigned: set[int] = set()
+        self.behind: set[int] = set()
+        """Requests whose member was catching up while ranks had different versions."""
         self.joined: set[str] = set()
         """Clients that have connected at least once."""
         self.events = 0
@@ -163,7 +165,8 @@ class World:
             self.start_rank(f"rank-{number}")
         members = rng.random() < 0.4
         for number in range(self.config.data_parallel_size if members else rng.choice([1, 1, 2, 3])):
-            self.start_client(f"client-{number}", member=number if members else None)
+            # A member has the name of its rank.
+            self.start_client(f"{'rank' if members else 'client'}-{number}", member=number if members else None)
 
     def say(self, *words: object) -> None:
         if self.trace:
@@ -523,6 +526,10 @@ class World:
             assert core.router.pending(rank.name) == held, f"load of {rank.name}"
             assert all(not each.request.closed for each in rank.assignments.values())
             assert all(each.request.client.identity in core.peers.clients for each in rank.assignments.values())
+            for request in (each.request for each in rank.assignments.values() if each.request.client.catching_up):
+                own = [each.policy_version for each in core.peers.ranks.values() if each.name == request.client.name]
+                newest = max(*own, request.client.policy_version, request.newest_version, 0)
+                assert rank.policy_version <= newest, f"{rank.name} is ahead of {request.client.name}"
         for call in core.control._calls.values():
             assert call.awaited.keys() <= core.peers.ranks.keys(), "a call waits for a rank that is gone"
         if self.events % 16 == 0:
@@ -547,19 +554,26 @@ class World:
     def check_order(self) -> None:
         """Requests get their ranks in the order in which they arrived, but for those that come back, or were text.
 
-        Those that need a version that not every rank has wait among themselves.
+        Those that need a version that not every rank has wait among themselves, and those of a member that catches up are
+        overtaken.
         """
         open_requests = {
             request.request_id: request
             for client in self.core.peers.clients.values()
             for request in client.requests.values()
         }
+        if len({rank.policy_version for rank in self.core.peers.ranks.values()}) > 1:
+            self.behind |= {number for number, request in open_requests.items() if request.client.catching_up}
         overtakes = self.config.tokenizer is not None and not self.config.deterministic_mode
         for number, version in [(record.request_id, record.version) for record in self.core.take_decisions()]:
             request = open_requests.get(number)
             first_time = number not in self.assigned
             self.assigned.add(number)
-            if request is not None and first_time and not request.tokens.lengths and not overtakes:
+            if (
+                request is not None
+                and first_time
+                and not (request.tokens.lengths or overtakes or number in self.behind)
+            ):
                 last = self.last_fresh.get(version, -1)
                 assert number > last, f"request {number} after {last}"
                 self.last_fresh[version] = number
@@ -615,9 +629,12 @@ class World:
                 peer.connected = True
         if not any(rank.alive and rank.engine.state is not EngineState.STOPPED for rank in self.ranks):
             self.start_rank("rank-0")
-        for number in range(self.config.data_parallel_size if self.config.deterministic_mode else 0):
-            if not any(rank.alive and rank.name == f"rank-{number}" for rank in self.ranks):
-                self.start_rank(f"rank-{number}")
+        needed = range(self.config.data_parallel_size if self.config.deterministic_mode else 0)
+        names = {f"rank-{number}" for number in needed}
+        # Only a member's own rank may be as far behind as it is.
+        names |= {client.name for client in self.clients if client.member is not None and client.alive}
+        for name in sorted(names - {rank.name for rank in self.ranks if rank.alive}):
+            self.start_rank(name)
         self.start_client("operator", member=None)
         operator = self.clients[-1]
         quiet = 0

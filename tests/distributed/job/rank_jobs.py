@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -280,6 +282,28 @@ def stalls(rank: int) -> list[Sample]:
         answers += samples(generate(rollout, WORK[rank]))
         dist.barrier()
         return answers
+
+
+def stalls_while_the_others_update(rank: int, rounds: int) -> list[list[int]]:
+    """Weights change without a collective that would hold the others back: they are two updates ahead when it comes back."""
+    store, versions = distributed_c10d._get_default_store(), []
+    with a_manager(heartbeat_timeout_s=1.0, control_timeout_s=30.0) as rollout:
+
+        def stall() -> None:
+            me = os.getpid()
+            subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 4; kill -CONT {me}"]).wait()
+            store.set("back", "")
+
+        if rank == 1:
+            after_steps(rollout, 10, stall)
+        for number in range(rounds):
+            if (rank, number) == (0, 2):
+                store.wait(["back"], timedelta(seconds=PATIENCE_S))
+            batch = generate(rollout, asks(8, 2, 30, seed=100 * number + rank))
+            versions.append(sorted({version for sample in samples(batch) for version in sample.versions}))
+            rollout.weights_updated()
+        dist.barrier()
+    return versions
 
 
 def hears_late_of_the_end(rank: int) -> list[list[int]]:

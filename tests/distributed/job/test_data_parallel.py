@@ -142,6 +142,13 @@ def test_a_rank_that_dies_takes_nothing_of_the_others_with_it(nursery: Nursery) 
     assert_as_alone(answers[0], WORK[0])
 
 
+def test_a_rank_that_stalls_while_the_others_update_catches_up_with_tokens_of_its_own_versions(
+    nursery: Nursery,
+) -> None:
+    answers = run_together(nursery, 2, rank_jobs.stalls_while_the_others_update, rounds=4)
+    assert answers == [[[number] for number in range(4)]] * 2
+
+
 def test_a_rank_that_stalls_and_comes_back_gets_its_work_done_though_the_others_wait_for_it(nursery: Nursery) -> None:
     for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.stalls)):
         assert_as_alone(answer, [*WORK[rank], *WORK[rank]])

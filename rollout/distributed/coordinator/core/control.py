@@ -228,6 +228,7 @@ class Barriers:
 
     def come(self, client: ClientPeer, message: Barrier) -> None:
         """Register a member's arrival at a barrier."""
+        client.catching_up = client.catching_up and message.index <= self.passed
         client.barrier = max(client.barrier, message.index)
         # A repeated arrival means that the reply was lost with an earlier session.
         client.answered = min(client.answered, message.index - 1)

@@ -2,7 +2,8 @@
 
 Always true: an open sample is queued or in exactly one assignment; the router's pending count of a rank equals the number
 of open samples assigned to it; an attempt number is used once; no rank receives a request that needs newer weights than
-the rank has. No I/O, no clock.
+the rank has; while a member catches up with the others, no rank with newer weights computes its requests, because its
+training loop could not use their tokens. No I/O, no clock.
 
 Ranks update their weights and enter `generate` one after the other. An assignment that its rank cannot compute yet is
 held for it. After a grace period the core declares the rank *away*, and such assignments move to ranks with room.
@@ -10,7 +11,7 @@ held for it. After a grace period the core declares the rank *away*, and such as
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -74,7 +75,7 @@ class Dispatcher:
         )
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
-        """Requests that need a policy version that no rank has reached."""
+        """Requests that need a policy version that no rank has: none has reached it, or all are ahead of the asker."""
         self._deterministic = config.deterministic_mode
         self._block_size = config.block_size_tokens
         self._peers = peers
@@ -125,8 +126,15 @@ class Dispatcher:
             if rank.policy_version >= assignment.request.newest_version:
                 assignment.held = False
                 self._tell(assignment)
+        for assignment in list(rank.assignments.values()):
+            if rank.name in self._ahead_of(assignment.request):
+                self._take_back(assignment)
+                self.enqueue(assignment.request)
         self._away.pop(rank.name, None)
         self._look_at_ranks()
+        self._look_again_at_versions()
+
+    def _look_again_at_versions(self) -> None:
         waiting, self.too_new = self.too_new, []
         for request in waiting:
             self.enqueue(request)
@@ -168,7 +176,7 @@ class Dispatcher:
                 if placements := self._placements(request, samples + len(request.queued)):
                     self._take_back(assignment)
                     self._place_all(request, placements)
-                else:
+                elif not self._ahead_of(request):
                     refused[version] = samples
 
     def _take_back(self, assignment: Assignment) -> None:
@@ -200,14 +208,16 @@ class Dispatcher:
         """Raise the required policy version of a client's requests to that of its weights, for later assignments."""
         for request in requests:
             request.newest_version = max(request.newest_version, version)
+        self._look_again_at_versions()
 
     def dispatch(self) -> None:
         """Assign queued samples to ranks until no rank has room."""
         blocked: int | None = None
+        passed_over: list[OpenRequest] = []
         while self.any_rank_ready and (key := self._next_queue(blocked)) is not None:
             request = cast(OpenRequest, self._queues[key].head())
             if request.prompt is None:
-                return
+                break
             if key != self._queue_of(request):
                 self._take_head(key)
                 self.enqueue(request)
@@ -217,10 +227,27 @@ class Dispatcher:
             elif placements := self._placements(request, len(request.queued), blocked):
                 self._take_head(key)
                 self._place_all(request, placements)
+            elif ahead := self._ahead_of(request):
+                # The others do not wait for the few ranks that may compute it.
+                self._take_head(key)
+                (self.too_new if ahead == self._peers.rank_names() else passed_over).append(request)
             elif self._away:
                 blocked = key
             else:
-                return
+                break
+        for request in passed_over:
+            self.enqueue(request)
+
+    def _ahead_of(self, request: OpenRequest) -> Set[str]:
+        """Ranks whose weights are too new for a request: its asker's training loop is catching up."""
+        asker = request.client
+        if not asker.catching_up:
+            return set()
+        newest = max(asker.policy_version, request.newest_version)
+        if self._peers.has_rank(asker.name):
+            # The member's own rank learns of an update before the next request tells of it.
+            newest = max(newest, self._peers.rank_named(asker.name).policy_version)
+        return {rank.name for rank in self._peers.ranks.values() if rank.policy_version > newest}
 
     def _queue_of(self, request: OpenRequest) -> int:
         version = request.newest_version
@@ -242,7 +269,8 @@ class Dispatcher:
         Args:
             blocked: version that an earlier request waits for; only ranks below it are candidates.
         """
-        exclude = self._unready
+        ahead = self._ahead_of(request)
+        exclude = self._unready | ahead if ahead else self._unready
         if blocked is not None:
             useless = {name for name, rank in self._away.items() if rank.policy_version < blocked}
             exclude = exclude.union(self._peers.rank_names() - useless)

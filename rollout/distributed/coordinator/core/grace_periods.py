@@ -58,10 +58,11 @@ class GracePeriods:
         for request in list(self._dispatcher.too_new):
             request.too_new_since = _since(request.too_new_since, True, now)
             if not request.closed and now - cast(float, request.too_new_since) >= limit:
-                why = (
-                    f"no rank has reached policy version {request.newest_version}, of its tokens or its asker, for {limit} "
-                    f"s (no_rank_timeout_s); {self._versions()}"
-                )
+                version = request.newest_version
+                missing = f"no rank has reached policy version {version}, of its tokens or its asker,"
+                if any(rank.policy_version >= version for rank in self._peers.ranks.values()):
+                    missing = f"all ranks are ahead of policy version {version} of its asker, which catches up,"
+                why = f"{missing} for {limit} s (no_rank_timeout_s); {self._versions()}"
                 self._requests.fail(request, "RequestTimeoutError", why)
         self._dispatcher.too_new = [request for request in self._dispatcher.too_new if not request.closed]
 

@@ -42,6 +42,8 @@ class ClientPeer(Peer):
 
     member: int | None = None
     """Rank whose training loop it is; None: not a member."""
+    catching_up: bool = False
+    """Whether it is a member that has not arrived at an open barrier yet: the others may have continued without it."""
     barrier: int = NO_BARRIER
     """Highest barrier it has arrived at."""
     answered: int = NO_BARRIER

@@ -94,6 +94,7 @@ class Sessions:
         client = ClientPeer(identity, message.name, now, now, _begun(), message.member)
         self._peers.clients[identity] = client
         if client.member is not None:
+            client.catching_up = True
             self._barriers.joined(client)
         self._peers.say(client, ConnectAck(*self._terms(), self._barriers.passed + 1))
 

@@ -450,3 +450,75 @@ def test_what_only_a_full_rank_may_take_holds_up_no_idle_one():
     # And a rank that both may use is kept for those that came first.
     client.submit()
     assert new.quiet()
+
+
+# --- a member that catches up -----------------------------------------------------------------------------------------
+
+
+def member_rank(job: Job, name: str, version: int) -> Line:
+    """A rank with one slot, whose training loop alone decides on its version."""
+    rank = job.rank(name, 1, version=version, ready=False)
+    rank.say(EngineMoved("running", version))
+    return rank
+
+
+def left_behind(job: Job) -> tuple[Line, Line]:
+    """The client of a member that the others have left behind at version 3, and the rank of another one at version 5."""
+    other, client = job.client("b", member=True), job.client("a", member=True)
+    other.say(Barrier(0, "generate()", 4))
+    lose(job, client)
+    job.wait(15.0)
+    other.hear(BarrierDone)
+    return job.client("a", member=True), member_rank(job, "b", 5)
+
+
+def test_a_rank_that_is_ahead_computes_nothing_for_a_member_that_catches_up():
+    job = Job(data_parallel_size=2)
+    client, ahead = left_behind(job)
+    own = member_rank(job, "a", 3)
+    for _ in range(3):
+        client.submit(min_policy_version=3)
+    first = [own.assigned(), own.assigned()]
+    assert (own.quiet(), ahead.quiet()) == (True, True)
+    job.client("c").submit()
+    assert ahead.assigned().request_id == 3, "it waits for a request that only another rank may compute"
+    own.finish(first[0], version=3)
+    assert own.assigned().request_id == 2
+    own.say(EngineMoved("running", 5))
+    client.submit(min_policy_version=5)
+    assert ahead.assigned().request_id == 4
+
+
+def test_a_rank_that_moves_ahead_gives_back_what_it_computes_for_a_member_that_catches_up():
+    job = Job(data_parallel_size=2)
+    client, _ = left_behind(job)
+    moves = member_rank(job, "b2", 3)
+    client.submit(min_policy_version=3)
+    assert moves.assigned().request_id == 0
+    own = member_rank(job, "a", 3)
+    moves.say(EngineMoved("running", 4))
+    assert moves.hear(Cancel).request_id == 0
+    assert own.assigned().request_id == 0
+
+
+def test_a_member_that_has_caught_up_is_helped_by_ranks_that_update_before_it():
+    job = Job(data_parallel_size=2)
+    client, ahead = left_behind(job)
+    own = member_rank(job, "a", 5)
+    client.say(Barrier(1, "generate()", 5))
+    ahead.say(EngineMoved("running", 6))
+    for _ in range(4):
+        client.submit(min_policy_version=5)
+    assert (len(own.heard), len(ahead.heard)) == (2, 2)
+
+
+def test_a_request_fails_by_name_if_all_ranks_stay_ahead_of_its_asker():
+    job = Job(data_parallel_size=2, no_rank_timeout_s=20.0)
+    client, ahead = left_behind(job)
+    client.submit(min_policy_version=3)
+    job.wait(25.0)
+    assert "all ranks are ahead of policy version 3 of its asker" in client.failed("RequestTimeoutError").text
+    client.submit(min_policy_version=3)
+    assert ahead.quiet()
+    client.say(Barrier(1, "generate()", 5))
+    assert ahead.assigned().request_id == 1
