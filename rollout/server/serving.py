@@ -80,7 +80,7 @@ class Serving:
 
     # --- may this request be served? ----------------------------------------------------------------------------
 
-    def adapter_of(self, model: str | None, field: str = "model") -> str | None:
+    def adapter_of(self, model: str | None) -> str | None:
         """The LoRA adapter that `model` of a request names; None: it names the served model, or nothing.
 
         Raises:
@@ -91,8 +91,8 @@ class Serving:
         adapters = self.llm.lora_adapters
         if model not in adapters:
             loaded = "".join(f", {name!r}" for name in adapters)
-            message = f"{field}={model!r}: not served here; there is {self.model_name!r}{loaded}"
-            raise ApiError(404, message, param=field, code="model_not_found")
+            message = f"model={model!r}: not served here; there is {self.model_name!r}{loaded}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
     def admit(self, request: Request, samples: int, *, wait_while_suspended: bool = True) -> None:

@@ -119,7 +119,7 @@ def test_every_page_is_there_for_head_and_with_a_trailing_slash() -> None:
         client.headers["Authorization"] = "Bearer sk-1"
         document = client.get("/openapi.json").json()
         pages = {path for path, methods in document["paths"].items() if "get" in methods and "{" not in path}
-        assert pages >= {"/v1/models", "/model_info", "/ping", "/tokenizer_info", "/is_paused", "/metrics"}
+        assert pages >= {"/v1/models", "/weight_info", "/ping", "/tokenizer_info", "/is_paused", "/metrics"}
         for path in pages | {"/docs", "/openapi.json"}:
             there = client.get(path)
             assert there.status_code == 200, path
@@ -147,10 +147,10 @@ def test_a_query_or_body_that_a_route_does_not_read_is_refused_by_name() -> None
         assert "did you mean mode?" in client.post("/pause?mdoe=abort").text
         assert "/pause?mode=..." in client.post("/pause", json={"mode": "abort"}).text
         assert "did you mean temperature?" in client.post("/v1/completions", json=ASK | {"temprature": 1}).text
-        inside = {"input_ids": [1], "sampling_params": {"temprature": 1}}
+        inside = {"token_ids": [1], "sampling_params": {"temprature": 1}}
         assert (
             "sampling_params.temprature: there is no such field here; see /docs"
-            in client.post("/generate", json=inside).text
+            in client.post("/inference/v1/generate", json=inside).text
         )
         unnamed = {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "json_schema"}}
         refused = client.post("/v1/chat/completions", json=unnamed)
