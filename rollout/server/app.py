@@ -141,7 +141,7 @@ def bare_app(serving: Serving) -> FastAPI:
         middleware=[
             *cross_origin(serving.config),
             Middleware(Boundary, serving=serving),
-            Middleware(Auth, api_key=serving.config.api_key),
+            Middleware(Auth, config=serving.config),
             Middleware(Body, serving=serving),
             Middleware(HeadAsGet),
         ],

@@ -362,7 +362,7 @@ class ChatRequest(SamplingBody):
             raise PydanticCustomError("needs_tools", "needs tools")
         if isinstance(value, NamedTool) and value.function.name not in names:
             raise PydanticCustomError("unknown_tool", "{name} is not the name of a tool",
-                                      {"name": repr(value.function.name)})  # fmt: skip
+                                      {"name": f"{value.function.name!r:.80}"})  # fmt: skip
         return value
 
     @property
