@@ -348,8 +348,7 @@ class ServerConfig(Options):
     """Name of the model in requests and replies. None: the name or path it was loaded from."""
 
     admin: bool = False
-    """Serve the control routes (/admin, vLLM's and SGLang's): pause, suspend, weights, abort, ... Requires `api_key`, or
-    `insecure`."""
+    """Serve the control routes: pause, sleep, weights, abort, ... Requires `api_key`, or `insecure`."""
 
     insecure: bool = False
     """Allow listening on an address other than loopback, or `admin`, without a key. Every process that reaches the port
@@ -411,7 +410,7 @@ class ServerConfig(Options):
         if not _is_loopback(self.host):
             raise ConfigError(f"ServerConfig.host={self.host!r}: off loopback an api_key is needed; {cure}")
         if self.admin:
-            raise ConfigError(f"ServerConfig.admin=True: /admin needs an api_key; {cure}")
+            raise ConfigError(f"ServerConfig.admin=True: the control routes need an api_key; {cure}")
 
 
 _CREDENTIALS = re.compile(r"[!-~]+")

@@ -60,11 +60,14 @@ class StructuredOutput(NamedOptions):
         """Return the constraint that the text is one of `choices`.
 
         Raises:
-            ConfigError: there are none, or one is no text or empty.
+            ConfigError: there are none, or one is no text or empty, or they are too long.
         """
         if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
             raise ConfigError(f"choices={choices!r:.80}: must be a list of texts, none of them empty")
-        return cls(grammar="start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices))
+        grammar = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
+        if len(grammar) > MAX_CHARACTERS:
+            raise ConfigError(f"choices of {len(grammar)} characters: must have at most {MAX_CHARACTERS} together")
+        return cls(grammar=grammar)
 
     @property
     def kind(self) -> str:
@@ -90,10 +93,10 @@ class StructuredOutput(NamedOptions):
         return cls(**given)
 
 
-def json_rule(schema: Any) -> str:
-    """Return the body of a rule of a grammar: JSON that fits `schema`."""
+def json_rule(schema: Any, *, lenient: bool = False) -> str:
+    """Return the body of a rule of a grammar: JSON that fits `schema`; `lenient`: as far as its keywords are served."""
     if isinstance(schema, dict):
-        schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
     return f"%json {json.dumps(schema)}"
 
 

@@ -183,7 +183,7 @@ def test_a_value_out_of_range_is_the_configs_own_message_on_one_line_with_the_fl
     line = refusal(capsys, "serve", "model", "--max-requests", "-5")
     assert line == "rollout: --max-requests=-5: must be an integer of at least 1\n"
     line = refusal(capsys, "serve", "model", "--admin")
-    assert "--admin: /admin needs an --api-key; give an --api-key, or --insecure to let" in line
+    assert "--admin: the control routes need an --api-key; give an --api-key, or --insecure to let" in line
     assert "must be an integer in [0, 65535]" in refusal(capsys, "serve", "model", "--port", "70000")
     line = refusal(capsys, "serve", "model", "--use-coordinator", "--coordinator.heartbeat-timeout-s", "1")
     assert (
@@ -510,8 +510,8 @@ def test_a_folder_is_served_with_its_coordinator_until_ctrl_c_and_nothing_is_lef
         status, reply = ask(f"{url}/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 4}, "S3CRET")
         assert status == 200, reply
         assert len(reply["choices"][0]["rollout"]["token_ids"]) == 4
-        assert ask(f"{url}/admin/pause", {}, "S3CRET")[0] == 200
-        assert ask(f"{url}/admin/unpause", {}, "S3CRET")[0] == 200
+        assert ask(f"{url}/pause", {}, "S3CRET")[0] == 200
+        assert ask(f"{url}/resume", {}, "S3CRET")[0] == 200
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=120)
         assert child.returncode == 0

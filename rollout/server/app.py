@@ -4,8 +4,7 @@
     /inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
     /health  /ping                                         for monitoring; require no key
     /metrics  /docs  /openapi.json
-    /generate  …                                           SGLang's
-    /admin/…  /pause  /resume  /update_weights  …          only if `ServerConfig.admin` is on
+    /pause  /resume  /update_weights  …                    only if `ServerConfig.admin` is on
 
 Every reply except streams is JSON (or Prometheus' text), every error has OpenAI's shape, and the OpenAPI description
 lists every status of a path.
@@ -27,10 +26,16 @@ from starlette.responses import Response
 
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
-from rollout.server.admin import AbortOrder, SuspendOrder, WeightsOrder, add_admin_routes
 from rollout.server.bodies import ReplyBody
 from rollout.server.chat_template.conversation import Conversation
-from rollout.server.control import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
+from rollout.server.control import (
+    AbortRequests,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsRequest,
+    WeightVersionRequest,
+    add_control_routes,
+)
 from rollout.server.docs_page import docs_page
 from rollout.server.errors import ErrorReply, describe, documented
 from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary, HeadAsGet, WithoutSlash, cross_origin
@@ -44,18 +49,7 @@ from rollout.server.openai.token_generation import GenerateRequest, add_token_ro
 from rollout.server.openai.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization_routes
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
 from rollout.server.serving import Serving
-from rollout.server.sglang import (
-    AbortRequest,
-    ContinueGeneration,
-    PauseGeneration,
-    ReleaseMemory,
-    ResumeMemory,
-    SGLangRequest,
-    add_sglang_control,
-    add_sglang_routes,
-)
 from rollout.server.unread import refuse_unread
-from rollout.server.vllm import add_vllm_control
 from rollout.state import EngineState
 
 _DESCRIPTION = """OpenAI's API over a rollout engine inside a trainer. In addition to OpenAI's fields, every choice contains
@@ -99,8 +93,7 @@ class HealthReply(ReplyBody):
 
 _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest,
-    ResponsesRequest, SGLangRequest, PauseGeneration, ContinueGeneration, ReleaseMemory, ResumeMemory, AbortRequest,
-    UpdateWeightsRequest, LoadAdapterRequest, UnloadAdapterRequest, SuspendOrder, WeightsOrder, AbortOrder,
+    ResponsesRequest, AbortRequests, UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
 """Bodies that endpoints parse themselves."""
 
@@ -131,11 +124,8 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
     add_tokenization_routes(app, serving)
     add_model_routes(app, serving)
     add_watching_routes(app, serving)
-    add_sglang_routes(app, serving)
     if config.admin:
-        add_admin_routes(app, serving)
-        add_vllm_control(app, serving)
-        add_sglang_control(app, serving)
+        add_control_routes(app, serving)
     return app
 
 
@@ -151,7 +141,7 @@ def bare_app(serving: Serving) -> FastAPI:
         middleware=[
             *cross_origin(serving.config),
             Middleware(Boundary, serving=serving),
-            Middleware(Auth, api_key=serving.config.api_key),
+            Middleware(Auth, config=serving.config),
             Middleware(Body, serving=serving),
             Middleware(HeadAsGet),
         ],

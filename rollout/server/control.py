@@ -1,49 +1,68 @@
-"""What the control routes of every dialect (`admin`, `vllm`, `sglang`) ask of the engines, with bodies and replies."""
+"""Control routes under vLLM's names. Registered only if `ServerConfig.admin` is on; each acts on the engines of all ranks.
+
+    /pause  /resume  /is_paused  /sleep  /wake_up  /is_sleeping
+    /abort_requests  /reset_prefix_cache  /update_weights  /update_weight_version  /weight_info
+    /server_info  /get_world_size  /version  /v1/load_lora_adapter  /v1/unload_lora_adapter
+
+A route replies after its call has completed. A call that the engine does not allow in its current state is a 409 with the
+engine's message. Query parameters of vLLM's that would change nothing here take only the value that says so.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from fastapi import APIRouter, FastAPI, Query
+from pydantic import Field, JsonValue, StringConstraints
+from starlette.requests import Request
 
+from rollout.engine.forward.adapters import MAX_ADAPTERS
+from rollout.engine.weights.lora_folder import MAX_RANK
 from rollout.errors import ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
-from rollout.server.bodies import ReplyBody
-from rollout.server.errors import ApiError, bad_request
+from rollout.server.bodies import ReplyBody, body_of, body_or_default, documented_body
+from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.openai.schema import Body
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
+from rollout.version import __version__
+
+OpenRequests = Annotated[
+    Literal["keep", "abort"], Query(description="Open requests wait (`keep`), or those of HTTP are aborted (`abort`).")
+]
+Off = Annotated[Literal["false", "False", "0"], Query(description="This server does not do that.")]
 
 
 class UpdateWeightsRequest(Body):
-    """Body of `/update_weights` and `/update_weights_from_disk`: exactly one folder."""
+    """Body of `/update_weights`."""
 
-    weight_dir: str | None = Field(None, min_length=1, max_length=4096)
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
     """Folder of safetensors on the server's machine, as `save_pretrained` leaves it."""
-    model_path: str | None = Field(None, min_length=1, max_length=4096)
-    """SGLang's name of the same."""
     version: int | None = Field(None, ge=0, le=MAX_VERSION)
     """New policy version, at least the current one. Default: the current one plus 1."""
-    weight_version: Annotated[str, Field(max_length=256)] | None = None
-    """Accepted, without effect: a version is an integer here."""
-    load_format: Literal["auto", "safetensors"] | None = None
-    """Safetensors are the only format."""
-    abort_all_requests: bool | None = None
-    """true: abort open requests first. Otherwise they go on under the new weights."""
-    flush_cache: bool | None = None
-    """Accepted, without effect: cached KV of earlier weights is never reused."""
-    torch_empty_cache: bool | None = None
-    """Accepted, without effect: nothing is allocated for an update."""
-    recapture_cuda_graph: bool | None = None
-    """Accepted, without effect: graphs are captured again where the weights have moved."""
-    is_async: Literal[False] | None = None
-    """The reply comes when the weights are loaded."""
-    keep_pause: Literal[False] | None = None
-    """Engines that were running go on; pause them first, and they stay paused."""
+
+
+class WeightVersionRequest(Body):
+    """Body of `/update_weight_version`: the program that owns the model has changed its weights."""
+
+    new_version: (
+        Annotated[int, Field(ge=0, le=MAX_VERSION)] | Annotated[str, StringConstraints(pattern="^[0-9]{1,18}$")] | None
+    ) = None
+    """New policy version, at least the current one. Default: the current one plus 1. Cached KV is dropped either way."""
+
+
+class AbortRequests(Body):
+    """Body of `/abort_requests`."""
+
+    request_ids: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4096)] | None = (
+        None
+    )
+    """Ids of replies: `request_id` of `/inference/v1/generate`, `id` of the others. Null or empty: all requests that came
+    over HTTP."""
 
 
 class LoadAdapterRequest(Body):
@@ -116,8 +135,146 @@ class WeightsReply(ReplyBody):
     """Policy version of the new weights."""
 
 
+def add_control_routes(app: FastAPI, serving: Serving) -> None:
+    """Register the control routes, without checking `ServerConfig.admin`."""
+    control = Control(serving)
+    router = APIRouter(tags=["control"], responses=documented(409, 504))
+
+    @router.post("/pause")
+    async def pause(
+        mode: OpenRequests = "keep",
+        clear_cache: Annotated[
+            bool, Query(description="Evict all cached KV blocks that no request references.")
+        ] = False,
+        wait_for_inflight_requests: Off = "false",
+    ) -> EngineReply:
+        """Pause every engine at its next step boundary."""
+        await control.pause(abort=mode == "abort")
+        if clear_cache:
+            await control.flush()
+        return control.now
+
+    @router.post("/resume")
+    async def resume() -> EngineReply:
+        """Continue every engine, including sleeping ones."""
+        return await control.go_on()
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        """Return whether the engines are paused or asleep."""
+        return {"is_paused": serving.llm.state != EngineState.RUNNING}
+
+    @router.post("/sleep")
+    async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> EngineReply:
+        """Pause, and release the KV memory: kept on the host (level 1), or computed again (level 2)."""
+        await control.pause(abort=mode == "abort")
+        if serving.llm.state == EngineState.PAUSED:
+            kv = KVCacheManagementMode.OFFLOAD if level == "1" else KVCacheManagementMode.RECOMPUTE
+            await control.ask(serving.llm.suspend, kv)
+        return control.now
+
+    @router.post("/wake_up")
+    async def wake_up(
+        tags: Annotated[
+            list[Literal["weights", "kv_cache"]] | None,
+            Query(description="What to restore; weights are never released. Without: all."),
+        ] = None,
+    ) -> EngineReply:
+        """Restore the KV memory and continue, unless `tags` leaves it out."""
+        return control.now if tags and "kv_cache" not in tags else await control.go_on()
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        """Return whether the KV memory is released."""
+        return {"is_sleeping": serving.llm.state == EngineState.SUSPENDED}
+
+    @router.post("/abort_requests", openapi_extra=documented_body(AbortRequests, required=False))
+    async def abort_requests(request: Request) -> AbortReply:
+        """Abort replies by their ids, or all requests that came over HTTP."""
+        order = await body_or_default(serving, request, AbortRequests)
+        names = order.request_ids
+        ended = [await serving.abort(name) for name in names] if names else [await serving.abort_all()]
+        return AbortReply(aborted=sum(ended))
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: Off = "false", reset_external: Off = "false") -> FlushReply:
+        """Evict all cached KV blocks that no request references."""
+        return await control.flush()
+
+    _add_weights(router, serving, control)
+    _add_descriptions(router, serving)
+    app.include_router(router)
+
+
+def _add_weights(router: APIRouter, serving: Serving, control: Control) -> None:
+    @router.post("/update_weights", openapi_extra=documented_body(UpdateWeightsRequest), responses=documented(400))
+    async def update_weights(request: Request) -> WeightsReply:
+        """Load the weights of a folder of safetensors; running requests go on under them."""
+        order = await body_of(serving, request, UpdateWeightsRequest)
+        with _conflict():
+            version = await asyncio.to_thread(serving.llm.load_weights, order.weight_dir, order.version)
+        return WeightsReply(success=True, message=f"loaded {order.weight_dir}", policy_version=version)
+
+    @router.post("/update_weight_version", openapi_extra=documented_body(WeightVersionRequest, required=False))
+    async def update_weight_version(request: Request) -> EngineReply:
+        """Announce that the weights of every engine have changed: later tokens carry the new policy version."""
+        order = await body_or_default(serving, request, WeightVersionRequest)
+        version = None if order.new_version is None else int(order.new_version)
+        return await control.ask(serving.llm.set_policy_version, version)
+
+    @router.get("/weight_info")
+    async def weight_info() -> dict[str, str]:
+        """Return the policy version, as text."""
+        return {"weight_version": str(serving.llm.policy_version)}
+
+    # vLLM's path, and the one that prime-rl's client asks.
+    for prefix in ("/v1", ""):
+
+        @router.post(
+            f"{prefix}/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest), responses=documented(400)
+        )
+        async def load_lora_adapter(request: Request) -> AdapterReply:
+            """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
+            return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
+
+        @router.post(
+            f"{prefix}/unload_lora_adapter",
+            openapi_extra=documented_body(UnloadAdapterRequest),
+            responses=documented(400, 404),
+        )
+        async def unload_lora_adapter(request: Request) -> AdapterReply:
+            """Unload a LoRA adapter on every rank; its requests end with a 409 that says so."""
+            return await control.unload_adapter(await body_of(serving, request, UnloadAdapterRequest))
+
+
+def _add_descriptions(router: APIRouter, serving: Serving) -> None:
+    @router.get("/get_world_size")
+    async def get_world_size() -> dict[str, int]:
+        """Return the number of engines."""
+        return {"world_size": serving.llm.world_size}
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Return the version of this package."""
+        return {"version": __version__}
+
+    @router.get("/server_info")
+    async def server_info(config_format: Annotated[Literal["json"], Query()] = "json") -> dict[str, Any]:
+        """Describe the server where clients look for vLLM's configuration; null is what it does not have."""
+        config = {
+            "model_config": {"model": serving.model_name, "max_model_len": serving.llm.max_sequence_length},
+            "parallel_config": {
+                "tensor_parallel_size": serving.llm.tensor_parallel_size,
+                "data_parallel_size": serving.llm.world_size,
+            },
+            "lora_config": {"max_loras": MAX_ADAPTERS, "max_cpu_loras": MAX_ADAPTERS, "max_lora_rank": MAX_RANK},
+            "weight_transfer_config": None,
+        }
+        return {"vllm_config": config, "policy_version": serving.llm.policy_version}
+
+
 class Control:
-    """Control calls over one server's engines. Each reaches all ranks, and replies after it has completed."""
+    """Control calls over one server's engines. Each reaches all ranks, and returns after it has completed."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -138,20 +295,12 @@ class Control:
             await self._serving.ask(method, *arguments)
         return self.now
 
-    async def pause(self, *, abort: bool = False, flush: bool = False) -> EngineReply:
-        """Pause the engines. No-op if they are paused or suspended.
-
-        Args:
-            abort: abort the requests that came over HTTP first.
-            flush: afterwards evict all cached KV blocks that no request references.
-        """
+    async def pause(self, *, abort: bool) -> None:
+        """Pause the engines, unless they are paused or suspended; `abort`: first abort what came over HTTP."""
         if abort:
             await self._serving.abort_all()
         if self._llm.state == EngineState.RUNNING:
             await self.ask(self._llm.pause)
-        if flush:
-            await self.flush()
-        return self.now
 
     async def go_on(self) -> EngineReply:
         """Restore the KV memory and continue, as far as needed."""
@@ -161,37 +310,10 @@ class Control:
             await self.ask(self._llm.unpause)
         return self.now
 
-    async def wake(self, tags: Sequence[str] | None) -> EngineReply:
-        """Restore the KV memory and continue; no-op if `tags` names other memory only, which is never released."""
-        return self.now if tags and "kv_cache" not in tags else await self.go_on()
-
-    async def sleep(self, mode: KVCacheManagementMode | None, *, abort: bool = False) -> EngineReply:
-        """Pause the engines and release their KV memory; `mode` None: as each engine is configured."""
-        await self.pause(abort=abort)
-        if self._llm.state == EngineState.PAUSED:
-            await self.ask(self._llm.suspend, mode)
-        return self.now
-
     async def flush(self) -> FlushReply:
         """Evict all cached KV blocks that no request references."""
         with _conflict():
             return FlushReply(flushed_blocks=await asyncio.to_thread(self._llm.flush_prefix_cache))
-
-    async def abort(self, reply_id: str | None) -> AbortReply:
-        """Abort the requests of one reply; None: all that came over HTTP."""
-        serving = self._serving
-        return AbortReply(aborted=await (serving.abort_all() if reply_id is None else serving.abort(reply_id)))
-
-    async def load(self, order: UpdateWeightsRequest) -> WeightsReply:
-        """Load weights from a folder."""
-        if (order.weight_dir is None) is (order.model_path is None):
-            raise bad_request("the body needs weight_dir, the folder of the weights", param="weight_dir")
-        folder = order.weight_dir or order.model_path
-        if order.abort_all_requests:
-            await self._serving.abort_all()
-        with _conflict():
-            version = await asyncio.to_thread(self._llm.load_weights, folder, order.version)
-        return WeightsReply(success=True, message=f"loaded {folder}", policy_version=version)
 
     async def load_adapter(self, order: LoadAdapterRequest) -> AdapterReply:
         """Load a LoRA adapter from a folder."""

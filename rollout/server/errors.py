@@ -40,6 +40,11 @@ CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""
 
 
+MAX_MESSAGE = 2000
+MAX_PARAM = 160
+"""Maximum characters of a message and of the name of a field: a client can choose both."""
+
+
 class ErrorDetail(BaseModel):
     """Description of an error."""
 
@@ -83,8 +88,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _cut(message, MAX_MESSAGE)
+        self.param = param and _cut(param, MAX_PARAM)
         self.code = code
         self.headers = headers or {}
 
@@ -109,9 +114,19 @@ class ClientGoneError(ApiError):
         super().__init__(CLIENT_GONE, "the client has closed its connection")
 
 
+def _cut(text: str, most: int) -> str:
+    """The text, without its middle if it has more than `most` characters: the cure stands at the end."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400: the request can never be served as it is."""
     return ApiError(400, message, param=param, code=code)
+
+
+def too_busy(message: str) -> ApiError:
+    """Return a 503: the request can be served later."""
+    return ApiError(503, f"{message}: send it again later", code="busy", headers=_LATER)
 
 
 def shutting_down() -> ApiError:
@@ -123,6 +138,7 @@ def shutting_down() -> ApiError:
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",

@@ -1,7 +1,7 @@
 """ASGI middleware: error boundary, authentication, body limits.
 
     Boundary   converts exceptions to replies, counts replies, refuses requests during shutdown
-    Auth       checks the API key
+    Auth       checks the API key; without one, that no page of another site asks
     Body       reads the whole body within its size and time limits; refuses what is not JSON text
     HeadAsGet  runs a HEAD request as GET
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -31,12 +32,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.config import ServerConfig
 from rollout.errors import RequestAbortedError
 from rollout.server.bodies import Amount, off_the_loop
-from rollout.server.errors import ApiError, ClientGoneError, bad_request, describe, shutting_down
+from rollout.server.errors import ApiError, ClientGoneError, bad_request, describe, shutting_down, too_busy
 from rollout.server.serving import SEND_BODY, Serving
 
 LINGER_S = 2.0
 """Seconds for which the remaining body of a refused request is read and dropped: closing immediately could lose the
 reply."""
+
+UNFINISHED_BODIES = 4
+"""Bytes of all unfinished bodies together, as a multiple of `max_body_mb`."""
+
+PROGRESS_BYTES = 64 * 1024
+STALL_TIMEOUT_S = 30.0
+"""Seconds in which `PROGRESS_BYTES` more of a body must arrive, or its end."""
 
 LOGGED_PATH = 200
 """Characters of a path that the request log shows."""
@@ -103,21 +111,44 @@ class Boundary:
 
 
 class Auth:
-    """Checks the API key, if one is configured."""
+    """Checks the API key. Without one, refuses what a browser sends for a page of another site.
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    Such a page reaches a server on loopback: by a request that needs no preflight, or under a name of its own that
+    resolves to this machine.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
+        self._key = None if config.api_key is None else config.api_key.encode()
+        self._host = config.host
+        self._origins = _origins(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on an authenticated request.
 
         Raises:
-            ApiError: 401, the key is missing or wrong.
+            ApiError: 401, the key is missing or wrong; 403, without a key, `Host` or `Origin` is of another site.
         """
-        if scope["type"] == "http" and self._key is not None and scope["path"] not in OPEN_PATHS:
-            self._check(scope, self._key)
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            if self._key is not None:
+                self._check(scope, self._key)
+            elif "*" not in self._origins:
+                self._check_site(Headers(scope=scope))
         await self._app(scope, receive, send)
+
+    def _check_site(self, headers: Headers) -> None:
+        for host in headers.getlist("host"):
+            if not (_is_local(host) or _name(host) == self._host):
+                raise ApiError(
+                    403,
+                    f"Host: {host[:80]}: without an API key, must be an address or localhost; use one, or give a key",
+                )
+        for origin in headers.getlist("origin"):
+            if origin not in self._origins and origin.partition("://")[2] not in headers.getlist("host"):
+                raise ApiError(
+                    403,
+                    f"Origin: {origin[:80]}: without an API key, must be one of --cors-origins; add it, or give a key",
+                )
 
     @staticmethod
     def _check(scope: Scope, key: bytes) -> None:
@@ -137,7 +168,8 @@ class Body:
     """Reads the whole body of a POST request and checks that it is JSON text.
 
     Args:
-        serving: its `max_body_mb` and `request_timeout_s` limit the body; its `reading` lists the tasks that still read.
+        serving: its `max_body_mb` and `request_timeout_s` limit the body; its `reading` lists the tasks that still read,
+            and `unread` counts the bytes of their bodies.
     """
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
@@ -151,7 +183,8 @@ class Body:
         """Read the body and pass it on as one message; only a disconnect can follow it.
 
         Raises:
-            ApiError: 400, not JSON text; 413, too many values.
+            ApiError: 400, not JSON text; 413, too many values. Sent, not raised, while the body still arrives: 408, it is
+                late; 413, it is too large; 503, all unfinished bodies are too large.
             ClientGoneError: the client disconnected before the body was complete.
         """
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -189,22 +222,40 @@ class Body:
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
             raise self._too_large()
-        chunks, length = [], 0
+        chunks: list[bytes] = []
+        length, goal = 0, PROGRESS_BYTES
+        now = asyncio.get_running_loop().time
+        end = now() + self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout_at(min(end, now() + STALL_TIMEOUT_S)) as limit:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
-                    length += len(message.get("body", b""))
+                    piece = message.get("body", b"")
+                    length += len(piece)
+                    self._serving.unread += len(piece)
                     if length > self._max_bytes:
                         raise self._too_large()
-                    chunks.append(message.get("body", b""))
+                    if self._serving.unread > UNFINISHED_BODIES * self._max_bytes:
+                        raise _RefusedBodyError(
+                            too_busy("the bodies of other requests fill the room for unfinished ones")
+                        )
+                    chunks.append(piece)
                     if not message.get("more_body", False):
                         return b"".join(chunks)
+                    if length >= goal:
+                        goal = length + PROGRESS_BYTES
+                        limit.reschedule(min(end, now() + STALL_TIMEOUT_S))
         except TimeoutError:
-            late = f"the body was not whole after {self._timeout_s:g} s: send it faster"
+            late = (
+                f"the body is late: it may take {self._timeout_s:g} s, and each {PROGRESS_BYTES} bytes of it "
+                f"{STALL_TIMEOUT_S:g} s; send it faster"
+            )
             raise _RefusedBodyError(ApiError(408, late, headers={"x-should-retry": "false"})) from None
+        finally:
+            self._serving.unread -= length
+            chunks.clear()  # a traceback holds this frame until the refusal has been sent
 
     def _too_large(self) -> _RefusedBodyError:
         message = f"the body has more than {self._max_bytes} bytes: send less, or raise max_body_mb of the server"
@@ -317,7 +368,24 @@ def _line(scope: Scope, status: int, seconds: float) -> str:
 
 def cross_origin(config: ServerConfig) -> list[Middleware]:
     """Middleware that lets the pages of `ServerConfig.cors_origins` call the server; none without."""
-    if config.cors_origins is None:
+    if not (origins := _origins(config)):
         return []
-    origins = [origin.strip() for origin in config.cors_origins.split(",")]
     return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])]
+
+
+def _origins(config: ServerConfig) -> list[str]:
+    return [origin.strip() for origin in (config.cors_origins or "").split(",") if origin.strip()]
+
+
+def _name(host: str) -> str:
+    """Host name or address of a `Host` header, without its port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_local(host: str) -> bool:
+    """Whether a `Host` header is an address, or a name that no site on the internet can have: without a dot."""
+    name = _name(host).lower().removesuffix(".")
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return "." not in name or name.endswith(".localhost")

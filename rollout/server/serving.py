@@ -63,6 +63,7 @@ class Serving:
         stopping: True during shutdown: new requests are refused.
         reading: tasks whose request body is still incomplete.
         threads_for_huge_bodies: executor for bodies of at least `bodies.HUGE` bytes.
+        unread: bytes of all unfinished bodies.
         samples: number of open samples, including those whose prompts are still being parsed.
     """
 
@@ -76,11 +77,12 @@ class Serving:
     reading: set[asyncio.Task[Any]] = field(default_factory=set)
     threads_for_huge_bodies: ThreadPoolExecutor = field(default_factory=_few_threads)
     samples: int = 0
+    unread: int = 0
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     # --- may this request be served? ----------------------------------------------------------------------------
 
-    def adapter_of(self, model: str | None, field: str = "model") -> str | None:
+    def adapter_of(self, model: str | None) -> str | None:
         """The LoRA adapter that `model` of a request names; None: it names the served model, or nothing.
 
         Raises:
@@ -91,8 +93,8 @@ class Serving:
         adapters = self.llm.lora_adapters
         if model not in adapters:
             loaded = "".join(f", {name!r}" for name in adapters)
-            message = f"{field}={model!r}: not served here; there is {self.model_name!r}{loaded}"
-            raise ApiError(404, message, param=field, code="model_not_found")
+            message = f"model={model!r:.80}: not served here; there is {self.model_name!r}{loaded}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
     def admit(self, request: Request, samples: int, *, wait_while_suspended: bool = True) -> None:

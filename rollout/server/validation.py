@@ -23,6 +23,9 @@ _TAGGED = ("response_format", "format")
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
 """Location parts that name another union's alternative, or a key: the field path ends before them."""
 
+MAX_NAME = 80
+"""Maximum characters of a field's name in a message."""
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -66,7 +69,7 @@ def _field(error: Any) -> str | None:
                 return None
             parts[-1] += f"[{part}]"
         elif not parts or (error["type"] == "extra_forbidden" and position == len(location) - 1):
-            parts.append(part)
+            parts.append(part if len(part) <= MAX_NAME else f"{part[:MAX_NAME]}…")
         elif location[position - 1] in _TAGGED:
             continue
         elif _ALTERNATIVE.match(part):

@@ -145,7 +145,6 @@ class FakeLLM:
             chat_template=None,
             takes_images=False,
         )
-        self.config = SimpleNamespace(record_routes=False)
         self.lora_adapters: dict[str, str] = {}
         self.max_sequence_length = 4096
         self.state = EngineState.RUNNING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,11 +21,15 @@ ASK = {"model": "fakes/one", "prompt": [72, 105]}
 KEY = "sk-a-secret"
 
 
-def wait_for_requests(llm: FakeLLM, number: int) -> None:
+def until(holds: Callable[[], object]) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while llm.num_open < number:
+    while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def wait_for_requests(llm: FakeLLM, number: int) -> None:
+    until(lambda: llm.num_open >= number)
 
 
 def raw(server: Server) -> socket.socket:

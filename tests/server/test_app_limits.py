@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -32,6 +34,7 @@ from rollout.errors import (
 )
 from rollout.sampling_params import SamplingParams
 from rollout.server.errors import STATUS_OF, describe
+from rollout.server.middleware import PROGRESS_BYTES, Body
 from rollout.server.server import Server, serve
 from rollout.state import EngineState
 from tests.server.fake_llm import FakeLLM, served
@@ -44,6 +47,7 @@ from tests.server.requests_by_hand import (
     post_bytes,
     raw,
     read_all,
+    until,
     wait_for_requests,
 )
 
@@ -148,6 +152,96 @@ def test_a_client_that_goes_away_ends_its_request_at_once(stream):
         assert llm.aborted.get(timeout=DEADLINE_S) == 0
         llm.release()
         assert '"/v1/completions",status="499"} 1.0' in httpx.get(f"{server.url}/metrics").text
+
+
+FUNCTION = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", ASK | {"n" * 2**20: 1}),
+    ("/v1/completions", ASK | {"model": "m" * 2**20}),
+    ("/v1/completions", ASK | {"logit_bias": {"k" * 2**20: 1}}),
+    ("/v1/completions", ASK | {"stop": ["s" * 2**20]}),
+    ("/v1/chat/completions", {"messages": [], "metadata": {"k" * 2**20: 1}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "", "x" * 2**20: 1}]}),
+    ("/v1/chat/completions", {"messages": [], "tools": FUNCTION, "tool_choice": {"type": "t" * 2**20}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "tools": FUNCTION,
+                              "tool_choice": {"type": "function", "function": {"name": "f" * 2**20}}}),
+    ("/v1/responses", {"input": "?", "r" * 2**20: 1}),
+    ("/tokenize", {"prompt": "?", "q" * 2**20: 1}),
+])  # fmt: skip
+def test_no_message_repeats_a_long_name(url: str, path: str, body: dict[str, object]):
+    refused = httpx.post(url + path, json=body)
+    assert refused.status_code in (400, 404)
+    assert len(refused.content) < 4096
+    assert len(refused.json()["error"]["param"]) < 200
+
+
+# --- bodies that do not end -------------------------------------------------------------------------------------------
+
+
+def test_unfinished_bodies_share_a_room_beyond_which_there_is_a_503():
+    with served(max_body_mb=1 / 16) as (_, server), ExitStack() as stack:
+        head = post_bytes("/v1/completions", b"", "Content-Type: application/json", length=2**16)
+        stalled = [stack.enter_context(raw(server)) for _ in range(5)]
+        for client in stalled[:4]:
+            client.sendall(head + b" " * (2**16 - 1))
+        until(lambda: server._serving.unread == 4 * (2**16 - 1))
+        stalled[4].sendall(head + b" " * 100)
+        answer = read_all(stalled[4])
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer.lower()
+        assert b'"code": "busy"' in answer
+        stalled[0].close()
+        until(lambda: server._serving.unread == 3 * (2**16 - 1))
+        assert httpx.post(f"{server.url}/v1/completions", json=ASK).status_code == 200
+    assert server._serving.unread == 0
+
+
+@pytest.mark.parametrize(("pieces", "in_time"), [
+    ([1] * 100, False),  # a trickle
+    ([PROGRESS_BYTES] * 40 + [1], True),
+    ([PROGRESS_BYTES - 1, 1, PROGRESS_BYTES - 1, 1], True),
+    ([PROGRESS_BYTES, 1, 1, 1, 1, 1, 1], False),
+    ([PROGRESS_BYTES] * 100, False),  # later than the request may be
+])  # fmt: skip
+def test_a_body_without_progress_is_given_up(pieces: list[int], in_time: bool):
+    """Each piece arrives 9 s behind the one before; the clock is the test's."""
+    passed: list[int] = []
+    sent: list[dict] = []
+
+    async def app(scope, receive, send):
+        passed.append(len((await receive())["body"]))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        clock, left = loop.time(), list(pieces)
+        loop.time = lambda: clock
+
+        async def receive():
+            nonlocal clock
+            if not left:
+                await asyncio.Event().wait()
+            clock += 9
+            await asyncio.sleep(0)  # timers that have become due run in this turn of the loop or the next
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": b" " * left.pop(0), "more_body": bool(left)}
+
+        async def send(message):
+            sent.append(message)
+
+        serving = SimpleNamespace(config=ServerConfig(request_timeout_s=600), reading=set(), unread=0)
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        serving.threads_for_huge_bodies = None
+        await Body(app, serving)(scope, receive, send)
+        assert (serving.unread, serving.reading) == (0, set())
+
+    asyncio.run(main())
+    if in_time:
+        assert passed == [sum(pieces)]
+    else:
+        assert (passed, sent[0]["status"]) == ([], 408)
+        assert b"each 65536 bytes of it 30 s" in sent[1]["body"]
 
 
 # --- start and end ----------------------------------------------------------------------------------------------------

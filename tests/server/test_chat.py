@@ -211,6 +211,14 @@ def test_a_failed_sample_is_an_error_that_names_it(llm: ScriptedLLM, client: Ope
     assert last["error"]["code"] == "sample_failed"
 
 
+def test_a_sample_whose_constraint_cannot_be_followed_is_the_callers_error(llm: ScriptedLLM, client: OpenAI):
+    why = "InvalidRequestError: request 7 sample 0: its structured output cannot be followed: no text can continue it here"
+    llm.script = [TextDelta(0, "", [], [], [], finish_reason="error", error=why)]
+    with pytest.raises(openai.BadRequestError, match="choice 0: its structured output cannot be followed") as caught:
+        ask(client)
+    assert (caught.value.type, caught.value.code) == ("invalid_request_error", "sample_failed")
+
+
 def test_a_sample_that_was_aborted_is_no_short_answer(llm: ScriptedLLM, client: OpenAI):
     llm.script = spoken(TOKENIZER, "half", reason="abort")
     with pytest.raises(openai.ConflictError, match="choice 0 was aborted"):

@@ -151,6 +151,28 @@ def test_openai_parses_json_and_goes_on_from_a_call(client: openai.OpenAI):
     assert second.choices[0].message.rollout["prompt_token_ids"][: len(sampled)] == sampled
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "zzz"}}])
+def test_a_forced_call_is_of_an_offered_function_with_its_arguments(client: openai.OpenAI, choice: Any):
+    """The model is random: nothing but the constraint makes it call this function."""
+    tool = {
+        "name": "zzz",
+        "parameters": {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]},
+    }
+    tools: Any = [{"type": "function", "function": tool}]
+    for seed in range(3):
+        reply = client.chat.completions.create(
+            model="m", messages=HI, tools=tools, tool_choice=choice, max_tokens=LONG, seed=seed
+        )
+        (call,) = reply.choices[0].message.tool_calls or []
+        assert call.function.name == "zzz"
+        assert set(json.loads(call.function.arguments)) == {"rain"}
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (None, "tool_calls")
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.chat.completions.create(
+            model="m", messages=HI, tools=tools, tool_choice=choice, extra_body={"structured_outputs": {"regex": "a"}}
+        )
+
+
 def test_openai_responses_are_created_streamed_and_continued(client: openai.OpenAI):
     tool: Any = {"type": "function"} | TOOL["function"]  # type: ignore[dict-item]
     asked: Any = {

@@ -82,7 +82,6 @@ def test_requests_name_an_adapter_as_their_model(llm: LLM, http: httpx.Client, f
         **{name: greedy(adapted(tiny(), folder), PROMPT, 6) for name, folder in folders.items()},
     }
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
     one = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "temperature": 0, "ignore_eos": True}}
     for name in folders:
         by_chat = ok(http.post("/v1/chat/completions", json=chat | {"model": name}))
@@ -91,8 +90,6 @@ def test_requests_name_an_adapter_as_their_model(llm: LLM, http: httpx.Client, f
         response = ok(http.post("/v1/responses", json=by_responses))
         assert response["model"] == name
         assert response["rollout"]["token_ids"] == by_chat["choices"][0]["message"]["rollout"]["token_ids"]
-        asked = {"input_ids": PROMPT, "lora_path": name, "sampling_params": sampling}
-        assert ok(http.post("/generate", json=asked))["output_ids"] == answers[name]
         by_tokens = ok(http.post("/inference/v1/generate", json=one | {"model": name}))
         assert (by_tokens["choices"][0]["token_ids"], by_tokens["model"]) == (answers[name], name)
     streamed = http.post("/v1/completions", json={"model": "a", "prompt": PROMPT, "max_tokens": 1, "stream": True})
@@ -102,7 +99,7 @@ def test_requests_name_an_adapter_as_their_model(llm: LLM, http: httpx.Client, f
 def test_an_adapter_takes_the_place_of_another_under_the_next_version(
     llm: LLM, http: httpx.Client, folders: dict[str, str]
 ) -> None:
-    load(http, "a", folders["b"], "/admin/load_lora_adapter")
+    load(http, "a", folders["b"])
     first, version = tokens(http, "a"), llm.policy_version
     refused = http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": folders["a"]})
     assert (refused.status_code, "is loaded already" in refused.text) == (400, True)

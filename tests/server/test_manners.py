@@ -69,7 +69,32 @@ def test_pages_of_the_named_origins_may_call_and_others_may_not() -> None:
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert "access-control-allow-origin" not in httpx.post(url, json=ASK, headers={"Origin": "http://x"}).headers
     with served() as (_, server):
-        assert httpx.options(f"{server.url}/v1/completions", headers=asked | {"Origin": PAGE}).status_code == 405
+        assert httpx.options(f"{server.url}/v1/completions", headers=asked | {"Origin": PAGE}).status_code == 403
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Origin": "https://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Host": "evil.example"}, 403),
+    ({"Host": "evil.example:80", "Origin": "http://evil.example:80"}, 403), ({"Host": "127.0.0.1.evil.example"}, 403),
+    ({"Host": "localhost:1"}, 200), ({"Host": "LOCALHOST"}, 200), ({"Host": "10.0.0.7:80"}, 200),
+    ({"Host": "[::1]:80"}, 200), ({"Host": "node-3:8000"}, 200), ({"Origin": PAGE}, 200),
+    ({"Host": "localhost:7", "Origin": "http://localhost:7"}, 200),
+])  # fmt: skip
+def test_without_a_key_no_page_of_another_site_may_ask(headers: dict[str, str], status: int) -> None:
+    with served(admin=True, insecure=True, cors_origins=PAGE) as (llm, server):
+        asked = httpx.post(f"{server.url}/pause", headers=headers)
+        assert (asked.status_code, llm.state == EngineState.PAUSED) == (status, status == 200)
+        if status == 403:
+            name = next(iter(headers))
+            assert f"{name}: {headers[name]}" in asked.json()["error"]["message"]
+            assert httpx.get(f"{server.url}/health", headers=headers).status_code == 200
+
+
+def test_with_a_key_every_host_and_origin_may_ask() -> None:
+    with served(api_key="sk-1") as (_, server):
+        headers = {"Authorization": "Bearer sk-1", "Host": "a.example", "Origin": "https://b.example"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    with served(cors_origins="*") as (_, server):
+        assert httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://b.example"}).status_code == 200
 
 
 @pytest.mark.parametrize("origins", ["", "page.example", "https://a.example/path", "*,https://a", "https://a b"])
@@ -119,7 +144,7 @@ def test_every_page_is_there_for_head_and_with_a_trailing_slash() -> None:
         client.headers["Authorization"] = "Bearer sk-1"
         document = client.get("/openapi.json").json()
         pages = {path for path, methods in document["paths"].items() if "get" in methods and "{" not in path}
-        assert pages >= {"/v1/models", "/model_info", "/ping", "/tokenizer_info", "/is_paused", "/metrics"}
+        assert pages >= {"/v1/models", "/weight_info", "/ping", "/tokenizer_info", "/is_paused", "/metrics"}
         for path in pages | {"/docs", "/openapi.json"}:
             there = client.get(path)
             assert there.status_code == 200, path
@@ -147,10 +172,10 @@ def test_a_query_or_body_that_a_route_does_not_read_is_refused_by_name() -> None
         assert "did you mean mode?" in client.post("/pause?mdoe=abort").text
         assert "/pause?mode=..." in client.post("/pause", json={"mode": "abort"}).text
         assert "did you mean temperature?" in client.post("/v1/completions", json=ASK | {"temprature": 1}).text
-        inside = {"input_ids": [1], "sampling_params": {"temprature": 1}}
+        inside = {"token_ids": [1], "sampling_params": {"temprature": 1}}
         assert (
             "sampling_params.temprature: there is no such field here; see /docs"
-            in client.post("/generate", json=inside).text
+            in client.post("/inference/v1/generate", json=inside).text
         )
         unnamed = {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "json_schema"}}
         refused = client.post("/v1/chat/completions", json=unnamed)

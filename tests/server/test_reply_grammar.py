@@ -9,9 +9,11 @@ import pytest
 from rollout.engine.sampling.constraints import Constraints
 from rollout.errors import InvalidRequestError
 from rollout.server.chat_template.reply_grammar import reply_constraint
-from rollout.server.chat_template.tool_formats import HERMES, LLAMA3
+from rollout.server.chat_template.tool_calls import ToolCallParser
+from rollout.server.chat_template.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
 from rollout.structured_output import StructuredOutput
 from tests.server.chat_templates import byte_level
+from tests.server.test_tool_calls import ARGUMENTS, BLOCKS
 
 TOKENIZER = byte_level("qwen2.5")
 CONSTRAINTS = Constraints(TOKENIZER, len(TOKENIZER), [TOKENIZER.eos_token_id])
@@ -55,6 +57,44 @@ def test_what_a_reply_may_be(asked: dict[str, Any], yes: list[str], no: list[str
     constraint = reply_constraint(schema, tools, HERMES, **asked)
     assert [text for text in yes if not accepts(constraint, text)] == []
     assert [text for text in no if accepts(constraint, text)] == []
+
+
+WEATHER_CALLS = [*BLOCKS,
+    (HERMES, '<tool_call>\n{{"name": "{0}", "arguments": {2}}}\n</tool_call>', ""),
+    (LLAMA3, '{{"name": "{0}", "parameters": {2}}}', ""),
+    (MISTRAL, '[TOOL_CALLS] [{{"name": "{0}", "arguments": {2}}}]', ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("known", "text", "parameters"), WEATHER_CALLS, ids=[known.name for known, *_ in WEATHER_CALLS]
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_forced_call_is_complete_and_of_an_offered_function(
+    known: ToolFormat, text: str, parameters: str, strict: bool
+):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
+              "required": ["city"], "additionalProperties": False}  # fmt: skip
+    if not strict:  # what need not be honoured is not: an unserved keyword, and a name that is not declared
+        schema["properties"]["days"]["not"] = {"const": 7}  # type: ignore[index]
+        del schema["additionalProperties"]
+    weather = {"type": "function", "function": {"name": "get_weather", "parameters": schema, "strict": strict}}
+    tools = [FREE, weather, {"type": "function", "function": {"name": "get_weather2"}}]
+    good = text.format("get_weather", parameters, ARGUMENTS)
+    for prefix in (known.opening(None), known.opening("get_weather")):
+        constraint = reply_constraint(None, tools, known, forced_prefix=prefix)
+        assert accepts(constraint, good.removeprefix(prefix))
+        parser = ToolCallParser(known, {"get_weather": schema["properties"]})  # type: ignore[dict-item]
+        (call,) = [each.tool_call for each in parser.push(good) + parser.finish()]
+        assert call is not None
+        for other in ("g", "get_weather2", "get_weathe"):
+            wrong = text.format(other, "", "{}")
+            told = accepts(constraint, wrong.removeprefix(prefix)) if wrong.startswith(prefix) else False
+            assert told == (prefix == known.opening(None) and other != "get_weathe"), wrong
+        town = text.format("get_weather", parameters.replace("city", "town"), ARGUMENTS.replace("city", "town"))
+        worded = text.format("get_weather", parameters.replace("3", "x"), ARGUMENTS.replace("3", '"x"'))
+        for wrong in (town, worded, good[:-2], "hello", ""):
+            assert not accepts(constraint, wrong.removeprefix(prefix)), wrong
 
 
 def test_references_of_a_schema_are_followed_inside_a_call():

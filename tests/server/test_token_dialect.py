@@ -55,7 +55,6 @@ def test_routes_come_as_base64_with_shape_and_dtype_whole_and_in_streams(
 ):
     count = sum(len(delta.token_ids) for delta in llm.script)
     routes = np.arange(experts - 4 * (len(PROMPT) - 1 + count), experts).reshape(-1, 2, 2).astype(dtype)
-    llm.config.record_routes = True
     at, script = 0, []
     for delta in llm.script:
         rows = len(delta.token_ids) + (0 if at else len(PROMPT) - 1)
@@ -77,16 +76,10 @@ def test_routes_come_as_base64_with_shape_and_dtype_whole_and_in_streams(
         lines = [line.removeprefix("data: ") for line in streamed.iter_lines() if line.startswith("data: {")]
     pieces = [read(choice["routed_experts"]) for line in lines for choice in json.loads(line)["choices"]]
     np.testing.assert_array_equal(np.concatenate(pieces), routes)
-    asked = {"input_ids": PROMPT, "return_routed_experts": True}
-    packed = http.post("/generate", json=asked).json()["meta_info"]["routed_experts"]
-    np.testing.assert_array_equal(np.frombuffer(b64decode(packed), "<i4").reshape(routes.shape), routes)
-    assert "routed_experts" not in http.post("/generate", json={"input_ids": PROMPT}).json()["meta_info"]
     again = routes[::-1].copy()
     llm.script = [*script[:-1], replace(script[-1], routed_experts=again)]
     recomputed = read(generate(http).json()["choices"][0]["routed_experts"])
     np.testing.assert_array_equal(recomputed, again, "rows of earlier tokens replace those that came before")
-    llm.config.record_routes = False
-    assert http.post("/generate", json=asked).json()["error"]["param"] == "return_routed_experts"
     llm.script = [replace(delta, routed_experts=None) for delta in script]
     assert "routed_experts" not in generate(http).json()["choices"][0]
 

@@ -7,6 +7,7 @@ from the tokens whenever a mask is wanted. So nothing has to be saved for preemp
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -143,6 +144,10 @@ class Constraints:
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(f"structured: the {constraint.kind} does not compile: {_why(matcher)}")
+        first, words = matcher.deep_copy(), np.zeros(-(-self._vocab_size // 32), np.int32)
+        first.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if first.is_error() or not words.any():
+            raise InvalidRequestError(f"structured: the {constraint.kind} allows no first token: {_why(first)}")
         return matcher
 
     def _read_vocabulary(self) -> Any:
@@ -173,8 +178,15 @@ class _Vocabulary:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+_INTERNALS = re.compile(r"\n<state>.*|\n +\d+ \| .*|at \d+\(\d+\): failed to compile JSON schema: ", re.DOTALL)
+"""Parts of the library's messages about its own state, and about the grammar that it is given for a schema."""
+
+
 def _why(matcher: Any) -> str:
-    return str(matcher.get_error()).partition("\n<state>")[0][:500]
+    why = _INTERNALS.sub("", str(matcher.get_error()))[:500]
+    if why == "NoExtensionBias":
+        return "no text can continue it here; look for a part that contradicts itself, or refers to itself without end"
+    return why or "the tokenizer has no token for it"
 
 
 def _lark(library: Any, constraint: StructuredOutput) -> str:

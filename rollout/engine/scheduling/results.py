@@ -237,8 +237,10 @@ class StepResults:
             why = "its logits have no finite value; " + (
                 f"beyond float32 after {extreme}" if extreme else "look for NaN or inf in the weights"
             )
+            # A constraint that cannot be followed is the caller's.
+            kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
-                f"RequestFailedError: request {sequence.record.request_id} sample {sequence.record.sample_index}: "
+                f"{kind}: request {sequence.record.request_id} sample {sequence.record.sample_index}: "
                 + sampled.failed.get(index, why)
             )
             return FinishReason.ERROR

@@ -1,12 +1,14 @@
 """The constraint on a chat reply: what `response_format`, strict tools and a forced call leave of all texts.
 
-A reply of JSON may begin with its reasoning, and may be calls instead where there are tools. Calls are constrained where the
-format writes them as JSON between two texts (Hermes); in the others a strict tool is checked when a reply is read.
+A reply of JSON may begin with its reasoning, and may be calls instead where there are tools. A forced call is a complete
+call of an offered function, in every format. Free calls are constrained where the format writes them as JSON between two
+texts (Hermes); in the others a strict tool is checked when a reply is read.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -44,6 +46,8 @@ def reply_constraint(
     Raises:
         InvalidRequestError: the schema and the tools cannot be combined in this format; or the schemas are too large.
     """
+    if forced_prefix and tool_format is not None:
+        return _grammar(_forced_call(forced_prefix, tools or (), tool_format))
     strict = any(tool["function"].get("strict") for tool in tools or ())
     if schema is None and not (strict and tool_format is HERMES):
         return None
@@ -55,8 +59,6 @@ def reply_constraint(
     rules = [_SPACE]
     if tools:
         rules += _rules_of_calls(tools)
-    if forced_prefix:
-        return _grammar(["start: " + _rest_of_forced(forced_prefix, tools or ()), *rules])
     if schema is None:
         # A reasoning is text like any other here, so that a call inside it must fit too.
         rules += ["opening[lazy]: TEXT " + json.dumps(HERMES.marker), _TEXT]
@@ -69,7 +71,7 @@ def reply_constraint(
 
 
 def _rules_of_calls(tools: Tools) -> list[str]:
-    """Rules of what stands behind the marker of a call, and of each tool's arguments."""
+    """Rules of what stands behind the marker of a call."""
     rules = []
     for place, tool in enumerate(tools):
         function = tool["function"]
@@ -82,17 +84,59 @@ def _rules_of_calls(tools: Tools) -> list[str]:
         }
         # References of the arguments' schema are of its own root, which `arguments` is no longer.
         call |= {word: arguments[word] for word in ("$defs", "definitions") if word in arguments}
-        rules += [f"call_{place}: {json_rule(call)}", f"arguments_{place}: {json_rule(dict(arguments))}"]
+        rules.append(f"call_{place}: {json_rule(call)}")
     names = " | ".join(f"call_{place}" for place in range(len(tools)))
     return [f"body: SPACE? ({names}) SPACE? {json.dumps(HERMES.closing)}", *rules]
 
 
-def _rest_of_forced(forced_prefix: str, tools: Tools) -> str:
-    """What is left of a call behind the beginning that the prompt ends with."""
-    for place, tool in enumerate(tools):
-        if forced_prefix == HERMES.opening(str(tool["function"]["name"])):
-            return f'SPACE? arguments_{place} SPACE? "}}" SPACE? {json.dumps(HERMES.closing)}'
-    return "body"
+def _forced_call(prefix: str, tools: Tools, known: ToolFormat) -> list[str]:
+    """Rules of what is left of a call of one of the tools behind the beginning that the prompt ends with."""
+    rules, calls = [_SPACE], []
+    openings = [known.opening(str(tool["function"]["name"])) for tool in tools]
+    for place, (tool, opening) in enumerate(zip(tools, openings, strict=True)):
+        if prefix in openings and opening != prefix:
+            continue  # another function is named
+        function = tool["function"]
+        strict, schema = bool(function.get("strict")), dict(function.get("parameters") or ANY_OBJECT)
+        if not strict and "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+        if known.parameter is None:
+            rules.append(f"arguments_{place}: SPACE? {_value(schema, strict)}")
+        else:
+            rules += _parameters(place, schema, known.parameter, strict)
+        calls.append(f"{_text(opening.removeprefix(prefix))} arguments_{place}")
+    ending = " ".join(f"SPACE? {_text(each)}" for each in known.ending)
+    return [f"start: ({' | '.join(calls)}) {ending}", *rules]
+
+
+def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], strict: bool) -> list[str]:
+    """Rules of arguments that are written one by one, in the order of the schema."""
+    rules, names = [], []
+    defined = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    for number, (key, inner) in enumerate((schema.get("properties") or {}).items()):
+        name = f"parameter_{place}_{number}"
+        names.append(name if key in (schema.get("required") or ()) else f"{name}?")
+        rules.append(f"{name}: SPACE? {_text(around[0].replace('KEY', key))} value_{name}")
+        if isinstance(inner, dict) and inner.get("type") == "string":
+            text = "|".join(map(_pattern, inner["enum"])) if inner.get("enum") else r"(.|\n)*"
+            rules.append(f"value_{name}[lazy]: /({text}){_pattern(around[1])}/")
+        else:
+            whole = inner | defined if isinstance(inner, dict) else inner
+            rules += [f"value_{name}: json_{name} {_text(around[1])}", f"json_{name}: {_value(whole, strict)}"]
+    return [f"arguments_{place}: {' '.join(names) or 'SPACE?'}", *rules]
+
+
+def _pattern(text: str) -> str:
+    """Regular expression of a text, as a grammar has it between slashes."""
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")
+
+
+def _value(schema: Any, strict: bool) -> str:
+    return json_rule(schema, lenient=not strict)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _reasoning(reasoning: Literal["open", "possible"] | None, rules: list[str]) -> str:

@@ -43,6 +43,12 @@ class ToolFormat:
     one_call_ends_at: str = ""
     """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
 
+    ending: tuple[str, ...] = ()
+    """What follows the arguments of a forced call, with white space in between."""
+
+    parameter: tuple[str, str] | None = None
+    """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
+
     block: Block | None = None
     """Reads what is between `marker` and `closing`, in formats whose calls are not JSON objects; None: JSON."""
 
@@ -71,6 +77,7 @@ HERMES = ToolFormat(
     required="<tool_call>\n",
     named='<tool_call>\n{"name": NAME, "arguments":',
     one_call_ends_at="</tool_call>",
+    ending=("}", "</tool_call>"),
 )
 """Hermes 2 and 3, Qwen 2.5 and 3."""
 
@@ -83,6 +90,7 @@ LLAMA3 = ToolFormat(
     bare="{",
     required='{"name": "',
     named='{"name": NAME, "parameters":',
+    ending=("}",),
 )
 """Llama 3.1 to 3.3, calls in JSON."""
 
@@ -94,6 +102,7 @@ MISTRAL = ToolFormat(
     bare="[",
     required="[TOOL_CALLS] [",
     named='[TOOL_CALLS] [{"name": NAME, "arguments":',
+    ending=("}", "]"),
     id_prefix="",
     id_digits=9,
 )
@@ -107,6 +116,8 @@ QWEN_XML = ToolFormat(
     required="<tool_call>\n<function=",
     named="<tool_call>\n<function=BARE>",
     one_call_ends_at="</tool_call>",
+    ending=("</function>", "</tool_call>"),
+    parameter=("<parameter=KEY>\n", "\n</parameter>"),
     block=qwen_xml,
 )
 """Qwen3-Coder and Qwen 3.5."""
@@ -119,6 +130,8 @@ GLM = ToolFormat(
     closing="</tool_call>",
     required="<tool_call>",
     named="<tool_call>BARE",
+    ending=("</tool_call>",),
+    parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>"),
     block=glm,
     closed=True,
 )
@@ -131,6 +144,7 @@ KIMI = ToolFormat(
     closing="<|tool_calls_section_end|>",
     required="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
     named="<|tool_calls_section_begin|><|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>",
+    ending=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     block=kimi,
 )
 """Kimi K2. Call ids are those that the model writes."""
@@ -142,6 +156,7 @@ DEEPSEEK_V3 = ToolFormat(
     closing="<｜tool▁calls▁end｜>",
     required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>BARE\n```json\n",
+    ending=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     block=deepseek,
 )
 """DeepSeek V3 and R1."""
@@ -154,6 +169,7 @@ DEEPSEEK_V31 = ToolFormat(
     closing="<｜tool▁calls▁end｜>",
     required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>BARE<｜tool▁sep｜>",
+    ending=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     block=deepseek,
 )
 """DeepSeek V3.1."""

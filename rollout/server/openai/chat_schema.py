@@ -344,9 +344,11 @@ class ChatRequest(SamplingBody):
         names = [tool.function.name for tool in info.data.get("tools") or ()]
         if not names and value not in (None, "none", "auto"):
             raise PydanticCustomError("needs_tools", "needs tools")
+        if value not in (None, "none", "auto") and info.data.get("structured_outputs") is not None:
+            raise PydanticCustomError("unsupported", "a forced call cannot be combined with structured_outputs")
         if isinstance(value, NamedTool) and value.function.name not in names:
             raise PydanticCustomError("unknown_tool", "{name} is not the name of a tool",
-                                      {"name": repr(value.function.name)})  # fmt: skip
+                                      {"name": f"{value.function.name!r:.80}"})  # fmt: skip
         return value
 
     @property
@@ -366,7 +368,12 @@ class ChatRequest(SamplingBody):
     def constrained(self) -> bool:
         """Whether there may be a constraint on the text."""
         strict = any(tool.function.strict for tool in self.tools or ())
-        return super().constrained or strict or self.reply_schema is not None
+        return super().constrained or strict or self.forces_a_call or self.reply_schema is not None
+
+    @property
+    def forces_a_call(self) -> bool:
+        """Whether the reply must be a call."""
+        return self.tool_choice not in (None, "none", "auto")
 
     @property
     def plain_tools(self) -> list[dict[str, Any]] | None:

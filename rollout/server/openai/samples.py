@@ -6,6 +6,7 @@ its whole request, never a truncated reply.
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,10 @@ from rollout.state import FinishReason
 
 # `stale`: cut off by `max_staleness` under the policy `partial`, as by a length limit.
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length"}
+
+
+_CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
+"""Beginning of the error of a sample whose request is to blame, with the engine's own numbers of it."""
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
@@ -69,13 +74,16 @@ def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> N
         index: index of the choice.
 
     Raises:
-        ApiError: 500 with the code `sample_failed`, or 409 if it was aborted; names the choice and the cause.
+        ApiError: 500 with the code `sample_failed`, 400 if the request is to blame, or 409 if it was aborted; names the
+            choice and the cause.
     """
     if finish_reason is None or (finish_reason in _FINISH_REASONS and not error):
         return
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
         raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")
+    if blamed := _CALLERS_FAULT.match(error or ""):
+        raise ApiError(400, f"choice {index}: {str(error)[blamed.end() :]}", code="sample_failed")
     raise ApiError(500, f"choice {index} failed: {error or finish_reason}", code="sample_failed")
 
 

@@ -46,7 +46,7 @@ class GenerateRequest(RequestFields):
     prompt_field = "token_ids"
 
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Name of the request: returned in the reply, and taken by `/abort_request`. Null: one is made."""
+    """Name of the request: returned in the reply, and taken by `/abort_requests`. Null: one is made."""
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     """Token ids of the prompt."""
     sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))

@@ -179,11 +179,18 @@ def test_a_complete_text_ends_before_min_tokens_and_stop_strings_still_end_it() 
     ({"grammar": "start: foo"}, "unknown name"),
     ({"json_schema": {"not": {}}}, "not"),
     ({"json_schema": {"type": "strin"}}, "strin"),
+    ({"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "the json_schema allows no first token"),
+    ({"grammar": "start: a\na: a"}, "the grammar allows no first token"),
 ])  # fmt: skip
 def test_what_does_not_compile_is_refused_and_harms_nothing(constraint: dict[str, Any], why: str) -> None:
     made = engine()
     with pytest.raises(InvalidRequestError, match=re.escape(why)):
         made.add_request(PROMPT, asked(StructuredOutput(**constraint)))
+    with pytest.raises(InvalidRequestError) as refused:
+        made.add_request(PROMPT, asked(StructuredOutput(**constraint)))
+    assert not any(
+        inside in str(refused.value) for inside in ("%llguidance", "x-guidance", "NoExtensionBias", "<state>")
+    )
     made.add_request(PROMPT, asked(StructuredOutput.of_choices(["rain"])))
     assert [request.generated_text for request in finish(made).values()] == ["rain"]
 
@@ -196,6 +203,17 @@ def test_a_constraint_that_cannot_be_followed_fails_its_sample_alone() -> None:
     done = finish(made)
     assert "structured output cannot be followed: lexer error" in (done[8, 0].error or "")
     assert (done[9, 0].error, len(done[9, 0].generated_tokens)) == (None, 50)
+
+
+def test_a_schema_that_leads_into_itself_later_fails_its_sample_in_words() -> None:
+    made = engine()
+    itself = {"$ref": "#/$defs/a"}
+    endless = {"type": "object", "properties": {"a": itself}, "required": ["a"], "$defs": {"a": itself}}
+    made.add_request(PROMPT, asked(StructuredOutput(json_schema=endless), max_tokens=500), request_id=8)
+    error = finish(made)[8, 0].error or ""
+    assert error.startswith(
+        "InvalidRequestError: request 8 sample 0: its structured output cannot be followed: no text can"
+    )
 
 
 @pytest.mark.parametrize("tokenizer", [sentencepiece("mistral"), make_tokenizer()], ids=["sentencepiece", "characters"])

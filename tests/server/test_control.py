@@ -1,0 +1,118 @@
+"""Tests of the control routes over a fake engine: off by default, behind the key, with the engine's state rules."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from rollout.state import EngineState, KVCacheManagementMode
+from tests.server.fake_llm import served
+from tests.server.requests_by_hand import ASK, DEADLINE_S, KEY, asked, error_of, read_all, wait_for_requests
+
+PATHS = ("pause", "resume", "sleep", "wake_up", "abort_requests", "reset_prefix_cache", "update_weights",
+         "update_weight_version", "v1/load_lora_adapter", "v1/unload_lora_adapter")  # fmt: skip
+
+
+@pytest.fixture
+def admin():
+    with (
+        served(admin=True, api_key=KEY) as (llm, server),
+        httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as client,
+    ):
+        yield llm, client
+
+
+def test_without_being_switched_on_nothing_of_it_is_there():
+    with served() as (llm, server):
+        for path in PATHS:
+            error_of(httpx.post(f"{server.url}/{path}", json={}), 404)
+        assert not llm.calls
+
+
+def test_it_is_described_when_it_is_there(admin):
+    _, client = admin
+    paths = client.get("/openapi.json").json()["paths"]
+    assert {f"/{path}" for path in PATHS} <= set(paths)
+    assert {"200", "400", "401", "409", "503"} <= set(paths["/pause"]["post"]["responses"])
+
+
+def test_the_lifecycle_moves_and_every_answer_says_where_it_is(admin):
+    llm, client = admin
+    assert client.post("/pause").json() == {"state": "paused", "policy_version": 0}
+    assert client.post("/sleep?level=1").json()["state"] == "suspended"
+    assert client.post("/update_weight_version").json()["policy_version"] == 1
+    assert client.post("/update_weight_version", json={"new_version": "7"}).json()["policy_version"] == 7
+    assert client.get("/weight_info").json() == {"weight_version": "7"}
+    assert client.post("/wake_up").json() == {"state": "running", "policy_version": 7}
+    assert client.post("/sleep?level=2").json()["state"] == "suspended"
+    assert client.post("/resume").json()["state"] == "running"
+    modes = [call[1] for call in llm.calls if call[0] == "suspend"]
+    assert modes == [KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE]
+    assert client.post("/reset_prefix_cache").json() == {"flushed_blocks": 3}
+
+
+def test_what_direct_mode_does_not_have_is_a_409_in_its_own_words(admin):
+    llm, client = admin
+    llm.direct = True
+    for path, method, state in (
+        ("pause", "pause", EngineState.RUNNING),
+        ("sleep", "suspend", EngineState.PAUSED),
+        ("wake_up", "resume", EngineState.SUSPENDED),
+        ("resume", "unpause", EngineState.PAUSED),
+    ):
+        llm.state = state
+        assert f"llm.engine.{method}()" in error_of(client.post(f"/{path}"), 409)["message"]
+    assert client.post("/update_weight_version").status_code == 200
+    llm.state = EngineState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("update_weight_version", {"new_version": -1}, "new_version"),
+        ("update_weight_version", {"new_version": "two"}, "new_version"),
+        ("abort_requests", {"request_ids": "cmpl-1"}, "request_ids"),
+        ("abort_requests", {"request_ids": [7]}, "request_ids[0]"),
+        ("abort_requests", {"everything": True}, "everything"),
+        ("update_weights", {}, "weight_dir"),
+        ("update_weights", {"weight_dir": "a", "version": "2"}, "version"),
+    ],
+)
+def test_an_order_that_makes_no_sense_is_a_400(admin, path, body, param):
+    assert error_of(admin[1].post(f"/{path}", json=body), 400)["param"] == param
+
+
+def test_a_reply_is_aborted_by_the_id_its_client_sees_and_no_other_is(admin):
+    llm, client = admin
+    llm.hold()
+    with client.stream("POST", "/v1/completions", json=ASK | {"stream": True, "prompt": [[1], [2]]}) as stream:
+        lines = stream.iter_lines()
+        reply_id = json.loads(next(lines).removeprefix("data: "))["id"]
+        other = llm.loop.run(submit_one(llm), DEADLINE_S)
+        assert client.post("/abort_requests", json={"request_ids": ["cmpl-unknown"]}).json() == {"aborted": 0}
+        assert client.post("/abort_requests", json={"request_ids": ["cmpl-x", reply_id]}).json() == {"aborted": 2}
+        rest = "\n".join(lines)
+    assert '"code":"aborted"' in rest.replace(" ", "")
+    assert "[DONE]" not in rest
+    assert client.post("/abort_requests", json={"request_ids": [reply_id]}).json() == {"aborted": 0}
+    assert client.post("/abort_requests", json={"request_ids": []}).json() == {"aborted": 0}
+    assert not other.done(), "a request of the program itself is not one of HTTP"
+    assert llm.loop.run(llm.abort(), DEADLINE_S) == 1
+
+
+async def submit_one(llm):
+    return llm.submit([3])
+
+
+def test_aborting_everything_answers_who_waits():
+    with served(admin=True, insecure=True) as (llm, server):
+        llm.hold()
+        with asked(server) as client:
+            wait_for_requests(llm, 1)
+            assert httpx.post(f"{server.url}/abort_requests").json() == {"aborted": 1}
+            client.settimeout(DEADLINE_S)
+            assert client.recv(65536).startswith(b"HTTP/1.1 409 ")
+            client.shutdown(1)
+            read_all(client)
