@@ -156,7 +156,7 @@ class RolloutManager(ManagerScoring):
         check_on_error(on_error)
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
-        with self.engine.turns.taken(timeout_s):
+        with self._turn("generate", timeout_s):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
@@ -221,6 +221,7 @@ class RolloutManager(ManagerScoring):
             KeyError: a group id that was never given out, or was handed out already.
             RolloutFailedError: of the group at hand, see `generate`; the others stay in flight.
         """
+        self._player.refuse_inside("as_completed")
         check_on_error(on_error)
         if (lockstep := self.engine.lockstep) is not None:
             raise EngineStateError(
@@ -246,7 +247,7 @@ class RolloutManager(ManagerScoring):
             self._end_together()
 
     def _next_completed(self, chosen: set[int] | None, on_error: OnError) -> RolloutBatch | None:
-        with self.engine.turns.taken():
+        with self._turn("as_completed"):
             mine = [each for each in self._groups if chosen is None or each in chosen]
             if not mine:
                 return None
@@ -258,7 +259,7 @@ class RolloutManager(ManagerScoring):
     def _end_together(self) -> None:
         # At the end of the interpreter the threads that talk to the others have ended already.
         if not self._closed and not sys.is_finalizing() and (self._loop.attended or not self._backend.try_finish()):
-            with self.engine.turns.taken():
+            with self._turn("as_completed"):
                 self._ensure_running()
                 self._loop.run((), 0)
 
@@ -307,7 +308,7 @@ class RolloutManager(ManagerScoring):
                 kept tokens, and `temperature` is None.
             EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
         """
-        with self.engine.turns.taken():
+        with self._turn("score"):
             self._ensure_running()
             self._follow_sharding()
             with self._loop.gathering.held():
@@ -347,7 +348,7 @@ class RolloutManager(ManagerScoring):
             SerializationError: not a state of this package, of another format, or damaged; the message names the field.
             InvalidRequestError: a request does not fit this engine (a smaller pool than the one that saved it, say).
         """
-        with self.engine.turns.taken():
+        with self._turn("load_state_dict"):
             self._load(state)
 
     def _load(self, state: dict[str, Any]) -> None:

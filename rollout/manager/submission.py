@@ -11,7 +11,7 @@ from rollout.manager import checkpoint, lengths
 from rollout.manager.backend import Backend
 from rollout.manager.run_loop import RunLoop
 from rollout.requests.prompt import Prompt, has_images
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, warn_of_equal_samples
 from rollout.threads.interrupts import uninterrupted
 
 
@@ -38,6 +38,8 @@ def submit(
         raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
     for index, extra in enumerate(extras):
         checkpoint.check_portable(f"metadata[{index}]", extra)
+    for each in params:
+        warn_of_equal_samples(each, each.n)
     first = backend.next_group_id
     added: list[int] = []
     finished: dict[int, FinishedGroup] = {}

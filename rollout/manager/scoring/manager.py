@@ -9,6 +9,7 @@ import torch
 
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.manager.control import OnError, check_on_error
+from rollout.manager.episodes.environment import check_call
 from rollout.manager.episodes.manager import ManagerEpisodes, most_discarded, rewards_differ
 from rollout.manager.pacing import StalenessPacer
 from rollout.manager.scoring.batch import PromptTask, Reward, ScoredBatch, ScoredSample
@@ -68,6 +69,7 @@ class ManagerScoring(ManagerEpisodes):
 
         Raises:
             ConfigError: an option is out of its range.
+            TypeError: `reward` does not take one argument.
             ValueError: `reward` did not return one finite number per sample. What it was asked about stays in flight.
             InvalidRequestError, TypeError, ConfigError: a task can never be served, and is dropped; a note of the exception
                 shows it. The others that were drawn are in flight.
@@ -77,11 +79,12 @@ class ManagerScoring(ManagerEpisodes):
         """
         self._refuse_in_group("generate_scored")
         check_on_error(on_error)
+        check_call("reward", reward, 1, "it gets the list of a group's samples and returns a list of numbers, one each")
         params = sampling_params or SamplingParams()
         most, bound = _most_groups(groups, max_groups), most_discarded(groups, max_discarded)
         discarded: list[float | None] = []
         begun: list[int] = []
-        with self.engine.turns.taken(timeout_s):
+        with self._turn("generate_scored", timeout_s):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
@@ -105,7 +108,10 @@ class ManagerScoring(ManagerEpisodes):
                 self._too_old,
             )  # fmt: skip
             try:
-                self._loop.play(goal.reached, goal.ended, groups, progress=progress, timeout_s=timeout_s, patient=False)
+                self._loop.play(
+                    "generate_scored", goal.reached, goal.ended, groups, progress=progress, timeout_s=timeout_s,
+                    patient=False,
+                )  # fmt: skip
             except (KeyboardInterrupt, SystemExit):
                 self._loop.abort(begun)
                 raise
