@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,7 +30,7 @@ from rollout.manager.control import OnError as OnError
 from rollout.manager.control import check_on_error
 from rollout.manager.pacing import StalenessPacer
 from rollout.manager.scoring.manager import ManagerScoring
-from rollout.manager.submission import submit
+from rollout.manager.submission import prompts_of, submit
 from rollout.manager.token_scores import Sequences, TokenScores, score_by
 from rollout.requests.prompt import Prompt
 from rollout.sampling_params import SamplingParams, one_each
@@ -124,7 +124,8 @@ class RolloutManager(ManagerScoring):
 
         Args:
             prompts: texts, token id sequences, lists of chat messages, or what a processor returned for one prompt with
-                images; `[]` is allowed.
+                images; `[]` is allowed. Or the output of one call of the tokenizer for several texts, whose padding is
+                dropped by its `attention_mask`.
             sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
             min_groups: None: exactly these prompts are returned, all of them. A number: returns as soon as that many
                 groups (a prompt with its samples) have ended, counting what earlier calls left in flight; the rest
@@ -190,9 +191,7 @@ class RolloutManager(ManagerScoring):
             InvalidRequestError: a prompt can never be served; the message names it. Nothing of this call was queued.
             TypeError: a prompt is none of text, token ids, chat messages, or `prompts` is no list of prompts.
         """
-        if isinstance(prompts, str | bytes | Mapping):
-            raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list of prompts, [prompt] for one")
-        prompts = list(prompts)
+        prompts = prompts_of(self.engine.controller, prompts)
         params = one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
         added: list[int] = []
@@ -290,7 +289,8 @@ class RolloutManager(ManagerScoring):
         On several ranks every rank may call it with its own sequences; where the weights are sharded, every rank has to.
 
         Args:
-            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence.
+            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence, as lists or as the output of
+                one call of the tokenizer, whose padding is dropped: entry t is of token t without padding.
             prompt_lengths: of sequences of token ids, one for all or one each: tokens from there on are scored. None: all
                 but the first, which follows nothing.
             temperature: logits are divided by it, and log-probs are of the whole vocabulary. None: 1 for sequences of token

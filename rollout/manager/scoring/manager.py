@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from rollout.manager.pacing import StalenessPacer
 from rollout.manager.scoring.batch import PromptTask, Reward, ScoredBatch, ScoredSample
 from rollout.manager.scoring.goal import ScoredGoal
 from rollout.manager.scoring.long_rounds import LongRounds, Task
-from rollout.manager.submission import submit
+from rollout.manager.submission import prompts_of, submit
 from rollout.requests.prompt import Prompt
 from rollout.sampling_params import SamplingParams
 
@@ -48,8 +48,8 @@ class ManagerScoring(ManagerEpisodes):
         every rank calls it, as `generate`, and fills a batch of its own.
 
         Args:
-            tasks: drawn from as there is room for another group; what was not drawn is left in an iterator. From
-                `long_rounds`, every call is one round.
+            tasks: prompts as in `generate`, or `PromptTask`s; drawn from as there is room for another group. What was not
+                drawn is left in an iterator. From `long_rounds`, every call is one round.
             reward: of a group's samples; called on this thread, which makes the steps: long computations hold them up, and
                 the model that is trained must not run in it. A timeline shows it.
             sampling_params: of tasks without their own; `n` samples per prompt.
@@ -94,6 +94,9 @@ class ManagerScoring(ManagerEpisodes):
                 tasks.begin_round(groups)
             self._rewards = {each: known for each, known in self._rewards.items() if each in self._groups}
 
+            at_once = isinstance(tasks, str | bytes | Mapping | list | tuple) or hasattr(tasks, "ndim")
+            drawn = iter(prompts_of(self.engine.controller, tasks, "tasks") if at_once else tasks)
+
             def begin(drawn: Sequence[Prompt | PromptTask]) -> None:
                 asked = [task if isinstance(task, PromptTask) else PromptTask(task) for task in drawn]
                 with self.engine.locked():
@@ -104,7 +107,7 @@ class ManagerScoring(ManagerEpisodes):
                 self._metrics.add("rollout/groups_discarded")
 
             goal = ScoredGoal(
-                self._groups, self._rewards, _drawn(tasks), begin, groups, most, reward, keep, bound, discard,
+                self._groups, self._rewards, drawn, begin, groups, most, reward, keep, bound, discard,
                 self._too_old,
             )  # fmt: skip
             try:
@@ -169,12 +172,6 @@ class ManagerScoring(ManagerEpisodes):
             )
             self._groups.drop(chosen)
         return self._handed_out(batch, on_error)
-
-
-def _drawn(tasks: Iterable[Prompt | PromptTask]) -> Iterator[Prompt | PromptTask]:
-    if isinstance(tasks, str | bytes):
-        raise TypeError(f"tasks is one {type(tasks).__name__}: pass an iterable of prompts, [prompt] for one")
-    return iter(tasks)
 
 
 def _tensor(rewards: list[float | None], device: torch.device | str | None) -> torch.Tensor:
