@@ -25,7 +25,21 @@ RolloutError
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 from rollout.diagnosis import is_watching, report
+
+
+def warn_caller(message: str) -> None:
+    """Issue a `UserWarning` at the line outside of this package that made the call."""
+    frame, level = sys._getframe(1), 2
+    while (above := frame.f_back) is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
+        frame, level = above, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+_OURS = ("rollout", "trainer_hooks", "contextlib")
 
 
 class RolloutError(Exception):

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rollout.errors import ConfigError, SerializationError
+from rollout.errors import ConfigError, SerializationError, warn_caller
 from rollout.names import NamedOptions
 from rollout.structured_output import StructuredOutput
 
@@ -342,6 +342,15 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cache_salt": (_salt, "None or a text of at most 1024 characters"),
     "adapter": (_adapter, ADAPTER_NAME),
 }
+
+
+def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
+    """Warn of n > 1 greedy samples of a prompt."""
+    if params.greedy and n > 1:
+        warn_caller(
+            f"n={n} with temperature=0: all samples of a prompt are equal, so their advantages are 0; set "
+            "SamplingParams(temperature=1.0), or n=1"
+        )
 
 
 def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from rollout.engine.controller import TextGenerationController
 from rollout.engine.memory.kv_cache import RouteShape
 from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.engine.scheduling.sequences import Order, Sequence
-from rollout.errors import InvalidRequestError
+from rollout.errors import InvalidRequestError, warn_caller
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.images import PIXELS, ImageInputs, ImagePrompt, images_of
 from rollout.requests.kept_tokens import KeptTokens
@@ -293,10 +292,10 @@ class Admission:
             return params
         if not self._warned_clamped:
             self._warned_clamped = True
-            warnings.warn(
-                f"request {number}: max_tokens={params.max_tokens} is clamped to {room}, what max_sequence_length="
-                f"{self._max_sequence_length} leaves after a prompt of {length} tokens (warned once)",
-                stacklevel=5,
+            warn_caller(
+                f"max_tokens={params.max_tokens} is clamped to {room}: max_sequence_length={self._max_sequence_length} "
+                f"leaves no more after a prompt of {length} tokens; set SamplingParams(max_tokens={room}) for such prompts, "
+                "or raise InferenceConfig.max_sequence_length up to what the model can have (warned once per engine)"
             )
         return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
 

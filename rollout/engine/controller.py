@@ -20,7 +20,7 @@ from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelErr
 from rollout.requests.chat_messages import MessageImage, known_roles, plain_messages
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
-from rollout.requests.prompt import Prompt
+from rollout.requests.prompt import Prompt, unpadded
 from rollout.requests.request import InferenceRequest
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
@@ -52,6 +52,12 @@ class TextGenerationController:
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.constraints = runner.constraints = Constraints(tokenizer, layout.vocab_size, self.eos_token_ids)
 
+    def unpadded(self, prompts: Any, name: str = "prompts", *, single: bool = False) -> Any:
+        """See `rollout.requests.prompt.unpadded`."""
+        config = getattr(self.model, "config", None)
+        owners = (self.tokenizer, getattr(self.model, "generation_config", None), config)
+        return unpadded(prompts, *owners, name=name, single=single)
+
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages go through the tokenizer's chat template
         with a generation prompt.
@@ -66,7 +72,11 @@ class TextGenerationController:
         if isinstance(prompt, ImagePrompt):
             return prompt
         if isinstance(prompt, Mapping):
+            if "attention_mask" not in prompt:
+                self.unpadded(prompt.get("input_ids"), "prompt")
             return processed_prompt(prompt)
+        if getattr(prompt, "ndim", 1) == 2 and len(prompt) == 1:
+            (prompt,) = self.unpadded(prompt, "prompt")
         tolist = getattr(prompt, "tolist", None)
         items = tolist() if tolist is not None else prompt
         if not isinstance(items, Sequence) or isinstance(items, bytes):

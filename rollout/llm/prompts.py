@@ -17,8 +17,9 @@ def normalized(prompts: object) -> tuple[list[Prompt], bool]:
     """The prompts, and whether it was a single one. `[]` is no prompt.
 
     Args:
-        prompts: str, list[int], list[dict] (messages), what a processor returned, or list[str], list[list[int]],
-            list[list[dict]], list of what a processor returned; tuples, numpy arrays and tensors count as lists.
+        prompts: as `unpadded` returned them: str, list[int], list[dict] (messages), what a processor returned, or
+            list[str], list[list[int]], list[list[dict]], list of what a processor returned; tuples, numpy arrays and tensors
+            count as lists.
 
     Raises:
         TypeError: anything else; names the position.

@@ -242,7 +242,7 @@ class LLMRequests(ABC):
     ) -> tuple[list[tuple[RequestFuture, list[int], SamplingParams]], bool]:
         self._refuse_unless_primary("generate")
         self._check_weights_when_idle()
-        asked, single = normalized(prompts)
+        asked, single = normalized(self.engine.controller.unpadded(prompts, single=True))
         params = one_each(sampling_params, len(asked))
         tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
         # The prompts of one call are one client.

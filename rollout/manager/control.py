@@ -96,6 +96,7 @@ class ManagerControl:
         Returns:
             The policy version. A manager that is closed, or whose engine is dead, counts no more.
         """
+        self._player.refuse_inside("weights_updated")
         began, self._step_began = self._step_began, None
         if began is not None and (recorder := active()) is not None:
             recorder.add(Span("trainer", "optimizer.step", max(began, recorder.started), recorder.clock(), {}))
@@ -110,6 +111,7 @@ class ManagerControl:
 
     def pause(self) -> None:
         """Stop generating; `generate` refuses until `unpause`."""
+        self._player.refuse_inside("pause")
         self._suspension.pause()
         self._backend.barrier("pause")
 
@@ -119,6 +121,7 @@ class ManagerControl:
         Raises:
             EngineStateError: stopped by an explicit `suspend`: call `resume`.
         """
+        self._player.refuse_inside("unpause")
         self._suspension.unpause()
         self._backend.barrier("unpause")
 
@@ -129,12 +132,14 @@ class ManagerControl:
             mode: `persist`, `offload` or `recompute`; None: the configuration's.
             keep_prefix_cache: keep cached blocks that no request holds, too; False before the weights change.
         """
+        self._player.refuse_inside("suspend")
         move = self._suspension.suspend(mode, keep_prefix_cache=keep_prefix_cache)
         self._backend.barrier("suspend")
         return move
 
     def resume(self) -> MemoryMove:
         """Bring the KV cache back and allow generating again, also after `pause`. Harmless when running."""
+        self._player.refuse_inside("resume")
         move = self._suspension.resume()
         self._backend.barrier("resume")
         return move
@@ -145,6 +150,7 @@ class ManagerControl:
         Cached blocks that no request holds are dropped: the weights are about to change. An exception inside changes
         nothing: the next `generate` goes on.
         """
+        self._player.refuse_inside("suspended")
         return self._suspension.suspended(mode)
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
@@ -155,7 +161,7 @@ class ManagerControl:
         Args:
             mode: `persist`, `offload` or `recompute`; None: the configured mode.
         """
-        with self.engine.turns.taken():
+        with self._turn("before_optimizer_step"):
             self._suspension.make_way(mode)
         self._step_began = time.time()
 
@@ -170,6 +176,7 @@ class ManagerControl:
             DeadlineError: some ranks have not done the same; names them.
             EngineStateError: some have done something else; names them.
         """
+        self._player.refuse_inside("adapter_switch")
         with self.engine.parts.control.adapter_switch():
             yield
         if what is not None:
@@ -272,6 +279,7 @@ class ManagerControl:
     def _close(self) -> None:
         if self._closed:
             return
+        self._player.refuse_inside("close")
         with interrupt_deferred():
             episodes = len(self._player)
             self._player.close()
@@ -313,6 +321,13 @@ class ManagerControl:
         if self._closed:
             raise EngineStateError("generating after close(): build another RolloutManager")
         self._suspension.ensure_running()
+
+    @contextmanager
+    def _turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
+        """The turn of this thread at the engine, for a blocking method of this name."""
+        self._player.refuse_inside(call)
+        with self.engine.turns.taken(timeout_s):
+            yield
 
     def _refuse_in_group(self, call: str) -> None:
         if (group := self.engine.peers.everyone) is not None:
@@ -361,8 +376,8 @@ class ManagerControl:
         if failed and on_error == "raise":
             index, error = failed[0]
             raise RolloutFailedError(
-                f"{len(failed)} of {len(batch)} samples failed, the first in row {index} (request "
-                f"{int(batch.group_ids[index])}): {error}; the other rows are in this exception's `.batch`",
+                f"{len(failed)} of {len(batch)} samples failed, the first in row {index} (group "
+                f"{int(batch.group_ids[index])}): {error}; all rows are in this exception's `.batch`",
                 batch,
             )
         return batch

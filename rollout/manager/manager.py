@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,7 +30,7 @@ from rollout.manager.control import OnError as OnError
 from rollout.manager.control import check_on_error
 from rollout.manager.pacing import StalenessPacer
 from rollout.manager.scoring.manager import ManagerScoring
-from rollout.manager.submission import submit
+from rollout.manager.submission import prompts_of, submit
 from rollout.manager.token_scores import Sequences, TokenScores, score_by
 from rollout.requests.prompt import Prompt
 from rollout.sampling_params import SamplingParams, one_each
@@ -122,7 +122,8 @@ class RolloutManager(ManagerScoring):
 
         Args:
             prompts: texts, token id sequences, lists of chat messages, or what a processor returned for one prompt with
-                images; `[]` is allowed.
+                images; `[]` is allowed. Or the output of one call of the tokenizer for several texts, whose padding is
+                dropped by its `attention_mask`.
             sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
             min_groups: None: exactly these prompts are returned, all of them. A number: returns as soon as that many
                 groups (a prompt with its samples) have ended, counting what earlier calls left in flight; the rest
@@ -154,7 +155,7 @@ class RolloutManager(ManagerScoring):
         check_on_error(on_error)
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
-        with self.engine.turns.taken(timeout_s):
+        with self._turn("generate", timeout_s):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
@@ -187,9 +188,7 @@ class RolloutManager(ManagerScoring):
             InvalidRequestError: a prompt can never be served; the message names it. Nothing of this call was queued.
             TypeError: a prompt is none of text, token ids, chat messages, or `prompts` is no list of prompts.
         """
-        if isinstance(prompts, str | bytes | Mapping):
-            raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list of prompts, [prompt] for one")
-        prompts = list(prompts)
+        prompts = prompts_of(self.engine.controller, prompts)
         params = one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
         added: list[int] = []
@@ -218,6 +217,7 @@ class RolloutManager(ManagerScoring):
             KeyError: a group id that was never given out, or was handed out already.
             RolloutFailedError: of the group at hand, see `generate`; the others stay in flight.
         """
+        self._player.refuse_inside("as_completed")
         check_on_error(on_error)
         if (lockstep := self.engine.peers.lockstep) is not None:
             raise EngineStateError(
@@ -242,7 +242,7 @@ class RolloutManager(ManagerScoring):
             self._end_together()
 
     def _next_completed(self, chosen: set[int] | None, on_error: OnError) -> RolloutBatch | None:
-        with self.engine.turns.taken():
+        with self._turn("as_completed"):
             mine = [each for each in self._groups if chosen is None or each in chosen]
             if not mine:
                 return None
@@ -254,7 +254,7 @@ class RolloutManager(ManagerScoring):
     def _end_together(self) -> None:
         # At the end of the interpreter the threads that talk to the others have ended already.
         if not self._closed and not sys.is_finalizing() and (self._loop.attended or not self._backend.try_finish()):
-            with self.engine.turns.taken():
+            with self._turn("as_completed"):
                 self._ensure_running()
                 self._loop.run((), 0)
 
@@ -285,7 +285,8 @@ class RolloutManager(ManagerScoring):
         On several ranks every rank may call it with its own sequences; where the weights are sharded, every rank has to.
 
         Args:
-            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence.
+            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence, as lists or as the output of
+                one call of the tokenizer, whose padding is dropped: entry t is of token t without padding.
             prompt_lengths: of sequences of token ids, one for all or one each: tokens from there on are scored. None: all
                 but the first, which follows nothing.
             temperature: logits are divided by it, and log-probs are of the whole vocabulary. None: 1 for sequences of token
@@ -303,7 +304,7 @@ class RolloutManager(ManagerScoring):
                 kept tokens, and `temperature` is None.
             EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
         """
-        with self.engine.turns.taken():
+        with self._turn("score"):
             self._ensure_running()
             self._follow_sharding()
             with self._loop.gathering.held():
@@ -343,7 +344,7 @@ class RolloutManager(ManagerScoring):
             SerializationError: not a state of this package, of another format, or damaged; the message names the field.
             InvalidRequestError: a request does not fit this engine (a smaller pool than the one that saved it, say).
         """
-        with self.engine.turns.taken():
+        with self._turn("load_state_dict"):
             self._load(state)
 
     def _load(self, state: dict[str, Any]) -> None:

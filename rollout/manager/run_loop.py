@@ -122,6 +122,7 @@ class RunLoop:
 
     def play(
         self,
+        call: str,
         reached: Callable[[], bool],
         ended: Callable[[], int],
         number: int,
@@ -133,13 +134,14 @@ class RunLoop:
         """Step until `reached`, which is asked before every step and may begin groups.
 
         Args:
+            call: the method that plays, for messages.
             ended: how many groups have ended, of `number`, for the progress bar.
             patient: wait while environments have nothing to sample.
 
         Raises:
             DeadlineError: `timeout_s` has passed; what is in play stays in play.
         """
-        self._until(reached, ended, number, progress=progress, timeout_s=timeout_s, patient=patient)
+        self._until(reached, ended, number, progress=progress, timeout_s=timeout_s, patient=patient, call=call)
 
     def drive(self, seconds: float) -> None:
         """Step for so long, or until a completion has ended or none is open."""
@@ -160,6 +162,7 @@ class RunLoop:
         timeout_s: float | None = None,
         alone: bool = False,
         patient: bool = False,
+        call: str = "generate",
     ) -> None:
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._metrics.enter_phase("generate")
@@ -170,7 +173,13 @@ class RunLoop:
                 phase.enter_context(self._engine.installation)
 
                 def left() -> float:
-                    return self._left(deadline, timeout_s)
+                    if (left := deadline - self._clock()) < 0:
+                        raise DeadlineError(
+                            f"{call}() passed timeout_s={timeout_s} after {ended()} of {number} groups had finished here "
+                            f"(other ranks may have more); the rest stays in flight, and the next manager.{call}() "
+                            "continues it"
+                        )
+                    return left
 
                 def step(longest_s: float) -> None:
                     self._step(min(longest_s, left()), patient)
@@ -224,16 +233,6 @@ class RunLoop:
 
     def _local_samples(self) -> int:
         return self._backend.local_samples(self.groups.samples_missing + len(self.samples))
-
-    def _left(self, deadline: float, timeout_s: float | None) -> float:
-        left = deadline - self._clock()
-        if left < 0:
-            raise DeadlineError(
-                f"generate() passed timeout_s={timeout_s} with {len(self.groups.unfinished)} of {len(self.groups)} "
-                "groups unfinished here (other ranks may have more); they stay in flight: call generate([], "
-                "min_groups=...) to go on"
-            )
-        return left
 
     def _step(self, timeout_s: float, patient: bool) -> None:
         with self._engine.locked():

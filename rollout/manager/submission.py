@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollout.engine.controller import TextGenerationController
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.journal.reader import FinishedGroup
 from rollout.manager import checkpoint, lengths
 from rollout.manager.backend import Backend
 from rollout.manager.run_loop import RunLoop
 from rollout.requests.prompt import Prompt, has_images
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, warn_of_equal_samples
 from rollout.threads.interrupts import uninterrupted
+
+
+def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "prompts") -> list[Any]:
+    """The prompts of one call, without padding.
+
+    Raises:
+        TypeError: it is one prompt instead of a list of prompts.
+        InvalidRequestError: see `unpadded`.
+    """
+    prompts = controller.unpadded(prompts, name)
+    if isinstance(prompts, str | bytes | Mapping):
+        kind = f"one {type(prompts).__name__}"
+    elif getattr(prompts, "ndim", 2) == 1:
+        kind = "one sequence of token ids"
+    elif isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], Mapping) and "role" in prompts[0]:
+        kind = "one list of chat messages"
+    else:
+        return list(prompts)
+    raise TypeError(f"{name} is {kind}: pass a list of prompts, [prompt] for one")
 
 
 def submit(
@@ -38,6 +58,8 @@ def submit(
         raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
     for index, extra in enumerate(extras):
         checkpoint.check_portable(f"metadata[{index}]", extra)
+    for each in params:
+        warn_of_equal_samples(each, each.n)
     first = backend.next_group_id
     added: list[int] = []
     finished: dict[int, FinishedGroup] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from rollout.errors import ConfigError
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.token_logprobs import token_entropies
 from rollout.requests.images import ImageInputs
+from rollout.requests.prompt import unpadded
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 
@@ -89,7 +91,7 @@ def score(
         UnsupportedModelError: see `DynamicInferenceEngine`.
         InvalidRequestError, ConfigError, ValueError: see `RolloutManager.score`.
     """
-    plan = _Plan.of(rollouts, prompt_lengths, temperature, top_k, entropy)
+    plan = _Plan.of(_sequences(rollouts, model), prompt_lengths, temperature, top_k, entropy)
     engine = DynamicInferenceEngine(model, None, config or _just_enough(plan))
     try:
         return plan.run(engine, of_own=False)
@@ -109,12 +111,18 @@ def score_by(
     adapter: str | None = None,
 ) -> TokenScores:
     """`RolloutManager.score` with a running engine."""
-    plan = _Plan.of(rollouts, prompt_lengths, temperature, top_k, entropy)
+    plan = _Plan.of(_sequences(rollouts, engine.model), prompt_lengths, temperature, top_k, entropy)
     if adapter is not None:
         plan.adapters = [adapter] * len(plan.tokens)
     elif plan.batch is not None:
         plan.adapters = [request.sampling_params.adapter for request in plan.batch]
     return plan.run(engine, of_own=True)
+
+
+def _sequences(rollouts: Any, model: nn.Module) -> Any:
+    """The sequences without padding. Lists stay as they are: a sequence may end with a token that also pads."""
+    owners = [getattr(model, name, None) for name in ("generation_config", "config")]
+    return rollouts if isinstance(rollouts, list | tuple) else unpadded(rollouts, *owners, name="rollouts")
 
 
 def _just_enough(plan: _Plan) -> InferenceConfig:

@@ -17,6 +17,7 @@ import msgpack
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import integer_array
 from rollout.requests.codec import TENSORS, unpack_msgpack
+from rollout.requests.prompt import NO_TENSORS
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,6 @@ SIZES = "image_sizes"
 """Beside `pixel_values` [images, squares, channels, height, width]."""
 TILED_DIMENSIONS = 5
 """Of `pixel_values` [1, tiles, channels, height, width]."""
-_RECOMPUTED = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""What a processor returns beside the images' tensors; token types follow from the token ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +114,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
         if len(kept) != len(ids):
             raise InvalidRequestError(f"attention_mask of {len(kept)} positions for {len(ids)} input_ids")
         ids = [token for token, keep in zip(ids, kept, strict=True) if keep]
-    tensors = {str(name): value for name, value in inputs.items() if name not in _RECOMPUTED and value is not None}
+    tensors = {str(name): value for name, value in inputs.items() if name not in NO_TENSORS and value is not None}
     return ImagePrompt(ids, ImageInputs(as_tensors(tensors))) if tensors else ids
 
 

@@ -123,8 +123,11 @@ class LoopThread:
                     {"message": f"{self._name}: {function!r} has raised", "exception": exc}
                 )
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Cancel all tasks of the loop and end its thread. Idempotent.
+
+        Args:
+            timeout_s: longest wait for the thread; None: no limit.
 
         Raises:
             RuntimeError: called on the loop itself, which would deadlock.
@@ -134,7 +137,7 @@ class LoopThread:
             if not self._closed:
                 self._closed = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     @property
     def event_loop(self) -> asyncio.AbstractEventLoop:

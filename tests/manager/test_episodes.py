@@ -217,7 +217,9 @@ def test_an_episode_without_a_turn_keeps_its_row(rollout):
     async def play(episode):
         raise KeyError("no such task")
 
-    batch = rollout.run([None], play)
+    with pytest.raises(RolloutFailedError, match="no such task") as caught:
+        rollout.run([None], play)
+    batch = caught.value.batch
     assert len(batch) == 1
     assert "KeyError" in batch.errors[0]
     assert len(rollout.run([], play)) == 0

@@ -157,7 +157,7 @@ def test_what_an_engine_made_elsewhere_would_not_heed_is_refused(frozen, tokeniz
     ("call", "error", "message"),
     [
         (lambda r: r.generate("abc"), TypeError, "prompts is one str: pass a list"),
-        (lambda r: r.generate({"input_ids": [[5]]}), TypeError, "prompts is one dict"),
+        (lambda r: r.generate({"input_ids": [5]}), TypeError, "prompts is one dict"),
         (lambda r: r.generate(b"abc"), TypeError, "prompts is one bytes"),
         (lambda r: r.generate([5, 6]), TypeError, r"prompts\[0\]: prompt of type int"),
         (lambda r: r.generate(["a", {"role": "user"}]), TypeError, r"prompts\[1\]: prompt of type dict"),

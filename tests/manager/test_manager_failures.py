@@ -47,7 +47,7 @@ def test_a_deadline_leaves_everything_in_flight(model):
         return step()
 
     rollout.engine.step = slow
-    with pytest.raises(DeadlineError, match=r"timeout_s=3 with 1 of 2 groups unfinished"):
+    with pytest.raises(DeadlineError, match=r"timeout_s=3 after 1 of 2 groups had finished"):
         rollout.generate([[5, 6], [7]], [tokens(3), tokens(9)], timeout_s=3)
     assert rollout.groups_in_flight == 2
     batch = rollout.generate([], min_groups=2, timeout_s=100)

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -37,6 +38,10 @@ class Environment(Protocol):
 Play = Callable[[Episode], Awaitable[float]]
 """A whole episode as a coroutine function: calls `episode.sample` as often as it likes and returns the reward."""
 EnvironmentFactory = Callable[[], Environment]
+
+
+class BrokenEnvironmentError(TypeError):
+    """An environment does not have the interface of one: a mistake in its code, which `run` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +89,29 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
     Raises:
         TypeError: neither a coroutine function nor a factory of environments.
     """
+    name = name_of(environment)
     if _is_play(environment):
+        check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
         return environment
     if not callable(environment):
+        made = "; pass its class, since each episode makes its own" if hasattr(environment, "step") else ""
         raise TypeError(
             f"environment of type {type(environment).__name__}: pass a coroutine function of an Episode, or a callable that "
-            "makes an object with reset() and step()"
+            f"makes an object with reset() and step(){made}"
         )
+    check_call(
+        f"environment={name}", environment, 0,
+        "pass a class or function without required arguments that makes an environment, or for a whole episode "
+        "`async def play(episode): ... return reward`",
+    )  # fmt: skip
+    if isinstance(environment, type):
+        _check_methods(environment, name)
 
     factory = cast("EnvironmentFactory", environment)
 
     async def play(episode: Episode) -> float:
         made: Any = factory()
+        _check_methods(made, name)
         try:
             return await _turns(episode, made, tokenizer, max_turns)
         finally:
@@ -109,6 +125,32 @@ def name_of(environment: EnvironmentFactory | Play) -> str:
     """By which a checkpoint names an environment."""
     name: str = getattr(environment, "__qualname__", type(environment).__qualname__)
     return name
+
+
+def check_call(what: str, function: Any, arguments: int, cure: str) -> None:
+    """Check that a callable takes so many positional arguments.
+
+    Raises:
+        TypeError: it does not, as far as its signature can be read.
+    """
+    with suppress(ValueError):
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*[None] * arguments)
+        except TypeError as exc:
+            raise TypeError(
+                f"{what}: signature {signature}, called with {arguments} arguments ({exc}): {cure}"
+            ) from None
+
+
+def _check_methods(made: Any, name: str) -> None:
+    missing = [f"{method}()" for method in ("reset", "step") if not callable(getattr(made, method, None))]
+    if missing:
+        kind = "" if isinstance(made, type) else f" made an object of type {type(made).__name__}, which"
+        raise BrokenEnvironmentError(
+            f"environment={name}{kind} has no {' and no '.join(missing)}: an environment has reset(task), which returns "
+            "the first prompt, and step(turn), which returns a StepResult(observation, reward, done)"
+        )
 
 
 def _is_play(environment: Any) -> TypeGuard[Play]:
@@ -127,9 +169,17 @@ async def _turns(episode: Episode, environment: Environment, tokenizer: Any, max
         episode.answers = []
         prompt = await called(environment.reset, episode.task)
     while len(episode.answers) < max_turns and not (episode.answers and episode.answers[-1].done):
-        step = await called(environment.step, await episode.sample(prompt))
+        try:
+            turn = await episode.sample(prompt)
+        except TypeError as exc:
+            source = "reset()" if not episode.answers else "StepResult.observation"
+            raise BrokenEnvironmentError(f"{source} of {type(environment).__name__} gave no prompt: {exc}") from exc
+        step = await called(environment.step, turn)
         if not isinstance(step, StepResult):
-            raise TypeError(f"step() returned {type(step).__name__}: must be a StepResult(observation, reward, done)")
+            raise BrokenEnvironmentError(
+                f"{type(environment).__name__}.step() returned {step!r:.80} of type {type(step).__name__}: return "
+                "StepResult(observation, reward, done)"
+            )
         episode.answers.append(step)
         prompt = [*episode.tokens, *_tokens(step.observation, tokenizer)]
     return sum(answer.reward for answer in episode.answers)

@@ -10,19 +10,27 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any, Protocol
 
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError
 from rollout.manager.backend import LocalBackend
 from rollout.manager.control import ManagerControl, OnError, check_on_error
 from rollout.manager.episodes.batch import EpisodeBatch
-from rollout.manager.episodes.environment import EnvironmentFactory, EnvironmentTask, Play, as_play, name_of
+from rollout.manager.episodes.environment import (
+    BrokenEnvironmentError,
+    EnvironmentFactory,
+    EnvironmentTask,
+    Play,
+    as_play,
+    name_of,
+)
 from rollout.manager.episodes.episode import Episode
 from rollout.manager.episodes.goal import PlayGoal
 from rollout.manager.pacing import StalenessPacer
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, warn_of_equal_samples
 
 DRIVE_S = 0.02
 """Longest time that the steps for `sample` keep the caller's event loop from other work."""
@@ -167,7 +175,8 @@ class ManagerEpisodes(ManagerControl):
                 learn. None: four times `min_groups`, or all.
             episode_timeout_s: after so many seconds within `run` an episode fails with what it has.
             environments: without `environment`, those of episodes that `load_state_dict` brought, by `__qualname__`.
-            on_error: `mask`: rows of a failed episode are masked out and named in `errors`. `raise`: `RolloutFailedError`.
+            on_error: `mask`: rows of a failed episode are masked out and named in `errors`; `RolloutFailedError` if every
+                episode failed. `raise`: `RolloutFailedError` if one failed.
             progress, timeout_s: as in `generate`.
 
         Returns:
@@ -177,22 +186,26 @@ class ManagerEpisodes(ManagerControl):
             ConfigError: options that do not fit each other.
             EngineStateError, WeightsChangedError, EngineDeadError, DeadlineError, ConnectionLostError: as `generate`.
             RolloutFailedError: see `on_error`.
-            KeyboardInterrupt: Ctrl-C, at the end of the step; the episodes that this call has begun are given up.
+            TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of another type. The
+                episodes that this call has begun are given up, as they are after:
+            KeyboardInterrupt: Ctrl-C, at the end of the step.
         """
         self._refuse_in_group("run")
         check_on_error(on_error)
         params = sampling_params or SamplingParams()
+        warn_of_equal_samples(params, n)
         most = _room(tasks, min_groups, max_groups, params, n)
         if environment is not None and environments is not None:
             raise ConfigError("environment= with environments=, which are for restored episodes of a mixture: pass one")
         drawn = iter(tasks)
-        with self.engine.turns.taken(timeout_s):
+        with self._turn("run", timeout_s):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
             player, begun = self._player, []
             self._resume_episodes(environment, environments or {}, max_turns)
             pacer = self._begin_round()
+            number = min_groups or len(player) + length_hint(drawn)
 
             def begin(task: Any) -> None:
                 asked = task if environment is None else EnvironmentTask(environment, task)
@@ -208,11 +221,16 @@ class ManagerEpisodes(ManagerControl):
                 player, drawn, begin, most, min_groups, keep, most_discarded(min_groups, max_discarded),
                 lambda: self._metrics.add("rollout/groups_discarded"), lambda: self._too_old_in_play(pacer),
             )  # fmt: skip
+
+            def reached() -> bool:
+                if (broken := player.take_broken()) is not None:
+                    raise broken
+                return goal.reached()
+
+            player.take_broken()
             try:
-                self._loop.play(
-                    goal.reached, goal.ended, min_groups or len(player), progress=progress, timeout_s=timeout_s
-                )
-            except (KeyboardInterrupt, SystemExit):
+                self._loop.play("run", reached, goal.ended, number, progress=progress, timeout_s=timeout_s)
+            except (KeyboardInterrupt, SystemExit, BrokenEnvironmentError):
                 player.drop(begun)
                 raise
             finally:
@@ -268,6 +286,8 @@ class ManagerEpisodes(ManagerControl):
         )
         self._metrics.add("rollout/episode_turns_dropped", sum(episode.num_recorded for episode in episodes))
         self._player.drop(ended)
+        if episodes and all(episode.error is not None for episode in episodes):
+            on_error = "raise"
         return self._handed_out(batch, on_error)
 
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextvars import ContextVar
 from itertools import count
 from math import isfinite
 from typing import Any
+from weakref import finalize
 
-from rollout.manager.episodes.environment import Play
+from rollout.errors import EngineStateError
+from rollout.manager.episodes.environment import BrokenEnvironmentError, Play
 from rollout.manager.episodes.episode import Check, Episode, EpisodeGroup
 from rollout.manager.episodes.open_samples import OpenSamples
 from rollout.manager.episodes.saved import SavedEpisode, SavedGroup
@@ -27,6 +31,14 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
 from rollout.tracing.recorder import EngineTap
+
+_log = logging.getLogger(__name__)
+
+EXIT_S = 5.0
+"""Longest wait at the end of the process for environments that do not return to their event loop."""
+
+_PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default=())
+"""Players whose environments the running code is part of. Tasks and threads (`asyncio.to_thread`) inherit it."""
 
 
 class EpisodePlayer:
@@ -64,6 +76,8 @@ class EpisodePlayer:
         self._loop: LoopThread | None = None
         # Guards the end of an episode, which its own coroutine and its deadline may both want to be.
         self._ending = threading.Lock()
+        self._broken: BrokenEnvironmentError | None = None
+        self._logged: set[type[BaseException]] = set()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -101,6 +115,8 @@ class EpisodePlayer:
     def _start(self, group: EpisodeGroup, play: Play) -> None:
         if self._loop is None:
             self._loop = LoopThread("rollout-episodes")
+            # An environment that still computes while the interpreter ends would abort the process.
+            finalize(self, _close_at_exit, self._loop)
         for episode in group.episodes:
             if episode.ended:
                 continue
@@ -118,6 +134,11 @@ class EpisodePlayer:
             _, _, late = heapq.heappop(self._deadlines)
             if self._end(late, None, "RequestTimeoutError: the episode's episode_timeout_s has passed"):
                 self._cancel(late)
+
+    def take_broken(self) -> BrokenEnvironmentError | None:
+        """Why an environment cannot be played at all, since the last call; None: it has not happened."""
+        broken, self._broken = self._broken, None
+        return broken
 
     def stop_clock(self) -> None:
         """The time from here to the next `look_at_the_clock` does not count: no steps are made."""
@@ -202,15 +223,39 @@ class EpisodePlayer:
         """Whether this is the environments' thread."""
         return self._loop is not None and self._loop.inside
 
+    def refuse_inside(self, call: str) -> None:
+        """Check that the caller is not one of the environments, which `run` waits for.
+
+        Args:
+            call: the caller's method, which would wait for `run`.
+
+        Raises:
+            EngineStateError: it is.
+        """
+        if self.inside or self in _PLAYING.get():
+            raise EngineStateError(
+                f"{call}() in an environment of run(): it would wait for run(), which waits for this environment; sample "
+                "by `await episode.sample(prompt)`, or in an `async def step` by `await manager.sample(prompt)`, and call "
+                f"manager.{call}() after run() has returned"
+            )
+
     async def _play(self, episode: Episode, play: Play) -> None:
+        _PLAYING.set((*_PLAYING.get(), self))
         try:
-            reward = float(await play(episode))
+            reward = _number(await play(episode))
             if not isfinite(reward):
                 raise ValueError(f"reward={reward!r}: must be finite")
         except asyncio.CancelledError:
             self._end(episode, None, "RequestAbortedError: the episode was cancelled")
             raise
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - the environment is the user's: its failure is this episode's alone
+            if isinstance(exc, BrokenEnvironmentError):
+                self._broken = exc
+            elif type(exc) not in self._logged and not episode.ended:
+                self._logged.add(type(exc))
+                _log.warning(
+                    "%r failed; later failures by %s are not logged", episode, type(exc).__name__, exc_info=exc
+                )
             self._end(episode, None, f"{type(exc).__name__}: {exc}")
         else:
             self._end(episode, reward, None)
@@ -234,3 +279,17 @@ class EpisodePlayer:
         future = self._futures.get(episode)
         if future is not None:
             future.cancel()
+
+
+def _number(reward: object) -> float:
+    try:
+        return float(reward)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise BrokenEnvironmentError(
+            f"the episode's coroutine returned {reward!r:.80} of type {type(reward).__name__}: return its reward, a number"
+        ) from None
+
+
+def _close_at_exit(loop: LoopThread) -> None:
+    if not loop.inside:
+        loop.close(EXIT_S)

@@ -105,7 +105,14 @@ def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> l
         ValueError: there are not as many rewards as samples, or one is no finite number.
     """
     sound = [request for request in requests if request.error is None]
-    told = reward(sound) if sound else []
+    try:
+        told = reward(sound) if sound else []
+    except (AttributeError, TypeError) as exc:
+        exc.add_note(
+            "reward is called with the list of a group's samples and returns a list of numbers, one each; a sample has "
+            "generated_text, generated_tokens and metadata: reward=lambda samples: [score(each) for each in samples]"
+        )
+        raise
     try:
         given = [float(each) for each in told]
     except (TypeError, ValueError) as exc:

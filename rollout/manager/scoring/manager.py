@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.manager.control import OnError, check_on_error
+from rollout.manager.episodes.environment import check_call
 from rollout.manager.episodes.manager import ManagerEpisodes, most_discarded, rewards_differ
 from rollout.manager.pacing import StalenessPacer
 from rollout.manager.scoring.batch import PromptTask, Reward, ScoredBatch, ScoredSample
 from rollout.manager.scoring.goal import ScoredGoal
-from rollout.manager.submission import submit
+from rollout.manager.submission import prompts_of, submit
 from rollout.requests.prompt import Prompt
 from rollout.sampling_params import SamplingParams
 
@@ -46,7 +47,8 @@ class ManagerScoring(ManagerEpisodes):
         every rank calls it, as `generate`, and fills a batch of its own.
 
         Args:
-            tasks: drawn from as there is room for another group; what was not drawn is left in an iterator.
+            tasks: prompts as in `generate`, or `PromptTask`s; drawn from as there is room for another group. What was not
+                drawn is left in an iterator.
             reward: of a group's samples; called on this thread, which makes the steps: long computations hold them up, and
                 the model that is trained must not run in it. A timeline shows it.
             sampling_params: of tasks without their own; `n` samples per prompt.
@@ -66,6 +68,7 @@ class ManagerScoring(ManagerEpisodes):
 
         Raises:
             ConfigError: an option is out of its range.
+            TypeError: `reward` does not take one argument.
             ValueError: `reward` did not return one finite number per sample. What it was asked about stays in flight.
             InvalidRequestError, TypeError, ConfigError: a task can never be served, and is dropped; a note of the exception
                 shows it. The others that were drawn are in flight.
@@ -75,16 +78,20 @@ class ManagerScoring(ManagerEpisodes):
         """
         self._refuse_in_group("generate_scored")
         check_on_error(on_error)
+        check_call("reward", reward, 1, "it gets the list of a group's samples and returns a list of numbers, one each")
         params = sampling_params or SamplingParams()
         most, bound = _most_groups(groups, max_groups), most_discarded(groups, max_discarded)
         discarded: list[float | None] = []
         begun: list[int] = []
-        with self.engine.turns.taken(timeout_s):
+        with self._turn("generate_scored", timeout_s):
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
             self._pacer.begin_round(self.policy_version)
             self._rewards = {each: known for each, known in self._rewards.items() if each in self._groups}
+
+            at_once = isinstance(tasks, str | bytes | Mapping | list | tuple) or hasattr(tasks, "ndim")
+            drawn = iter(prompts_of(self.engine.controller, tasks, "tasks") if at_once else tasks)
 
             def begin(drawn: Sequence[Prompt | PromptTask]) -> None:
                 asked = [task if isinstance(task, PromptTask) else PromptTask(task) for task in drawn]
@@ -96,11 +103,14 @@ class ManagerScoring(ManagerEpisodes):
                 self._metrics.add("rollout/groups_discarded")
 
             goal = ScoredGoal(
-                self._groups, self._rewards, _drawn(tasks), begin, groups, most, reward, keep, bound, discard,
+                self._groups, self._rewards, drawn, begin, groups, most, reward, keep, bound, discard,
                 self._too_old,
             )  # fmt: skip
             try:
-                self._loop.play(goal.reached, goal.ended, groups, progress=progress, timeout_s=timeout_s, patient=False)
+                self._loop.play(
+                    "generate_scored", goal.reached, goal.ended, groups, progress=progress, timeout_s=timeout_s,
+                    patient=False,
+                )  # fmt: skip
             except (KeyboardInterrupt, SystemExit):
                 self._loop.abort(begun)
                 raise
@@ -142,12 +152,6 @@ class ManagerScoring(ManagerEpisodes):
             )
             self._groups.drop(chosen)
         return self._handed_out(batch, on_error)
-
-
-def _drawn(tasks: Iterable[Prompt | PromptTask]) -> Iterator[Prompt | PromptTask]:
-    if isinstance(tasks, str | bytes):
-        raise TypeError(f"tasks is one {type(tasks).__name__}: pass an iterable of prompts, [prompt] for one")
-    return iter(tasks)
 
 
 def _tensor(rewards: list[float | None], device: torch.device | str | None) -> torch.Tensor:

@@ -155,7 +155,7 @@ TWO_TOKENS = (np.array([5, 6], "<i4").tobytes(), np.array([-1, -1], "<f4").tobyt
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:request .* is clamped")
+@pytest.mark.filterwarnings("ignore:.* is clamped")
 def test_what_the_engine_refuses_is_declined_and_harms_nobody(changes: dict[str, Any], error: str, words: str) -> None:
     rank = Rank(make_engine("qwen3"))
     good = assign(token_ids(7), greedily(4, n=2), attempt=7, request_id=5)
