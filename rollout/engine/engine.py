@@ -20,6 +20,7 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.diagnosis import answer_signal, watch
 from rollout.engine.admission import prompt_of, refuse_what_is_not_served
+from rollout.engine.forward.attention import refuse_inside_forward
 from rollout.engine.group_member import GroupMember
 from rollout.engine.holds import Holds
 from rollout.engine.ledger import Ledger
@@ -288,6 +289,7 @@ class DynamicInferenceEngine(GroupMember):
 
     def _step(self, *, ahead: bool) -> None:
         """Leaves the records that have ended in the ledger."""
+        refuse_inside_forward()
         with uninterrupted(), self._lock:
             if self._lifecycle.cause_of_death is not None and self._ledger.ended:
                 return

@@ -23,7 +23,7 @@ from rollout.engine.exact.paged_forward import run_exactly
 from rollout.engine.expert_parallel.lockstep import Lockstep
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.adapters import LoraAdapters
-from rollout.engine.forward.attention import Installation
+from rollout.engine.forward.attention import Installation, refuse_inside_forward
 from rollout.engine.forward.cuda_switches import refuse_unknown_parts
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
@@ -89,7 +89,7 @@ class EngineParts:
         self._clock = clock
         self._lock = FairLock()
         self._lifecycle = Lifecycle(self._lock)
-        self.turns = Turns()
+        self.turns = Turns(refuse_inside_forward)
         """One is taken by every caller that steps until requests have ended."""
         self.tap = EngineTap(self, clock)
         """Where a trace of this process hears of the engine."""
@@ -374,7 +374,7 @@ class EngineParts:
 
     @property
     def installation(self) -> Installation:
-        """A context manager that keeps our attention in the model over many steps; each step enters it anyway."""
+        """A context manager of many steps, between which the module counts as unchanged; each step enters it anyway."""
         return self.controller.runner.installation
 
     # --- weights ------------------------------------------------------------------------------------------------
