@@ -293,6 +293,7 @@ class EngineParts:
         scheduler, clock = self.context.scheduler, self._clock
         adapters = self._adapters = AdapterSwitches(model)
         installation = self.installation
+        adapters.look(installation.module_epoch)
 
         def variant() -> Variant:
             return adapters.look(installation.module_epoch)
