@@ -293,6 +293,7 @@ def _assemble(
     """Bookkeeping, steps and control over the memory and the runner."""
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
     switches, installation = AdapterSwitches(model), controller.runner.installation
+    switches.look(installation.module_epoch)
 
     def variant() -> Variant:
         return switches.look(installation.module_epoch)

@@ -26,7 +26,7 @@ from rollout.engine.context import DynamicInferenceContext, MemoryMove
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.explain.explanation import Explanation
 from rollout.engine.forward.adapters import LoraAdapters
-from rollout.engine.forward.attention import Installation
+from rollout.engine.forward.attention import Installation, refuse_inside_forward
 from rollout.engine.holds import Holds
 from rollout.engine.inspection import Inspection
 from rollout.engine.lifecycle import Lifecycle
@@ -79,7 +79,7 @@ class DynamicInferenceEngine:
         config = config or InferenceConfig()
         self.lifecycle = Lifecycle()
         """The state machine, and the lock of the step boundary."""
-        self.turns = Turns()
+        self.turns = Turns(refuse_inside_forward)
         """One is taken by every caller that steps until requests have ended."""
         self.tap = EngineTap(self, clock)
         """Tells a trace of this process what the engine does."""
@@ -149,7 +149,7 @@ class DynamicInferenceEngine:
 
     @property
     def installation(self) -> Installation:
-        """A context manager that keeps our attention in the model over many steps; each step enters it anyway."""
+        """A context manager of many steps, between which the module counts as unchanged; each step enters it anyway."""
         return self.controller.runner.installation
 
     @property
@@ -269,6 +269,7 @@ class DynamicInferenceEngine:
 
     def _step(self, *, ahead: bool) -> None:
         """Make a step; the records that have ended stay in the ledger."""
+        refuse_inside_forward()
         lifecycle = self.lifecycle
         with uninterrupted(), lifecycle.lock:
             if lifecycle.cause_of_death is not None and self.parts.ledger.ended:

@@ -237,7 +237,7 @@ class EngineLoop:
     def _steps(self) -> None:
         """Apply commands, and make steps until there is no work or another thread wants the engine.
 
-        The attention function stays installed between the steps, and is removed before the last step's results are told.
+        The module counts as unchanged between the steps, until the last step's results are told.
         """
         engine = self.engine
         with engine.locked():

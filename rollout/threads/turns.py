@@ -7,7 +7,7 @@ or not that raises, and waiting can be interrupted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rollout.errors import DeadlineError
@@ -15,9 +15,14 @@ from rollout.threads.interrupts import uninterrupted
 
 
 class Turns:
-    """Queue of the threads that generate with one engine."""
+    """Queue of the threads that generate with one engine.
 
-    def __init__(self) -> None:
+    Args:
+        check: called before each turn; may raise.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         self._changed = threading.Condition()
         self._queue: list[object] = []
         self._holder: threading.Thread | None = None
@@ -32,6 +37,7 @@ class Turns:
         Raises:
             DeadlineError: earlier turns have not ended in time.
         """
+        self._check()
         me, ticket = threading.current_thread(), object()
         if self._holder is me:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -185,26 +186,109 @@ def test_generating_makes_no_graph_and_keeps_no_activation() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_forward_of_the_trainer_under_our_attention_raises_instead_of_dropping_its_mask() -> None:
-    model = make_model("qwen3")
-    engine = make_engine(model)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_between_two_steps_the_module_is_the_trainers(name: str, attention: str) -> None:
+    model = make_model(name)
+    model.set_attn_implementation(attention)
+    model.train()
+    twin = copy.deepcopy(model)
+    engine = make_engine(model, fused_forward=False)
+    before = state_of(model)
+    engine.add_request(PROMPTS[0], greedily(6))
+    with engine.installation:
+        engine.step()
+        assert state_of(model) == before
+        assert torch.equal(trainer_forward(model), trainer_forward(copy.deepcopy(model)))
+        for each in (model, twin):
+            trainer_forward(each).logsumexp(-1).mean().backward()
+        engine.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    (request,) = finish(engine).values()
+    assert_greedy(model, request)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_other_threads_find_the_models_own_attention_inside_of_a_forward_of_ours(name: str, attention: str) -> None:
+    model = make_model(name)
+    model.set_attn_implementation(attention)
     logits = trainer_forward(model)
-    with engine.installation, pytest.raises(RuntimeError, match=r"rollout_paged.*a forward of the trainer started"):
-        trainer_forward(model)
-    assert torch.equal(logits, trainer_forward(model))
+    engine = make_engine(model, fused_forward=False)
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append((model.config._attn_implementation, trainer_forward(model), trainer_forward(copy.deepcopy(model))))
+        trainer_forward(model).logsumexp(-1).mean().backward()
+
+    def in_another_thread(*_: Any) -> None:
+        handle.remove()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        found.append(copy.deepcopy(model))
+
+    handle = model.model.layers[1].register_forward_pre_hook(in_another_thread)
+    (request,) = engine.generate([PROMPTS[1]], greedily(5))
+    assert_greedy(model, request)
+    (named, with_ours, of_a_copy), copied = found
+    assert named == attention
+    assert torch.equal(with_ours, logits)
+    assert torch.equal(of_a_copy, logits)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert type(copied.config._attn_implementation) is str
+    assert torch.equal(trainer_forward(copied), logits)
+
+
+def test_two_engines_of_one_model_may_step_in_two_threads() -> None:
+    model = make_model("qwen3")
+    engines = [make_engine(model, fused_forward=False) for _ in range(2)]
+    results: dict[int, Any] = {}
+
+    def generate(index: int) -> None:
+        results[index] = engines[index].generate([PROMPTS[index]] * 2, greedily(24))
+
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        for request in results[index]:
+            assert_greedy(model, request)
+    assert type(model.config._attn_implementation) is str
 
 
 def test_installing_nests_and_restores_once() -> None:
     model = oddly_set()
     engine = make_engine(model)
     before = state_of(model)
-    with engine.installation:
-        with engine.installation:
-            pass
-        assert model.config._attn_implementation == "rollout_paged"
+    with engine.installation, engine.installation.forward(), engine.installation.forward():
+        assert model.config._attn_implementation == "sdpa", "outside of a forward"
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize("call", ["generate", "step"])
+def test_generating_in_a_hook_of_the_model_is_refused_by_name(call: str) -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+
+    def again(*_: Any) -> None:
+        if call == "generate":
+            engine.generate([PROMPTS[0]], greedily(2))
+        else:
+            engine.step()
+
+    handle = model.model.layers[1].register_forward_pre_hook(again)
+    with pytest.raises(RequestError, match=r"EngineStateError: generate or score inside a forward of the model"):
+        engine.generate([PROMPTS[1]], greedily(2))
+    handle.remove()
+    (request,) = engine.generate([PROMPTS[1]], greedily(5))
+    assert_greedy(model, request)
+    assert not engine.has_unfinished
 
 
 def test_a_trainer_that_freezes_or_thaws_between_two_steps_is_followed() -> None:

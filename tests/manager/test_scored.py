@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import Counter
@@ -26,6 +27,37 @@ def numbered(count: int | None = None, params: SamplingParams | None = None):
 def odd_ones_differ(group):
     """Rewards of which groups with an odd number can be learnt from, and no other."""
     return [float(request.metadata % 2 and request.sample_index) for request in group]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_reward_may_run_the_policy_and_a_copy_of_it(model, autocast):
+    rollout = make_rollout(model, fused_forward=False, autocast_dtype=None if autocast is None else "bfloat16")
+    model.train()
+    ids = torch.tensor([[0, 0, 5, 7, 9], [3, 4, 5, 6, 7]])
+    padded = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+    def log_prob(policy):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            return policy(**padded).logits.float().log_softmax(-1).sum()
+
+    expected = log_prob(model)
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    seen = []
+
+    def reward(group):
+        for policy in (copy.deepcopy(model), model):
+            (found := log_prob(policy)).backward()
+            seen.append((policy.training, found, [parameter.grad for parameter in policy.parameters()]))
+            policy.zero_grad()
+        return [float(request.sample_index) for request in group]
+
+    rollout.generate_scored(numbered(), reward, PAIR, groups=1)
+    for training, found, grads in seen:
+        assert training
+        assert torch.equal(found, expected)
+        assert all(map(torch.equal, grads, gradients))
 
 
 # --- full batches -----------------------------------------------------------------------------------------------------

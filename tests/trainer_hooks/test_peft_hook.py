@@ -28,7 +28,7 @@ from rollout.engine.scheduling.prefix_index import NO_BLOCK, CacheChanges
 from rollout.errors import EngineStateError, UnsupportedModelError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
-from tests.engines import at_random, finish, greedily, make_engine, steps, token_ids
+from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, steps, token_ids
 from tests.models import make_model
 from tests.rollouts import assert_nothing_leaked, completions, logprob_error, make_rollout
 from trainer_hooks.optimizer import attach
@@ -516,6 +516,24 @@ def test_adapters_that_put_positions_before_the_prompt_are_refused(kind):
     model = get_peft_model(make_model("qwen3"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(UnsupportedModelError, match=r"sees 7 positions for 4 tokens.*LoRA"):
         make_engine(model)
+
+
+def test_an_activated_lora_is_refused_while_it_is_active():
+    plain, activated = (LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]) for _ in range(2))
+    activated.alora_invocation_tokens = [5, 9, 7]
+    model = get_peft_model(make_model("qwen3"), plain)
+    model.add_adapter("late", activated)
+    with pytest.raises(UnsupportedModelError, match="adapter 'default' is an activated LoRA"):
+        make_engine(get_peft_model(make_model("qwen3"), activated))
+    engine = make_engine(model)
+    prompt = [*token_ids(8, 1), 5, 9, 7, *token_ids(4, 2)]
+    model.set_adapter("late")
+    with pytest.raises(UnsupportedModelError, match=r"adapter 'late' is an activated LoRA.*set_adapter"):
+        engine.generate([prompt], greedily(4))
+    model.set_adapter("default")
+    engine.weights_updated()
+    (request,) = engine.generate([prompt], greedily(4))
+    assert_greedy(model, request)
 
 
 def test_a_variant_tells_layers_apart_and_says_its_names():

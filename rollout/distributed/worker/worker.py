@@ -38,7 +38,7 @@ class EngineWorker(RankConnection):
     def steps(self) -> bool:
         """Make engine steps until there is no work, another thread wants the engine, or Ctrl-C is pending.
 
-        The attention function stays installed between the steps, and is removed before the last step is reported.
+        The module counts as unchanged between the steps, until the last step is reported.
 
         Returns, raises: as `step`.
         """

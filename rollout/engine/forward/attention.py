@@ -1,17 +1,20 @@
-"""Inputs of one attention step, and installation of the paged attention into the trainer's model.
+"""Inputs of one attention step, and how the trainer's model runs with the paged attention.
 
 The model runs its own `forward`; transformers' attention interface passes every layer's queries, keys and values to
 `rollout_attention`. The step's batch travels as a keyword argument, and in a context variable for models that drop
-keyword arguments. `Installation` is a context manager that restores the trainer's attention, also after an exception.
+keyword arguments. The configuration names our attention inside of such a forward only, and to its thread only: any other
+forward of the model, meanwhile or between two of ours, finds the model's own attention and masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from transformers import AttentionInterface
 
 from rollout.engine.kernels.torch_paged import CacheWrite, PagedAttention, write_slots
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.errors import EngineStateError
 from rollout.threads.interrupts import interruptible, uninterrupted
 
 IMPLEMENTATION = "rollout_paged"
@@ -28,11 +32,26 @@ SINKS = "s_aux"
 
 _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
 """Batch of the current thread's forward."""
+_in_forward: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+"""Held in a forward of ours, as two engines of one model may step in two threads."""
 
 
 def is_rollout_forward() -> bool:
     """Whether the current thread runs a forward of an engine, not one of the trainer's."""
     return _carried.get() is not None
+
+
+def refuse_inside_forward() -> None:
+    """Refuse to run requests inside of a forward of an engine, on its thread.
+
+    Raises:
+        EngineStateError: names the cure.
+    """
+    if is_rollout_forward():
+        raise EngineStateError(
+            "generate or score inside a forward of the model (a forward hook?), in the middle of a step: keep in the hook "
+            "what you need, and call after the generate() that runs it has returned"
+        )
 
 
 class AttentionBatch(Protocol):
@@ -67,8 +86,7 @@ def rollout_attention(
         batch = _carried.get()
     if batch is None:
         raise RuntimeError(
-            f"attention implementation {IMPLEMENTATION!r} ran without a rollout batch: a forward of the trainer started "
-            "while the engine had its attention installed (another thread?); run them one after the other"
+            f"{IMPLEMENTATION!r} is the engine's own attention implementation: set the model's to 'sdpa'"
         )
     if torch.is_autocast_enabled(query.device.type):
         # As the trainer's attention does: rotary embeddings leave queries and keys in a wider type than values.
@@ -83,7 +101,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
-    """Output of one forward of `model` that passes `batch` to every attention layer; needs an active `Installation`."""
+    """Output of one forward of `model` that passes `batch` to every attention layer; inside of `Installation.forward`."""
     token = _carried.set(batch)
     try:
         with interruptible():
@@ -149,17 +167,14 @@ class PagedBatch:
 
 
 class Installation:
-    """Context manager: paged attention in `model`, with training behaviour off; may be nested.
+    """The engine's use of the trainer's model: `with installation` spans many forwards, and may be nested.
 
     Args:
-        autocast: dtype that forwards in the block are autocast to; None: the caller's autocast applies.
+        autocast: dtype that forwards are autocast to; None: the caller's autocast applies.
         implementation: the name that the attention is registered under.
 
-    Modules compiled by the trainer run uncompiled in the block.
-
-    On leaving, every flag is as before, also after an exception. Saved and restored: the attention implementation of every
-    configuration object of the model, and the `training` flag of every module (a trainer may keep some in eval). Gradient
-    checkpointing acts only while `training` is set, and `use_cache` is an argument of the forward: neither is touched.
+    Between two forwards in the block nothing is changed that anybody else could notice: not for the trainer's code that
+    runs in it (a reward function), nor for other threads.
     """
 
     def __init__(
@@ -168,52 +183,104 @@ class Installation:
         self._model = model
         self._autocast = autocast
         self._implementation = implementation
+        self._alone = _in_forward.setdefault(model, RLock())
         self._depth = 0
-        self._restore = ExitStack()
+        self._modules: list[nn.Module] = []
+        self._configs: list[Any] = []
         self.module_epoch = 0
         """Incremented whenever the trainer may have modified the module; caches keyed on it are invalidated."""
 
     def __enter__(self) -> None:
-        if self._depth:
-            self._depth += 1
-            return
-        try:
-            with uninterrupted():
-                self._install()
-                self._depth = 1
+        with uninterrupted():
+            if not self._depth:
+                self._modules, self._configs = list(self._model.modules()), configs_of(self._model)
+                # Casts that autocast made before may be outdated; those of the block last until its end.
+                torch.clear_autocast_cache()
+                torch.autocast_increment_nesting()
                 self.module_epoch += 1
-        except BaseException:
-            self._depth = 0
-            self._restore.close()
-            raise
+            self._depth += 1
 
     def __exit__(self, *exc_info: object) -> None:
         with uninterrupted():
             self._depth -= 1
             if not self._depth:
                 self.module_epoch += 1
-                self._restore.close()
+                torch.autocast_decrement_nesting()
+                torch.clear_autocast_cache()
 
-    def _install(self) -> None:
-        with ExitStack() as stack:
-            for config in configs_of(self._model):
-                stack.callback(setattr, config, _IMPLEMENTATION_FIELD, config._attn_implementation)
-                setattr(config, _IMPLEMENTATION_FIELD, self._implementation)
-            modules = list(self._model.modules())
-            if any(_is_compiled(module) for module in modules):
-                # Dynamo would trace the attention's Python: a graph break in every layer, a compilation for every shape.
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            training = [module for module in modules if module.training]
-            stack.callback(_set_training, training, True)
-            _set_training(training, False)
-            # Autocast caches cast weights: casts made here carry no gradient, those of the trainer may be outdated.
-            torch.clear_autocast_cache()
-            stack.callback(torch.clear_autocast_cache)
-            stack.enter_context(torch.no_grad())
-            if self._autocast is not None:
-                device = next(self._model.parameters()).device.type
-                stack.enter_context(torch.autocast(device, self._autocast))
-            self._restore = stack.pop_all()
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """A block without gradients, under the engine's autocast; on this thread."""
+        with self, torch.no_grad():
+            device = next(self._model.parameters()).device.type
+            with nullcontext() if self._autocast is None else torch.autocast(device, self._autocast):
+                yield
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A block of inference in which the modules run: with our attention, uncompiled, training behaviour off.
+
+        On leaving, every flag is as before, also after an exception. Restored: the attention implementation of every
+        configuration object of the model, and the `training` flag of every module (a trainer may keep some in eval).
+        Gradient checkpointing acts only while `training` is set, and `use_cache` is an argument of the forward: neither is
+        touched. Other threads see the flags of `training`, and no other change.
+        """
+        with self.inference(), self._alone, ExitStack() as stack:
+            try:
+                with uninterrupted():
+                    self._install(stack)
+                yield
+            finally:
+                with uninterrupted():
+                    stack.close()
+
+    def _install(self, stack: ExitStack) -> None:
+        for config in self._configs:
+            own = getattr(config, _IMPLEMENTATION_FIELD)
+            stack.callback(setattr, config, _IMPLEMENTATION_FIELD, own)
+            setattr(config, _IMPLEMENTATION_FIELD, _Switched.of(own, self._implementation))
+        if any(_is_compiled(module) for module in self._modules):
+            # Dynamo would trace the attention's Python: a graph break in every layer, a compilation for every shape.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        training = [module for module in self._modules if module.training]
+        stack.callback(_set_training, training, True)
+        _set_training(training, False)
+
+
+class _Switched(str):
+    """The name of a model's own attention implementation, which equals that of ours in a forward of an engine.
+
+    Only to the thread of that forward. A copy is the own name.
+    """
+
+    ours: str
+
+    @classmethod
+    def of(cls, own: str | None, ours: str) -> _Switched:
+        switched = cls("eager" if own is None else own)
+        switched.ours = ours
+        return switched
+
+    def _now(self) -> str:
+        return self.ours if is_rollout_forward() else str(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self._now() == other
+
+    def __ne__(self, other: object) -> bool:
+        return self._now() != other
+
+    def __hash__(self) -> int:
+        return hash(self._now())
+
+    def __contains__(self, part: object) -> bool:
+        return str(part) in self._now()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[str], tuple[str]]:
+        return self.__reduce__()
 
 
 _IMPLEMENTATION_FIELD = "_attn_implementation_internal"
@@ -228,7 +295,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _set_training(modules: list[nn.Module], value: bool) -> None:
     for module in modules:
-        module.training = value
+        # As `nn.Module.__setattr__` would, in a tenth of the time: this is done in every forward.
+        vars(module)["training"] = value
 
 
 def configs_of(model: nn.Module) -> list[Any]:

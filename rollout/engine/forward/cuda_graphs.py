@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.forward.attention import forward_with
+from rollout.engine.forward.attention import Installation, forward_with
 from rollout.engine.forward.chunk_state import MOST_CHUNKS, SIZES, ChunkInputs, ChunkState, padded_tokens
 from rollout.engine.forward.cuda_capture import Device, Uncapturable, no_kept_casts
 from rollout.engine.forward.cuda_switches import switched_on
@@ -411,7 +411,7 @@ class GraphedDecode:
     def _module_logits(self, inputs: DecodeInputs | ChunkInputs) -> Tensor:
         keep = torch.arange(len(inputs.ids), device=self._layout.device) if inputs.keep is None else inputs.keep
         batch = CapturedBatch(self._kernels, self._layout, inputs)
-        with self._copies.substituted():
+        with self._copies.substituted(), Installation(self._model).forward():
             output = forward_with(
                 batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
             )

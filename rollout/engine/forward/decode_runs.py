@@ -105,7 +105,7 @@ class DecodeRuns:
             return False
         if not self._sampling.select(rows).plain:
             return False
-        with self._installation:
+        with self._installation.inference():
             return self._forward.ready(self._installation.module_epoch)
 
     def run(self, step: ScheduledStep) -> StepTokens:
@@ -116,7 +116,7 @@ class DecodeRuns:
             self._cache.copy_blocks(step.copies)
         counters = (table.length[rows] - table.origin[rows]).astype(np.int64)
         params = self._sampling.select(rows)
-        with self._installation:
+        with self._installation.inference():
             tokens, logprobs = self._forward.decode(
                 ids, packed, table.state[rows], params, counters, table.stop_ids[rows], step.ahead, self._asked
             )

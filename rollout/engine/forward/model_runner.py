@@ -216,7 +216,7 @@ class ModelRunner:
     def encode(self, item: ImageItem) -> None:
         """Run this member's part of the vision tower on an item that the first rank of a tensor-parallel group encodes."""
         self.order.follow()
-        with self.installation:
+        with self.installation.forward():
             self.vision.encode(item)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
@@ -247,7 +247,7 @@ class ModelRunner:
             if self._routers is not None:
                 return "it records the experts that its routers choose (InferenceConfig.record_routes)"
             return self._dropped or "InferenceConfig.fused_forward=False"
-        with self.installation:
+        with self.installation.inference():
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
 
     def drop_fused(self, why: str) -> None:
@@ -299,7 +299,8 @@ class ModelRunner:
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
         """The rows of a step with what its images let them see, and what images change in its forward; None: nothing."""
-        with self.installation:
+        pictured = any(each.images is not None for each in step.prefills)
+        with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)
         return rows if images is None else replace(rows, seen=images.seen), images
 
@@ -321,7 +322,7 @@ class ModelRunner:
         """
         self.order.follow()
         rotary = rows.positions if images is None else images.positions
-        with self.installation:
+        with self.installation.inference():
             self.copies.refresh(self.installation.module_epoch)
             if named is not None:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self._module_forward)
@@ -371,6 +372,7 @@ class ModelRunner:
         )
         cache = {} if states is None else {layout.cache_argument: states, **states.arguments}
         with ExitStack() as around:
+            around.enter_context(self.installation.forward())
             around.enter_context(self._recording(slots[0]))
             inputs = {"input_ids": tokens}
             if images is not None:

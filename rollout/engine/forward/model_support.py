@@ -245,7 +245,7 @@ def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedSta
     watcher = _Watcher()
     ids = torch.arange(PROBE_TOKENS, device=device)[None]
     keep = torch.tensor([PROBE_TOKENS - 1], device=device)
-    with Installation(model, implementation=PROBE):
+    with Installation(model, implementation=PROBE).forward():
         try:
             output = forward_with(watcher, model, input_ids=ids, position_ids=ids, logits_to_keep=keep, **cache)
         except torch.OutOfMemoryError:

@@ -48,7 +48,7 @@ def continues(model: nn.Module, device: torch.device, shapes: Sequence[StateShap
     pool = StatePool(shapes, 2, device)
     for key in recurrent:
         pool.state(key)[1] = 1
-    with Installation(model, implementation=PROBE):
+    with Installation(model, implementation=PROBE).forward():
         zeros, ones = (_logits(model, device, range(2), argument, _row(pool, slot)) for slot in range(2))
     return not torch.equal(zeros, ones)
 
@@ -64,7 +64,7 @@ def packs(model: nn.Module, device: torch.device, shapes: Sequence[StateShape], 
     pool, offsets = StatePool(shapes, 4, device), np.concatenate([[0], np.cumsum(LENGTHS)])
     borders = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
     places = [position for length in LENGTHS for position in range(length)]
-    with Installation(model, implementation=PROBE):
+    with Installation(model, implementation=PROBE).forward():
         try:
             cache = PackedStates(pool, np.arange(2, dtype=np.int32), offsets)
             together = _logits(model, device, range(offsets[-1]), argument, cache, places)

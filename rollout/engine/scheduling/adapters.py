@@ -10,6 +10,8 @@ from __future__ import annotations
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from rollout.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -30,18 +32,30 @@ class AdapterSwitches:
         self._seen: list[tuple[dict[str, Any], Any, Any, Any]] | None = None
         """Of each layer: see `_read`, when the variant was read last; None: read it anew."""
         self._variant: Variant = NO_ADAPTER
+        self._refused: str | None = None
+        """An active adapter that no step can compute."""
 
     def look(self, module_epoch: int) -> Variant:
         """Current variant, after rescanning the modules if `module_epoch` has changed.
 
         Args:
             module_epoch: changes whenever the trainer may have modified the module.
+
+        Raises:
+            UnsupportedModelError: an activated LoRA is active.
         """
         if module_epoch != self._module_epoch:
             self._module_epoch = module_epoch
             self._layers = [module for module in self._model.modules() if _has_switches(module)]
             self._seen = None
-        return self.variant
+        variant = self.variant
+        if self._refused is not None:
+            raise UnsupportedModelError(
+                f"adapter {self._refused!r} is an activated LoRA (alora_invocation_tokens), which acts from certain tokens "
+                "of its input on, and a step computes parts of prompts: set another adapter (model.set_adapter(name)), or "
+                "train one without alora_invocation_tokens"
+            )
+        return variant
 
     def present(self, module_epoch: int) -> bool:
         """Whether the model has layers with adapters, active or not."""
@@ -59,6 +73,7 @@ class AdapterSwitches:
             for own, disabled, active, scaling in seen
         ):
             each = [_acting(layer) for layer in self._layers]
+            self._refused = next((name for name in map(_activated, self._layers) if name is not None), None)
             distinct = set(each)
             self._variant = tuple(each) if len(distinct) > 1 else distinct.pop() if distinct else NO_ADAPTER
             self._seen = [_read(layer) for layer in self._layers] if all(map(_is_pefts, self._layers)) else None
@@ -93,6 +108,13 @@ def _read(layer: Any) -> tuple[dict[str, Any], Any, Any, Any]:
     """A layer's attributes, and copies of those that its variant depends on."""
     own = vars(layer)
     return own, own.get("_disable_adapters"), copy(own.get("_active_adapter")), copy(own.get("scaling"))
+
+
+def _activated(layer: Any) -> str | None:
+    """Name of an active adapter of a layer that PEFT masks by the tokens before (aLoRA)."""
+    variants = layer.__dict__.get("lora_variant") or {}
+    acting = () if layer.disable_adapters else layer.active_adapters
+    return next((name for name in acting if type(variants.get(name)).__name__ == "ALoraLinearVariant"), None)
 
 
 def _acting(layer: Any) -> Variant:
