@@ -80,16 +80,16 @@ def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path, m
         return failed
 
     monkeypatch.setattr(first_run, "supervise", supervise)
-    assert first_run.main(["kernels", "top_p", "--out", str(tmp_path), *ON_A_CPU]) == 1
+    assert first_run.main(["kernels", "env", "--out", str(tmp_path), *ON_A_CPU]) == 1
     failed, last = report.of(tmp_path)
     assert (failed["name"], failed["ok"]) == ("kernels", False)
     assert "do not load" in failed["why"]
-    assert (last["name"], last["ok"]) == ("top_p", True)
+    assert (last["name"], last["ok"]) == ("env", True)
     assert last["findings"]
     assert json.loads((tmp_path / "findings.json").read_text(encoding="utf-8"))["stages"] == [failed, last]
     text = (tmp_path / "findings.txt").read_text(encoding="utf-8")
     assert "FAILED: RuntimeError: the Triton kernels do not load" in text
-    assert "sampler: batch 4, kind plain" in text
+    assert "versions: torch" in text
 
 
 def test_the_calls_of_the_documentation_have_all_stages_and_time_for_them() -> None:

@@ -15,7 +15,6 @@ FILES = {
     "forward/test_cuda_forward.py": "test",
     "kernels/test_triton_attention.py": "paged",
     "kernels/test_triton_paged.py": "test",
-    "sampling/test_triton_draw.py": "test",
 }
 """Words in the names of the tests of each file that run there."""
 

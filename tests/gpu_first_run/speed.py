@@ -1,4 +1,4 @@
-"""Stages `env`, `speed`, `ways`, `top_p`: rates of the machine, of decode steps, of the sampler."""
+"""Stages `env`, `speed`, `ways`: rates of the machine and of decode steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.kernels import triton_draw
-from rollout.engine.sampling.sampler import sample
-from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.sampling_params import SamplingParams
 from tests.benchmarks.device_time import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
@@ -214,45 +209,3 @@ def _timing(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
             times.append(time.perf_counter() - start)
 
     return run
-
-
-def top_p(run: Run) -> None:
-    """The sampler's milliseconds by kind of parameters, by Triton and by plain torch, and whether tokens are the same."""
-    kinds = {
-        "plain": SamplingParams(), "temperature": SamplingParams(temperature=0.7), "top_p": SamplingParams(top_p=0.95),
-        "top_k": SamplingParams(top_k=20), "both": SamplingParams(top_k=20, top_p=0.95),
-        "greedy": SamplingParams(temperature=0), "logprobs": SamplingParams(logprobs=5),
-    }  # fmt: skip
-    vocabulary = SHAPES[run.sizes[0]]["vocab_size"]
-    for batch in (64, 256) if run.large else (4,):
-        logits = (torch.randn(batch, vocabulary, device=run.device) * 3).bfloat16()
-        positions = torch.arange(batch, device=run.device)
-        for kind, params in kinds.items():
-            table = SamplingTable(run.device)
-            for row in range(batch):
-                table.set(row, params, row)
-            rows = table.select(np.arange(batch))
-            draw = partial(sample, logits, rows, positions)
-            ours, took = draw(), seconds(run, draw)
-            with _plain_sampler():
-                plain, torch_took = draw(), seconds(run, draw)
-            same = float((ours.token_ids == plain.token_ids).float().mean())
-            apart = float((ours.logprobs - plain.logprobs)[ours.token_ids == plain.token_ids].abs().max())
-            run.say(
-                "sampler",
-                batch=batch,
-                kind=kind,
-                ms=1e3 * took,
-                torch_ms=1e3 * torch_took,
-                same=same,
-                logprobs_apart=apart,
-            )
-
-
-@contextmanager
-def _plain_sampler() -> Iterator[None]:
-    serves, triton_draw.serves = triton_draw.serves, lambda scores: False
-    try:
-        yield
-    finally:
-        triton_draw.serves = serves

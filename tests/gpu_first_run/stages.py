@@ -22,7 +22,7 @@ from tests.gpu_first_run.without import without
 
 STAGES: dict[str, Callable[[Run], None]] = {
     "env": speed.env, "kernels": exactness.kernels, "poison": memory.poison, "truth": exactness.truth,
-    "speed_small": speed.speed_small, "tune": tune, "top_p": speed.top_p, "ways": speed.ways, "fused": fused,
+    "speed_small": speed.speed_small, "tune": tune, "ways": speed.ways, "fused": fused,
     "families": families, "exact": exact_mode.exact_mode, "memory": memory.memory, "speed": speed.speed, "without": without,
     "sanitize": sanitize, "tests": gpu_tests,
 }  # fmt: skip

@@ -16,7 +16,7 @@ from rollout.engine.explain.machine import Machine
 from rollout.engine.explain.trial import Trial
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
-from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
+from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
@@ -242,8 +242,6 @@ def _attention(runner: ModelRunner) -> str:
 def _sampling(layout: ModelLayout) -> str:
     if layout.device.type == "cpu" and cpu_library.load() is not None:
         return "C++; top-k, top-p, min-p and penalties in torch before it"
-    if layout.device.type == "cuda" and triton_draw.load(layout.device, layout.kv_dtype) is not None:
-        return "Triton; penalties, top log-probs and kept tokens in torch"
     return "torch"
 
 

@@ -34,7 +34,7 @@ from rollout.engine.forward.recurrent_states import States
 from rollout.engine.forward.routers import Routers
 from rollout.engine.forward.step_rows import pack
 from rollout.engine.forward.step_sampling import sample_step
-from rollout.engine.kernels import cpu_library, triton_draw, triton_paged
+from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
@@ -134,8 +134,6 @@ class ModelRunner:
         self.installation = Installation(model, autocast)
         self.order = StreamOrder(layout.device)
         """Of what this runner does behind what callers have queued on the device."""
-        if layout.device.type == "cuda":
-            triton_draw.load(layout.device, layout.kv_dtype)  # Compiled and tried out here, not in the first step.
         self._dropped = ""
         self.sampling = SamplingTable(layout.device)
         self.constraints: Constraints | None = None

@@ -13,7 +13,6 @@ Order: logit_bias, banned tokens, constraints, repetition, presence and frequenc
 min_p. The filters keep a definite number of tokens: among equal logits, those with the lower ids. A greedy row takes the
 largest logit (lowest id on ties) with temperature 1 and its filters off.
 
-On CUDA kernels do this without the tensors in between (`triton_draw`), unless top log-probs or kept tokens are asked for.
 A draw is an inverse-CDF search in two levels: weights are summed in blocks of `BLOCK` tokens, the block is found in the
 running sums of the blocks, then the token in the running sum inside the block.
 """
@@ -29,9 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engine.kernels import cpu_draw, triton_draw
+from rollout.engine.kernels import cpu_draw
 from rollout.engine.kernels.cpu_draw import CpuDraw
-from rollout.engine.kernels.triton_draw import Filters, TritonDraw
 from rollout.engine.memory.buffers import BLOCK, Scratch
 from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.edits import History, edited, removed
@@ -106,12 +104,6 @@ def sample(
         if exact:
             return Sampled(token_ids, softmax_logprobs(logits, token_ids[:, None], rows.temperature)[:, 0], None, None)
         return Sampled(token_ids, _log_probs(score, _Total(peak, log_sum)), None, None)
-    gpu = None
-    if triton_draw.serves(logits) and not (exact or rows.top_n or rows.any_keeping):
-        gpu = triton_draw.load(logits.device, logits.dtype)
-    if gpu is not None and not (rows.any_penalty or rows.any_bias or rows.any_raw or banned or allowed):
-        token_ids, total, score = _drawn_on_gpu(gpu, logits, rows, positions)
-        return Sampled(token_ids, _log_probs(score, total), None, None)
     parts, start, done = rows.parts(_rows_at_once(logits)), 0, []
     for part in parts:
         cut = slice(start, start + len(part))
@@ -120,7 +112,7 @@ def sample(
         masked = None if allowed is None else removed(allowed, start, cut.stop, raw)
         scores = edited(raw, part, None if histories is None else histories[cut], own, masked)
         wanted = _Wanted(rows.top_n, rows.any_keeping, exact)
-        done.append(_sample(scores, raw, part, positions[cut], wanted, kernel or gpu))
+        done.append(_sample(scores, raw, part, positions[cut], wanted, kernel))
         start = cut.stop
     return Sampled(*_joined(done))
 
@@ -196,16 +188,12 @@ def _sample(
     rows: SamplingRows,
     positions: Tensor,
     wanted: _Wanted,
-    kernel: CpuDraw | TritonDraw | None,
+    kernel: CpuDraw | None,
 ) -> tuple[Tensor | None, ...]:
     """The fields of `Sampled`, from edited float32 scores [R, V] and the model's own logits `raw`."""
     scratch = rows.scratch
     if kernel is None:
         token_ids, total, score, listed, kept = _drawn(scores, rows, positions, wanted)
-    elif isinstance(kernel, TritonDraw):
-        token_ids, (peak, log_sum), score = _drawn_on_gpu(kernel, scores, rows, positions)
-        token_ids, peak, log_sum, score = (column[:, None] for column in (token_ids, peak, log_sum, score))
-        total, listed, kept = _Total(peak, log_sum), None, (None, None)
     else:
         scores, listed = _filtered(scores, rows, wanted)
         keeping = (rows.keeps, rows.scratch.take("kept_ids", scores, torch.int32)) if wanted.kept else ()
@@ -224,19 +212,6 @@ def _sample(
     if wanted.exact and listed is not None:
         return token_ids[:, 0], *_by_softmax(listed, token_ids, top[0]), *kept
     return token_ids[:, 0], _log_probs(score, total)[:, 0], *top, *kept
-
-
-def _drawn_on_gpu(
-    kernel: TritonDraw, scores: Tensor, rows: SamplingRows, positions: Tensor
-) -> tuple[Tensor, _Total, Tensor]:
-    """Draw tokens: ids [R], sum of exponentials, score of each token, all [R]."""
-    filters = Filters(
-        rows.top_k if rows.any_top_k else None,
-        rows.top_p if rows.any_top_p else None,
-        rows.min_p if rows.any_min_p else None,
-    )
-    drawn = kernel(scores, rows.temperature, rows.greedy, rows.key, positions, filters)
-    return drawn.token, _Total(drawn.peak, drawn.log_sum), drawn.score
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tensor, Tensor | None]:

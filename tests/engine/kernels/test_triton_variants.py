@@ -18,7 +18,6 @@ from rollout.engine.forward.chunk_state import ChunkState
 from rollout.engine.forward.decode_state import DecodeState
 from rollout.engine.kernels import (
     triton_attention,
-    triton_draw,
     triton_exact,
     triton_experts,
     triton_layers,
@@ -28,14 +27,10 @@ from rollout.engine.kernels.cpu_forward import Activation, NormKind, RotaryKind
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
-from rollout.engine.kernels.triton_draw import TritonDraw
 from rollout.engine.kernels.triton_exact import AttendedRows
 from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
 from rollout.engine.kernels.triton_paged import TritonPaged
 from rollout.engine.memory.buffers import packed
-from rollout.engine.sampling import sampler
-from rollout.engine.sampling.sampling_table import SamplingTable
-from rollout.sampling_params import SamplingParams
 from tests.triton_launches import recorded
 
 pytestmark = [
@@ -165,22 +160,6 @@ def test_experts_launch_three_sizes_of_blocks_for_any_rows() -> None:
             chosen = torch.arange(2 * count).view(count, 2) % 4
             triton_experts.load()(hidden, shares, chosen, gate_up, down, Activation.SILU)
     assert variants(asked) == {"gate_and_up": 3, "shared_down": 3}
-
-
-def test_draws_for_any_rows_launch_the_same_kernels() -> None:
-    """Parameters of an odd number of rows lie where 16 divides no address, and each round of a search was a kernel."""
-    with recorded(triton_draw.load, triton_draw._kernels) as asked:
-        draw = TritonDraw(triton_draw._kernels(), precise=True)
-        for count in (1, 2, 3, 16):
-            for params in (SamplingParams(), SamplingParams(top_k=3, top_p=0.5, min_p=0.1)):
-                table = SamplingTable(CPU)
-                for row in range(count):
-                    table.set(row, params, row)
-                for vocabulary in (160, 32_000):
-                    logits, at = torch.zeros(count, vocabulary, dtype=BF16), torch.zeros(count, dtype=torch.int64)
-                    sampler._drawn_on_gpu(draw, logits, table.select(np.arange(count)), at)
-    # With filters and without; a search by number and one by weight.
-    assert variants(asked) == {"peaks": 1, "sums": 2, "choose": 2, "narrow": 2, "ties": 1}
 
 
 def test_exact_mode_launches_the_same_kernels_for_decoding_chunks_and_training(monkeypatch) -> None:
