@@ -14,8 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.config import InferenceConfig
+from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.errors import ConfigError, SerializationError
-from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
+from rollout.manager import token_scores
+from rollout.manager.episodes import rows as episode_rows
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import FILTERS, MIN_TEMPERATURE, SamplingParams
+from rollout.server.openai.schema import CompletionRequest
 
 TOKENS = st.integers(0, 2**31 - 1)
 
@@ -185,3 +190,28 @@ def test_parameters_can_be_dictionary_keys_and_cannot_be_changed():
     assert len({SamplingParams(logit_bias={1: 1.0}), SamplingParams(logit_bias={1: 1.0})}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().n = 2
+
+
+VALUES = {"top_k": 2, "top_p": 0.5, "min_p": 0.5}
+"""A value of each filter that cuts most tokens off."""
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_every_filter_reaches_all_that_depends_on_the_distribution(name: str) -> None:
+    """One table names the filters: the draw, kept tokens, scores, rows of episodes and HTTP follow it."""
+    params = SamplingParams(**{name: VALUES[name]})
+    assert params.truncated
+    assert params.shaping() == [f"{name}={VALUES[name]!r}"]
+    assert SamplingParams(**{name: VALUES[name]}, return_kept_tokens=True).return_kept_tokens
+    table = SamplingTable("cpu")
+    table.set(0, params, 1)
+    table.set(1, SamplingParams(temperature=0, **{name: VALUES[name]}), 1)
+    assert table.select(np.array([0])).filters == {name}
+    assert not table.select(np.array([1])).filters
+    body = CompletionRequest.model_validate({"model": "m", "prompt": "x", name: VALUES[name]})
+    assert getattr(body.sampling_params(max_tokens=1), name) == VALUES[name]
+    request = DynamicInferenceRequest(request_id=1, prompt_tokens=[1, 2], sampling_params=params)
+    plain = DynamicInferenceRequest(request_id=1, prompt_tokens=[1, 2], sampling_params=SamplingParams())
+    assert episode_rows._distribution(request) != episode_rows._distribution(plain)
+    with pytest.raises(ConfigError, match=name):
+        token_scores._of_set(request)

@@ -13,7 +13,7 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import FILTERS, SHAPING, SamplingParams
 from rollout.state import KVCacheManagementMode
 from trainer_hooks.trl_images import placeholders
 
@@ -29,10 +29,6 @@ _SEAMS = (
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 _DECIDED = {"n", "seed", "ignore_eos", "logprobs", "prompt_logprobs", "logprobs_mode", "return_kept_tokens"}
 _CHOICES = {field.name for field in fields(SamplingParams)} - _DECIDED
-_SHAPING = (
-    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
-)  # fmt: skip
-"""Parameters that make the sampling distribution differ from the trainer's, softmax(logits / temperature)."""
 _BY_TOKEN = ("token_truncate", "token_mask")
 
 
@@ -57,23 +53,19 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     if banned := placeholders(trainer):
         # As TRL's own generation does. The trained distribution keeps them, with a probability that the log-probs include.
         params = params.replace(logit_bias=dict.fromkeys(banned, -100.0) | (params.logit_bias or {}))
-    return params.replace(logprobs_mode="tempered") if banned or _shaping(params) else params
+    return params.replace(logprobs_mode="tempered") if banned or params.shaping() else params
 
 
 def _asked(trainer: Any) -> SamplingParams:
     """What GRPOConfig asks for, of one completion."""
     asked = {
         "temperature": trainer.temperature,
-        "top_p": trainer.top_p,
-        "top_k": trainer.top_k,
-        "min_p": trainer.min_p or 0.0,
-        "repetition_penalty": trainer.repetition_penalty,
         "max_tokens": trainer.max_completion_length,
-    }
+    } | {name: value for name in SHAPING if (value := getattr(trainer, name, None)) is not None}
     given = dict(trainer.args.generation_kwargs or {})
     if not given.pop("do_sample", True):
         # Greedy by top_k=1: at temperature 0, log-probs would be those of temperature 1 instead of the trainer's.
-        asked |= {"top_k": 1, "top_p": 1.0, "min_p": 0.0}
+        asked |= FILTERS | {"top_k": 1}
     for name, value in given.items():
         known = _RENAMED.get(name, name)
         if known not in _CHOICES:
@@ -95,8 +87,8 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
     """
     params = _asked(trainer)
     # Greedy completions of a prompt are all equal: no training signal, so no warning is needed.
-    if params.top_k != 1 and (names := _shaping(params)):
-        shown = ", ".join(f"{name}={getattr(params, name)!r}" for name in names)
+    if params.top_k != 1 and (shaping := params.shaping()):
+        shown = ", ".join(shaping)
         warnings.warn(
             f"{shown}: completions are drawn from another distribution than the one that is trained. Importance weights "
             "between the two would vanish with the length and stop the learning, so the rollout hands over log-probs of the "
@@ -106,11 +98,6 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
             f"then replays kept tokens{f' (not so here, {why_not_replayed})' if why_not_replayed else ''}",
             stacklevel=stacklevel + 1,
         )
-
-
-def _shaping(params: SamplingParams) -> list[str]:
-    plain = SamplingParams()
-    return [name for name in _SHAPING if getattr(params, name) != getattr(plain, name)]
 
 
 def refuse_tools(trainer: Any) -> None:

@@ -23,7 +23,7 @@ from rollout.manager.images import BatchImages, ImageLayout
 from rollout.manager.token_logprobs import selected_logprobs, token_entropies
 from rollout.manager.tree import PackedTree, pack_tree
 from rollout.requests.images import ImageInputs
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import PENALTIES, SamplingParams
 from trainer_hooks.trl_images import images_of_rows
 from trainer_hooks.trl_rows import GeneratedRows
 
@@ -201,9 +201,7 @@ class LogprobPass:
             mask,
             temperature=params.temperature,
             logit_bias=params.logit_bias,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
             prompt_lengths=torch.full((count,), prompt, device=ids.device),
             predictors=predictors,
+            **{name: getattr(params, name) for name in PENALTIES},
         )

@@ -26,6 +26,7 @@ from rollout.manager.packed import PackedRollouts
 from rollout.manager.routed_experts import padded_routes
 from rollout.manager.tree import PackedTree, pack_tree
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.sampling_params import FILTERS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -277,8 +278,8 @@ class RolloutBatch:
             params = request.sampling_params
             if params.truncated and not params.greedy and request.generated_kept_tokens is None:
                 raise ValueError(
-                    f"{_name(request)} was truncated (top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p}) and "
-                    "has no kept tokens: sample with SamplingParams.return_kept_tokens=True"
+                    f"{_name(request)} was truncated ({', '.join(params.shaping(FILTERS))}) and has no kept tokens: "
+                    "sample with SamplingParams.return_kept_tokens=True"
                 )
         kept = self.kept_tokens or no_sets(self.input_ids)
         if packed is None:

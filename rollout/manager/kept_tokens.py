@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.algorithms.replay import replay_logprobs
 from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import PENALTIES
 
 
 class KeptSets(NamedTuple):
@@ -96,9 +97,7 @@ def logprobs_of_rows(
         mask,
         temperature=each("temperature", 1.0),
         logit_bias=[one.logit_bias for one in params] if any(one.logit_bias for one in params) else None,
-        repetition_penalty=each("repetition_penalty", 1.0),
-        presence_penalty=each("presence_penalty", 0.0),
-        frequency_penalty=each("frequency_penalty", 0.0),
         prompt_lengths=torch.tensor([len(row.prompt_tokens) for row in rows], device=input_ids.device),
         predictors=predictors,
+        **{name: each(name, off) for name, off in PENALTIES.items()},
     )

@@ -23,7 +23,7 @@ from rollout.manager.token_logprobs import token_entropies
 from rollout.requests.images import ImageInputs
 from rollout.requests.prompt import unpadded
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
 Sequences = Sequence[Sequence[int] | Tensor]
 
@@ -314,15 +314,12 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
     params = request.sampling_params
     if params.greedy or params.logprobs_mode != "processed":
         return False
-    names = ["repetition_penalty", "presence_penalty", "frequency_penalty"]
-    if not params.return_kept_tokens:
-        names += ["top_k", "top_p", "min_p", "logit_bias", "structured"]
-    plain = SamplingParams()
-    shaped = [f"{name}={value!r}" for name in names if (value := getattr(params, name)) != getattr(plain, name)]
-    if shaped:
+    # Kept tokens hold what filters, biases and constraints did.
+    named = PENALTIES if params.return_kept_tokens else [*PENALTIES, *FILTERS, "logit_bias", "structured"]
+    if shaped := params.shaping(named):
         raise ConfigError(
-            f"request {request.request_id} sample {request.sample_index} was sampled with {', '.join(shaped)}: top_k, "
-            "top_p, min_p and structured (logit_bias beside one of them) are scored with return_kept_tokens=True, penalties "
-            "by batch.replay_logprobs(logits) alone; or pass temperature= for log-probs of the whole vocabulary"
+            f"request {request.request_id} sample {request.sample_index} was sampled with {', '.join(shaped)}: "
+            f"{', '.join(FILTERS)} and structured (logit_bias next to one of them) are scored with return_kept_tokens=True, "
+            "penalties by batch.replay_logprobs(logits) alone; or pass temperature= for log-probs of the whole vocabulary"
         )
     return params.return_kept_tokens

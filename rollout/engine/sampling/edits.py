@@ -76,13 +76,15 @@ def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) 
     flat, penalized = scores.view(-1), rows.penalized.tolist()
     if rows.any_repetition:
         row, index = _places(penalized, [np.concatenate(histories[row]) for row in penalized], scores)
-        score, penalty = flat[index], rows.repetition_penalty[row]
+        score, penalty = flat[index], rows.value["repetition_penalty"][row]
         flat[index] = torch.where(score < 0, score * penalty, score / penalty)
     if rows.any_occurrence:
         row, index = _places(penalized, [histories[row][1] for row in penalized], scores)
         counts = rows.scratch.take("counts", scores).zero_().view(-1)
         counts.index_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
-        flat[index] = flat[index] - (counts[index] * rows.frequency_penalty[row] + rows.presence_penalty[row])
+        flat[index] = flat[index] - (
+            counts[index] * rows.value["frequency_penalty"][row] + rows.value["presence_penalty"][row]
+        )
 
 
 def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: Tensor) -> tuple[Tensor, Tensor]:

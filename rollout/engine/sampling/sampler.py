@@ -216,12 +216,12 @@ def _sample(
 
 def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tensor, Tensor | None]:
     """Scores [R, V] with -inf where filtered; if wanted, the scores of the final distribution."""
-    if not (rows.any_filter or wanted.scores):
+    if not (rows.filters or wanted.scores):
         return scores, None
     scratch, tempered = rows.scratch, scores
     if rows.any_temperature:
         tempered = over_temperature(scores, rows.temperature, out=scratch.take("tempered", scores))
-    if not rows.any_filter:
+    if not rows.filters:
         return scores, tempered
     peak = tempered.amax(-1, keepdim=True)
     relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
@@ -287,10 +287,10 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
 def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) -> Tensor | None:
     """[R, V] bool, the tokens that pass the filters; None when there are no filters."""
     kept = None
-    if rows.any_top_k or rows.any_top_p:
+    if rows.filters & {"top_k", "top_p"}:
         kept = _likeliest(scores, peak, rows)
-    if rows.any_min_p:
-        likely = torch.ge(relative, rows.min_p[:, None], out=rows.scratch.take("likely", scores, torch.bool))
+    if "min_p" in rows.filters:
+        likely = torch.ge(relative, rows.value["min_p"][:, None], out=rows.scratch.take("likely", scores, torch.bool))
         kept = likely if kept is None else kept.logical_and_(likely)
     return kept
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from rollout.engine.memory.buffers import Scratch, upload
 from rollout.errors import ConfigError
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
 Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
 """(token ids, biases) by row of the table, for rows with a logit_bias."""
 
-_NUMBERS = ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p")
+_NUMBERS = ("temperature", *PENALTIES, *(name for name in FILTERS if name != "top_k"))
 _INTEGERS = ("top_k", "key", "top_n", "greedy", "raw", "tempered", "keeps")
 _NO_TOP_K = 2**31 - 1
 
@@ -30,7 +30,9 @@ class SamplingRows:
         key: [R] int64.
         top_k: [R] int64, 2^31 - 1 where off.
         top_p: [R] float64.
-        temperature, raw_temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty: [R] float32.
+        value: name of every penalty and filter but top_k → [R] float32.
+        temperature, raw_temperature: [R] float32.
+        filters: names of the filters that some row uses.
         limited: [L] int64, the rows with top_k or top_p.
         limited_width: the largest top_k of the limited rows; None when one of them has only top_p.
         penalized: [N] numpy int64, the rows with a penalty.
@@ -54,36 +56,34 @@ class SamplingRows:
         self._source = rows, numbers, integers, biases
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(rows), [self]
-        temperature, min_p, repetition, presence, frequency, top_p = numbers
+        given = dict(zip(_NUMBERS, numbers, strict=True))
+        temperature, repetition, top_p = given["temperature"], given["repetition_penalty"], given["top_p"]
         top_k, key, top_n, greedy, raw, tempered, keeps = integers
-        occurrence = (presence != 0) | (frequency != 0)
+        occurrence = (given["presence_penalty"] != 0) | (given["frequency_penalty"] != 0)
         limited = np.flatnonzero((top_k > 0) | (top_p < 1))
         self.top_n = int(top_n.max(initial=0))
         self.any_greedy, self.all_greedy = bool(greedy.any()), bool(greedy.all())
         self.any_raw, self.all_raw = bool(raw.any()), bool(raw.all())
         self.any_temperature = bool((temperature != 1).any())
         self.any_raw_temperature = bool(((temperature != 1) & (tempered > 0)).any())
-        self.any_top_k = bool(top_k.any())
-        self.any_top_p = bool((top_p < 1).any())
-        self.any_min_p = bool(min_p.any())
+        columns = given | {"top_k": top_k}
+        self.filters = {name for name, off in FILTERS.items() if bool((columns[name] != off).any())}
         self.any_repetition = bool((repetition != 1).any())
         self.any_occurrence = bool(occurrence.any())
         self.any_penalty = self.any_repetition or self.any_occurrence
         self.penalized = np.flatnonzero((repetition != 1) | occurrence)
         self.bias = _biased(rows, biases)
         self.any_bias = len(self.bias[0]) > 0
-        self.any_filter = self.any_top_k or self.any_top_p or self.any_min_p
-        self.edited = self.any_filter or self.any_penalty or self.any_bias
+        self.edited = bool(self.filters) or self.any_penalty or self.any_bias
         self.plain = not (self.edited or self.any_raw or self.top_n)
         self.any_keeping = bool(keeps.any())
         self.limited, self.keeping = upload(limited, device), upload(np.flatnonzero(keeps), device)
         bounded = len(limited) > 0 and bool((top_k[limited] > 0).all())
         self.limited_width = int(top_k[limited].max()) if bounded else None
         wide = upload(numbers, device)
-        self.top_p = wide[-1]
-        self.temperature, self.min_p, self.repetition_penalty, self.presence_penalty, self.frequency_penalty = (
-            wide[:-1].to(torch.float32).unbind()
-        )
+        self.top_p = wide[_NUMBERS.index("top_p")]
+        self.value = dict(zip(_NUMBERS, wide.to(torch.float32).unbind(), strict=True))
+        self.temperature = self.value["temperature"]
         self.top_k, self.key = upload(np.stack([np.where(top_k > 0, top_k, _NO_TOP_K), key]), device).unbind()
         self.greedy, self.raw, hot, self.keeps = upload(np.stack([greedy, raw, tempered, keeps]) > 0, device).unbind()
         self.raw_temperature = torch.where(hot, self.temperature, 1.0)
@@ -127,7 +127,7 @@ class SamplingTable:
             self._numbers, self._integers = np.pad(self._numbers, room), np.pad(self._integers, room)
         greedy = params.greedy
         if greedy:
-            params = params.replace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+            params = params.replace(temperature=1.0, **FILTERS)
         self._numbers[:, row] = [getattr(params, name) for name in _NUMBERS]
         raw, tempered = params.logprobs_mode != "processed", params.logprobs_mode == "tempered"
         keeps = params.return_kept_tokens

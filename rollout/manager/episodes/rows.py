@@ -18,6 +18,7 @@ from rollout.manager.episodes.episode import Episode
 from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.spans import VersionSpans
+from rollout.sampling_params import FILTERS
 from rollout.state import FinishReason, Status
 
 
@@ -63,7 +64,7 @@ def _images_go_on(turn: DynamicInferenceRequest, last: DynamicInferenceRequest) 
 
 def _distribution(turn: DynamicInferenceRequest) -> tuple[float | None, ...]:
     params = turn.sampling_params
-    return params.temperature, params.top_k, params.top_p, params.min_p
+    return params.temperature, *(getattr(params, name) for name in FILTERS)
 
 
 def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeRow:

@@ -7,6 +7,7 @@ unless null; fields without effect here (`user`) are accepted. A null field take
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -336,11 +337,8 @@ class SamplingFields(Body):
             raise bad_request(str(exc)) from exc
 
 
-_SAMPLING = (
-    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "stop", "top_k", "min_p",
-    "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
-    "prompt_logprobs", "logprobs_mode",
-)  # fmt: skip
+_SAMPLING = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+"""Options that HTTP and `SamplingParams` both have."""
 
 
 class SamplingBody(RequestFields, SamplingFields):

@@ -215,8 +215,8 @@ def test_a_selection_is_made_once_while_nothing_changes() -> None:
     assert table.select(chosen) is not rows
     rows = table.select(np.array([1, 0]))
     table.set(1, SamplingParams(), 2)
-    assert rows.any_top_k
-    assert not table.select(np.array([1, 0])).any_top_k
+    assert rows.filters == {"top_k"}
+    assert not table.select(np.array([1, 0])).filters
 
 
 def test_a_row_may_come_several_times_and_the_table_grows() -> None:
@@ -227,7 +227,7 @@ def test_a_row_may_come_several_times_and_the_table_grows() -> None:
     assert rows.key.tolist() == [99, 5, 99]
     assert rows.temperature.tolist() == [0.5, 1.0, 0.5]
     assert rows.top_k[[0, 2]].tolist() == [7, 7]
-    assert (rows.any_min_p, rows.any_top_k, rows.any_top_p, rows.any_greedy) == (True, True, False, False)
+    assert (rows.filters, rows.any_greedy) == ({"top_k", "min_p"}, False)
 
 
 def test_a_row_forgets_the_parameters_it_had() -> None:
