@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from rollout.tracing.lives import STATES
-from rollout.tracing.reading import ReadTrace, TracedEngine, TracedSample
+from rollout.tracing.reading import Interval, ReadTrace, TracedEngine, TracedSample
 
 WIDTH = 120
 TAIL_SHARE = 0.25
@@ -32,16 +33,14 @@ def summary(trace: ReadTrace, slowest: int = 5) -> str:
 def _engine(engine: TracedEngine, duration_s: float, slowest: int) -> Iterator[str]:
     yield engine.name
     if engine.phases:
-        spent: dict[str, float] = {}
-        for name, start, end in engine.phases:
-            spent[name] = spent.get(name, 0.0) + end - start
+        spent = _seconds(engine.phases)
         yield "  phases     " + " · ".join(f"{name} {seconds:.3f} s" for name, seconds in spent.items())
     if not engine.steps:
         yield "  no steps"
         return
     yield from _steps(engine, duration_s)
     yield from _controls(engine)
-    ranking = sorted(engine.samples, key=lambda sample: -sample.seconds)[:slowest]
+    ranking = sorted(engine.samples, key=lambda sample: sample.start - sample.end)[:slowest]
     if ranking:
         unfinished = sum(sample.finish == "unfinished" for sample in engine.samples)
         also = f", {unfinished} of them unfinished" if unfinished else ""
@@ -81,23 +80,28 @@ def _steps(engine: TracedEngine, duration_s: float) -> Iterator[str]:
 
 
 def _controls(engine: TracedEngine) -> Iterator[str]:
-    spent: dict[str, list[float]] = {}
-    for name, start, end in engine.controls:
-        spent.setdefault(name, []).append(end - start)
+    spent, counts = _seconds(engine.controls), Counter(name for name, _, _ in engine.controls)
     if spent:
         told = (
-            f"{len(times)} × {name}" + f" ({sum(times) * 1e3:.1f} ms)" * (sum(times) > 0)
-            for name, times in spent.items()
+            f"{counts[name]} × {name}" + f" ({seconds * 1e3:.1f} ms)" * (seconds > 0) for name, seconds in spent.items()
         )
         yield "  control    " + " · ".join(told)
 
 
+def _seconds(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Seconds by name, in order of the first."""
+    spent: dict[str, float] = {}
+    for name, start, end in intervals:
+        spent[name] = spent.get(name, 0.0) + end - start
+    return spent
+
+
 def _life(sample: TracedSample) -> Iterator[str]:
-    spent = sample.seconds_in()
+    spent = _seconds(sample.states)
     life = " · ".join(f"{state} {spent[state]:.3f}" for state in STATES if state in spent)
     versions = "" if not sample.versions else f", version {' → '.join(map(str, sample.versions))}"
     yield (
-        f"    {sample.seconds:8.3f} s  request {sample.request}/{sample.sample}: {sample.prompt_tokens} + {sample.tokens} "
+        f"    {sample.end - sample.start:8.3f} s  request {sample.request}/{sample.sample}: {sample.prompt_tokens} + {sample.tokens} "
         f"tokens, {sample.finish}{versions}"
     )
     yield f"                {life}"
