@@ -1,18 +1,43 @@
-"""Summary of a trace as text: busy share, tail, prefix cache, and the slowest requests with their lives."""
+"""Summary of a trace as text: busy share, tail, prefix cache, and the slowest requests with their lives.
+
+`rollout trace FILE...` prints it, and merges the files of several ranks.
+"""
 
 from __future__ import annotations
 
+import argparse
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from rollout.tracing.lives import STATES
-from rollout.tracing.reading import Interval, ReadTrace, TracedEngine, TracedSample
+from rollout.tracing.reading import Interval, ReadTrace, TracedEngine, TracedSample, load, parse
+from rollout.tracing.timeline import write
 
 WIDTH = 120
 TAIL_SHARE = 0.25
 """A step belongs to the tail where it runs at most this share of the samples that the fullest step ran."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `rollout trace`.
+
+    Raises:
+        ConfigError: a file cannot be read, or written.
+        SystemExit: --help, or arguments that cannot be parsed.
+    """
+    parser = argparse.ArgumentParser("rollout trace", description="Summarise a timeline that rollout.trace() wrote.")
+    parser.add_argument("file", nargs="+", help="a trace, or those of all ranks of a job")
+    parser.add_argument("--slowest", type=int, default=5, metavar="N", help="samples whose lives are told (default: 5)")
+    parser.add_argument("--merge", metavar="OUT", help="also write the files as one timeline, their clocks aligned")
+    options = parser.parse_args(arguments)
+    if options.slowest < 0:
+        parser.error(f"--slowest {options.slowest}: must be at least 0")
+    trace = load(options.file)
+    if options.merge:
+        write(trace, options.merge)
+    print(summary(parse(trace, options.file[0]), options.slowest), end="")
 
 
 def summary(trace: ReadTrace, slowest: int = 5) -> str:
@@ -101,7 +126,7 @@ def _life(sample: TracedSample) -> Iterator[str]:
     life = " · ".join(f"{state} {spent[state]:.3f}" for state in STATES if state in spent)
     versions = "" if not sample.versions else f", version {' → '.join(map(str, sample.versions))}"
     yield (
-        f"    {sample.end - sample.start:8.3f} s  request {sample.request}/{sample.sample}: {sample.prompt_tokens} + {sample.tokens} "
-        f"tokens, {sample.finish}{versions}"
+        f"    {sample.end - sample.start:8.3f} s  request {sample.request}/{sample.sample}: {sample.prompt_tokens} + "
+        f"{sample.tokens} tokens, {sample.finish}{versions}"
     )
     yield f"                {life}"
