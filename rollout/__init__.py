@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from rollout.config import ServerConfig as ServerConfig
     from rollout.distributed.client.client import InferenceClient as InferenceClient
     from rollout.distributed.client.futures import Delta as Delta
-    from rollout.distributed.client.futures import PendingGroup as PendingGroup
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
     from rollout.distributed.client.futures import RequestStream as RequestStream
-    from rollout.distributed.client.futures import TextStream as TextStream
     from rollout.distributed.client.group import GroupResult as GroupResult
     from rollout.distributed.client.text_stream import TextDelta as TextDelta
     from rollout.distributed.coordinator.launch import CoordinatorHandle as CoordinatorHandle
