@@ -6,7 +6,9 @@ costs no torch, so a process that only talks about requests never loads it.
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,10 +17,8 @@ if TYPE_CHECKING:
     from rollout.config import ServerConfig as ServerConfig
     from rollout.distributed.client.client import InferenceClient as InferenceClient
     from rollout.distributed.client.futures import Delta as Delta
-    from rollout.distributed.client.futures import PendingGroup as PendingGroup
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
     from rollout.distributed.client.futures import RequestStream as RequestStream
-    from rollout.distributed.client.futures import TextStream as TextStream
     from rollout.distributed.client.group import GroupResult as GroupResult
     from rollout.distributed.client.text_stream import TextDelta as TextDelta
     from rollout.distributed.coordinator.launch import CoordinatorHandle as CoordinatorHandle
@@ -105,114 +105,15 @@ if TYPE_CHECKING:
     from rollout.tracing.recorder import span as span
     from rollout.version import __version__ as __version__
 
-_HOMES = {
-    "rollout.manager.batch": ("RolloutBatch",),
-    "rollout.manager.packed": ("PackedRollouts",),
-    "rollout.manager.episodes.batch": ("EpisodeBatch",),
-    "rollout.manager.episodes.environment": ("Environment", "EnvironmentTask", "StepResult", "mixture"),
-    "rollout.manager.episodes.episode": ("Episode",),
-    "rollout.manager.episodes.manager": ("rewards_differ",),
-    "rollout.requests.block_hash": (
-        "HASH_BASE",
-        "HASH_PRIME",
-        "chain_block_hashes",
-        "compute_block_hashes_batched",
-    ),
-    "rollout.distributed.client.client": ("InferenceClient",),
-    "rollout.config": ("CoordinatorConfig", "InferenceConfig", "ServerConfig"),
-    "rollout.distributed.coordinator.launch": (
-        "CoordinatorHandle",
-        "launch_coordinator",
-    ),
-    "rollout.distributed.coordinator.process": ("DataParallelInferenceCoordinator",),
-    "rollout.engine.exact.exact": ("exact",),
-    "rollout.engine.forward.replay": ("replay",),
-    "rollout.engine.scheduling.block_allocator": ("BlockAllocator",),
-    "rollout.engine.context": ("DynamicInferenceContext",),
-    "rollout.engine.controller": ("TextGenerationController",),
-    "rollout.engine.engine": ("DynamicInferenceEngine",),
-    "rollout.errors": (
-        "ConfigError",
-        "ConnectionLostError",
-        "ControlError",
-        "DeadlineError",
-        "EngineDeadError",
-        "EngineStateError",
-        "InvalidRequestError",
-        "JournalError",
-        "QueueFullError",
-        "RankLostError",
-        "RequestAbortedError",
-        "RequestError",
-        "RequestFailedError",
-        "RequestTimeoutError",
-        "RolloutError",
-        "RolloutFailedError",
-        "SerializationError",
-        "StaleRequestError",
-        "UnsupportedModelError",
-        "WeightsChangedError",
-    ),
-    "rollout.requests.events": (
-        "DynamicInferenceEvent",
-        "DynamicInferenceEventType",
-    ),
-    "rollout.journal.journal": ("Journal",),
-    "rollout.distributed.transport.keys": ("JobKeys",),
-    "rollout.llm.job_llm": ("JobLLM",),
-    "rollout.llm.llm": (
-        "LLM",
-        "AsyncLLM",
-    ),
-    "rollout.manager.manager": ("RolloutManager",),
-    "rollout.manager.token_scores": (
-        "TokenScores",
-        "score",
-    ),
-    "rollout.manager.scoring.batch": ("PromptTask", "ScoredBatch", "ScoredSample"),
-    "rollout.manager.traces": ("trace",),
-    "rollout.manager.tree": (
-        "PackedTree",
-        "pack_tree",
-    ),
-    "rollout.distributed.client.group": ("GroupResult",),
-    "rollout.reporting.page": ("report",),
-    "rollout.reporting.run_log": ("RunLog",),
-    "rollout.requests.record": ("DynamicInferenceRequestRecord",),
-    "rollout.distributed.client.futures": (
-        "Delta",
-        "PendingGroup",
-        "RequestFuture",
-        "RequestStream",
-        "TextStream",
-    ),
-    "rollout.requests.request": (
-        "DynamicInferenceRequest",
-        "InferenceRequest",
-        "VLMInferenceRequest",
-        "deserialize_tensor",
-        "serialize_tensor",
-    ),
-    "rollout.sampling_params": ("SamplingParams",),
-    "rollout.structured_output": ("StructuredOutput",),
-    "rollout.requests.spans": ("VersionSpans",),
-    "rollout.state": (
-        "ControlSignal",
-        "CoordinatorState",
-        "EngineState",
-        "FinishReason",
-        "KVCacheManagementMode",
-        "PrefixCachingCoordinatorPolicy",
-        "PrefixCachingEvictionPolicy",
-        "StalenessPolicy",
-        "Status",
-    ),
-    "rollout.distributed.client.text_stream": ("TextDelta",),
-    "rollout.tracing.recorder": ("span",),
-    "rollout.version": ("__version__",),
-    "rollout.distributed.worker.worker": ("EngineWorker",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+def _homes() -> dict[str, str]:
+    """Public name → module, read from the imports above: every name is written once."""
+    statements = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    imports = next(each for each in statements if isinstance(each, ast.If)).body
+    return {name.name: each.module or "" for each in imports if isinstance(each, ast.ImportFrom) for name in each.names}
+
+
+_HOME_OF = _homes()
 
 __all__ = sorted(_HOME_OF)
 

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif command == "doctor":
             _doctor(rest)
         elif command == "trace":
-            from rollout.tracing.command import main as trace
+            from rollout.tracing.summary import main as trace
 
             trace(rest)
         elif command == "top":

@@ -86,7 +86,7 @@ class DoctorOptions:
 
 _ABOUT_DOCTOR = """Say what the engine will do with a model on this machine, and why.
 
-Layers, fused forward or the reason against it, kernels, KV cache, speed, threads and what competes for them."""
+Layers, fused forward or the reason against it, kernels, KV cache, speed, threads, and advice."""
 
 _ABOUT = f"""Serve a model over HTTP with the routes of OpenAI's API.
 

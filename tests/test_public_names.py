@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,13 +26,6 @@ def run(program: str) -> str:
 def test_every_public_name_resolves(name):
     assert getattr(rollout, name) is getattr(rollout, name)
     assert name in dir(rollout)
-
-
-def test_what_a_type_checker_sees_is_what_a_program_gets():
-    tree = ast.parse(Path(rollout.__file__).read_text(encoding="utf-8"))
-    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {(node.module, alias.name) for node in guarded.body for alias in node.names}
-    assert seen == {(home, name) for name, home in rollout._HOME_OF.items()}
 
 
 def test_importing_the_package_loads_none_of_its_modules():

@@ -119,10 +119,6 @@ class Backend(Protocol):
         """
         return [value]
 
-    def clock_readings(self) -> dict[int, float]:
-        """Seconds since the epoch at moments that are the same on all ranks, by number; {} where all read one clock."""
-        return {}
-
     def close(self) -> None:
         """Give up all groups and connections. Harmless when repeated."""
         return

@@ -191,7 +191,7 @@ class ManagerControl:
 
     def explain(self) -> Explanation:
         """What the engine does with this model on this machine, and why: layers, fused forward or the reason against it,
-        kernels, KV cache, threads and what competes for them. `print` it.
+        kernels, KV cache, threads, advice. `print` it.
         """
         return self.engine.explain()
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError
 from rollout.manager.backend import Backend
-from rollout.tracing.recorder import TraceRecorder, start, stop
+from rollout.tracing.recorder import start, stop
 from rollout.tracing.timeline import merged, timeline, write
-
-_log = logging.getLogger(__name__)
 
 
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
@@ -54,25 +50,21 @@ def _own(path: Path) -> Iterator[Path]:
 def traced(path: str | os.PathLike[str], backend: Backend) -> Iterator[Path]:
     """See `RolloutManager.trace`."""
     target = Path(path)
+    own, together = _own_path(target), False
     recorder = start(_checked(target))
     try:
         yield target
-    except BaseException:
-        # The other ranks may not come to the end of their block.
         stop(recorder)
-        write(_timeline(recorder, backend), _own_path(target))
-        raise
-    stop(recorder)
-    mine = _timeline(recorder, backend)
-    try:
-        every = backend.gather("trace", _packed(mine))
-    except RolloutError:
-        write(mine, _own_path(target))
-        raise
+        every = backend.gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
+        together = True
+    finally:
+        stop(recorder)
+        # After an exception the other ranks may not come to the end of their block.
+        if not together:
+            write(timeline(recorder, _torch_rank() or 0), own)
     if every is not None:
-        one = merged([json.loads(zlib.decompress(each)) for each in every])
         # Without a coordinator the ranks know nothing of each other.
-        write(one, target if len(every) > 1 else _own_path(target))
+        write(merged([json.loads(zlib.decompress(each)) for each in every]), target if len(every) > 1 else own)
 
 
 def of_rank(path: Path, rank: int) -> Path:
@@ -84,18 +76,6 @@ def of_rank(path: Path, rank: int) -> Path:
 def _own_path(path: Path) -> Path:
     rank = _torch_rank()
     return path if rank is None else of_rank(path, rank)
-
-
-def _timeline(recorder: TraceRecorder, backend: Backend) -> dict[str, Any]:
-    """The trace of this rank, with what its clock is aligned by."""
-    trace = timeline(recorder, _torch_rank() or 0)
-    # Names as JSON has them, wherever the trace is read from.
-    trace["otherData"]["clock"] = {str(moment): at for moment, at in backend.clock_readings().items()}
-    return trace
-
-
-def _packed(trace: dict[str, Any]) -> bytes:
-    return zlib.compress(json.dumps(trace).encode(), 1)
 
 
 def _checked(path: Path) -> str:

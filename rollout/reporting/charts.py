@@ -26,7 +26,7 @@ SLOT_ROWS = 96
 SMALLEST = 1e-30
 """Values up to this are gaps on a logarithmic axis."""
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "rollout", "font.size": 8, "axes.spines.top": False,
     "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": "#9aa5b1", "xtick.color": "#616e7c",
     "ytick.color": "#616e7c", "ytick.left": False, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e4e7eb",
@@ -55,14 +55,14 @@ def lines(
         return [math.nan if v is None or (log and v <= SMALLEST) else v for v in values]
 
     columns = [plain(values) for _, _, values in series]
-    bounds = [] if band is None else [plain(band[2]), plain(band[3])]
-    known = [value for values in columns + bounds for value in values if not math.isnan(value)]
+    low, high = ([], []) if band is None else (plain(band[2]), plain(band[3]))
+    known = [value for values in (*columns, low, high) for value in values if not math.isnan(value)]
     if not known:
         return empty()
 
     def draw(axes: Axes) -> None:
         if band is not None:
-            axes.fill_between(steps, *bounds, color=band[1], alpha=0.18, linewidth=0)
+            axes.fill_between(steps, low, high, color=band[1], alpha=0.18, linewidth=0)
         for (_, color, _), values in zip(series, columns, strict=True):
             gaps = [math.isnan(value) for value in [math.nan, *values, math.nan]]
             alone = [place for place in range(len(values)) if gaps[place] and gaps[place + 2]]

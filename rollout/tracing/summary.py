@@ -1,17 +1,43 @@
-"""Summary of a trace as text: busy share, tail, prefix cache, and the slowest requests with their lives."""
+"""Summary of a trace as text: busy share, tail, prefix cache, and the slowest requests with their lives.
+
+`rollout trace FILE...` prints it, and merges the files of several ranks.
+"""
 
 from __future__ import annotations
 
+import argparse
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from rollout.tracing.lives import STATES
-from rollout.tracing.reading import ReadTrace, TracedEngine, TracedSample
+from rollout.tracing.reading import Interval, ReadTrace, TracedEngine, TracedSample, load, parse
+from rollout.tracing.timeline import write
 
 WIDTH = 120
 TAIL_SHARE = 0.25
 """A step belongs to the tail where it runs at most this share of the samples that the fullest step ran."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `rollout trace`.
+
+    Raises:
+        ConfigError: a file cannot be read, or written.
+        SystemExit: --help, or arguments that cannot be parsed.
+    """
+    parser = argparse.ArgumentParser("rollout trace", description="Summarise a timeline that rollout.trace() wrote.")
+    parser.add_argument("file", nargs="+", help="a trace, or those of all ranks of a job")
+    parser.add_argument("--slowest", type=int, default=5, metavar="N", help="samples whose lives are told (default: 5)")
+    parser.add_argument("--merge", metavar="OUT", help="also write the files as one timeline, their clocks aligned")
+    options = parser.parse_args(arguments)
+    if options.slowest < 0:
+        parser.error(f"--slowest {options.slowest}: must be at least 0")
+    trace = load(options.file)
+    if options.merge:
+        write(trace, options.merge)
+    print(summary(parse(trace, options.file[0]), options.slowest), end="")
 
 
 def summary(trace: ReadTrace, slowest: int = 5) -> str:
@@ -32,16 +58,14 @@ def summary(trace: ReadTrace, slowest: int = 5) -> str:
 def _engine(engine: TracedEngine, duration_s: float, slowest: int) -> Iterator[str]:
     yield engine.name
     if engine.phases:
-        spent: dict[str, float] = {}
-        for name, start, end in engine.phases:
-            spent[name] = spent.get(name, 0.0) + end - start
+        spent = _seconds(engine.phases)
         yield "  phases     " + " · ".join(f"{name} {seconds:.3f} s" for name, seconds in spent.items())
     if not engine.steps:
         yield "  no steps"
         return
     yield from _steps(engine, duration_s)
     yield from _controls(engine)
-    ranking = sorted(engine.samples, key=lambda sample: -sample.seconds)[:slowest]
+    ranking = sorted(engine.samples, key=lambda sample: sample.start - sample.end)[:slowest]
     if ranking:
         unfinished = sum(sample.finish == "unfinished" for sample in engine.samples)
         also = f", {unfinished} of them unfinished" if unfinished else ""
@@ -81,23 +105,28 @@ def _steps(engine: TracedEngine, duration_s: float) -> Iterator[str]:
 
 
 def _controls(engine: TracedEngine) -> Iterator[str]:
-    spent: dict[str, list[float]] = {}
-    for name, start, end in engine.controls:
-        spent.setdefault(name, []).append(end - start)
+    spent, counts = _seconds(engine.controls), Counter(name for name, _, _ in engine.controls)
     if spent:
         told = (
-            f"{len(times)} × {name}" + f" ({sum(times) * 1e3:.1f} ms)" * (sum(times) > 0)
-            for name, times in spent.items()
+            f"{counts[name]} × {name}" + f" ({seconds * 1e3:.1f} ms)" * (seconds > 0) for name, seconds in spent.items()
         )
         yield "  control    " + " · ".join(told)
 
 
+def _seconds(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Seconds by name, in order of the first."""
+    spent: dict[str, float] = {}
+    for name, start, end in intervals:
+        spent[name] = spent.get(name, 0.0) + end - start
+    return spent
+
+
 def _life(sample: TracedSample) -> Iterator[str]:
-    spent = sample.seconds_in()
+    spent = _seconds(sample.states)
     life = " · ".join(f"{state} {spent[state]:.3f}" for state in STATES if state in spent)
     versions = "" if not sample.versions else f", version {' → '.join(map(str, sample.versions))}"
     yield (
-        f"    {sample.seconds:8.3f} s  request {sample.request}/{sample.sample}: {sample.prompt_tokens} + {sample.tokens} "
-        f"tokens, {sample.finish}{versions}"
+        f"    {sample.end - sample.start:8.3f} s  request {sample.request}/{sample.sample}: {sample.prompt_tokens} + "
+        f"{sample.tokens} tokens, {sample.finish}{versions}"
     )
     yield f"                {life}"

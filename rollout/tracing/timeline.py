@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,34 +58,25 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One trace of all ranks.
+    """One trace of all ranks, by the clocks of their hosts.
 
     Args:
-        traces: from `timeline`; the first one's start is time 0, by its clock. `otherData["clock"]`, where there is one, is
-            seconds since the epoch at moments that were the same on all ranks, by the moment's number: clocks are aligned
-            by the median difference to the first one's, and are taken to agree where two have no moment in common.
+        traces: from `timeline`; the start of the first one is time 0.
     """
     first = traces[0]["otherData"]
-    offsets_s = [_ahead_s(trace["otherData"].get("clock", {}), first.get("clock", {})) for trace in traces]
     events: list[Event] = []
     end_s = 0.0
-    for trace, offset in zip(traces, offsets_s, strict=True):
-        late_s = trace["otherData"]["started_s"] - offset - first["started_s"]
+    for trace in traces:
+        late_s = trace["otherData"]["started_s"] - first["started_s"]
         end_s = max(end_s, late_s + trace["otherData"]["duration_s"])
         for event in trace["traceEvents"]:
             events.append(event if event["ph"] == "M" else event | {"ts": round(event["ts"] + late_s * 1e6, 1)})
     about = first | {
         "duration_s": end_s,
         "ranks": [trace["otherData"]["rank"] for trace in traces],
-        "clock_offsets_s": offsets_s,
         "dropped": sum(trace["otherData"]["dropped"] for trace in traces),
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
-
-
-def _ahead_s(clock: dict[str, float], of_first: dict[str, float]) -> float:
-    ahead = [at - of_first[moment] for moment, at in clock.items() if moment in of_first]
-    return statistics.median(ahead) if ahead else 0.0
 
 
 def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:

@@ -393,7 +393,3 @@ class RequestStream(Generic[D_co]):
             sleeper, self._sleeper = self._sleeper, None
         if sleeper is not None:
             self._readers.wake(sleeper)
-
-
-# Names that these had in `rollout.llm`.
-PendingGroup, TextStream = RequestFuture, RequestStream

@@ -6,8 +6,6 @@ that is disconnected at the end of a call does not wait in it forever.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,9 +14,6 @@ from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
 from rollout.errors import ConnectionLostError, DeadlineError, EngineStateError
 from rollout.state import CoordinatorState
-
-CLOCK_BARRIERS = 16
-"""Latest barriers by which clocks are aligned; the median difference counts."""
 
 
 class CollectiveCalls:
@@ -35,7 +30,6 @@ class CollectiveCalls:
         self._on_event = on_event
         self._timeout_s = member.engine.config.control_timeout_s
         self._gathered = 0
-        self._passed_at: deque[tuple[int, float]] = deque(maxlen=CLOCK_BARRIERS)
         self._ended = 0
         """Number of completed calls."""
         self._barrier: Future[None] | None = None
@@ -85,11 +79,6 @@ class CollectiveCalls:
         world.publish(keys[world.rank], value)
         self.meet(f"{what}()")
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
-
-    def clock_readings(self) -> dict[int, float]:
-        """Seconds since the epoch by collective call, when its barrier was passed: all ranks pass it at nearly the same
-        moment. The latest `CLOCK_BARRIERS`; {} on one host."""
-        return {} if self._world.one_host else dict(self._passed_at.copy())
 
     def try_finish(self) -> bool:
         """Arrive at the barrier that ends `generate`, without waiting; returns whether every rank has arrived.
@@ -177,14 +166,7 @@ class CollectiveCalls:
             self._ended, timeout_s, what=call, policy_version=self._member.engine.policy_version
         )
         arrived = self._member.loop.start(barrier)
-        call_index = self._ended
-
-        def answered(barrier: Future[None]) -> None:
-            if not (barrier.cancelled() or barrier.exception()):
-                self._passed_at.append((call_index, time.time()))
-            self._on_event()
-
-        arrived.add_done_callback(answered)
+        arrived.add_done_callback(lambda _: self._on_event())
         return arrived
 
     def _end(self) -> None:

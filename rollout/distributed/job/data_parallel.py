@@ -285,10 +285,6 @@ class DataParallelBackend:
         """
         return self._calls.gather(what, value)
 
-    def clock_readings(self) -> dict[int, float]:
-        """Seconds since the epoch when barriers were passed, on all ranks at nearly the same moment; {} on one host."""
-        return self._calls.clock_readings()
-
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:

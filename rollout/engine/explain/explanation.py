@@ -316,10 +316,8 @@ def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> list[str]:
         )
     if model.device == "cpu" and wanted < machine.cores * 0.75 and machine.ranks_here == 1:
         advice.append(f"{machine.threads} threads on {machine.cores:g} cores: more may be faster (OMP_NUM_THREADS)")
-    if model.device == "cpu" and machine.busy:
-        advice.append(
-            f"other processes take {sum(each.cores for each in machine.busy):.1f} cores: it is faster without them"
-        )
+    if model.device == "cpu" and machine.load is not None and machine.load > machine.cores:
+        advice.append(f"a load of {machine.load:.1f} on {machine.cores:g} cores: other processes slow this one down")
     if not kv.full_sequences:
         advice.append(
             f"no sequence of max_sequence_length={kv.max_sequence_length:,} fits the pool of {kv.tokens:,} tokens: longer "
@@ -391,7 +389,6 @@ def _machine_rows(machine: Machine) -> Sequence[Row]:
         ("machine", f"{machine.processor}, {machine.cores:g} cores{memory}"),
         ("threads", f"{machine.threads} in each of {machine.ranks_here} ranks on this machine{variables}{load}"),
     ]
-    rows += [("threads", f"beside {each.name} (process {each.pid}): {each.cores} cores") for each in machine.busy[:5]]
     packages = [
         f"{each.name} {each.installed}" + (f" (works with {each.works_with})" if each.works_with else "")
         for each in machine.packages

@@ -1,4 +1,4 @@
-"""Facts about this machine: processor, cores, threads, processes that compete for them, versions of packages.
+"""Facts about this machine: processor, cores, threads, load, versions of packages.
 
 Read from /proc and the control groups where there are some; what a system does not tell is left out.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -17,21 +16,8 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-LOOK_S = 0.25
-"""Seconds over which the use of cores by other processes is measured."""
-NOTABLE = 0.2
-"""Cores that a process uses to be named."""
 PACKAGES = ("torch", "transformers")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
-
-
-@dataclass(frozen=True)
-class BusyProcess:
-    """Another process that uses the cores."""
-
-    pid: int
-    name: str
-    cores: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,6 @@ class Machine:
     """Environment variables that set the number of threads."""
     load: float | None
     """Runnable processes and threads, mean of a minute."""
-    busy: tuple[BusyProcess, ...]
     memory_total: int | None
     memory_free: int | None
     python: str
@@ -68,7 +53,7 @@ class Machine:
 
     @classmethod
     def look(cls) -> Machine:
-        """Look at this machine; takes `LOOK_S` seconds."""
+        """Look at this machine."""
         memory = _memory()
         return cls(
             processor=_processor(),
@@ -77,7 +62,6 @@ class Machine:
             ranks_here=_integer(os.environ.get("LOCAL_WORLD_SIZE")),
             variables={name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
             load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-            busy=busy_processes(),
             memory_total=memory.get("MemTotal"),
             memory_free=memory.get("MemAvailable"),
             python=sys.version.split()[0],
@@ -99,38 +83,6 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
         allowed, every = (int((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return min(cores, allowed / every) if allowed > 0 else cores
     return cores
-
-
-def busy_processes(root: Path = Path("/proc"), look_s: float = LOOK_S) -> tuple[BusyProcess, ...]:
-    """Other processes that use more than `NOTABLE` cores, busiest first; empty where there is no /proc.
-
-    Args:
-        look_s: seconds to watch them.
-    """
-    if not (root / "self" / "stat").exists():
-        return ()
-    ticks = os.sysconf("SC_CLK_TCK")
-    began, before = time.monotonic(), _ticks(root)
-    time.sleep(look_s)
-    after, took = _ticks(root), time.monotonic() - began
-    found = [
-        BusyProcess(pid, name, round((used - before[pid][1]) / ticks / took, 2))
-        for pid, (name, used) in after.items()
-        if pid in before and pid != os.getpid()
-    ]
-    return tuple(sorted((each for each in found if each.cores >= NOTABLE), key=lambda each: -each.cores))
-
-
-def _ticks(root: Path) -> dict[int, tuple[str, int]]:
-    """Per process its name, and clock ticks in user and kernel mode."""
-    used = {}
-    for path in root.glob("[0-9]*/stat"):
-        # A process may end while it is read.
-        with suppress(OSError, ValueError, IndexError):
-            head, _, tail = path.read_text(errors="replace").rpartition(")")
-            parts = tail.split()
-            used[int(path.parent.name)] = head.partition("(")[2], int(parts[11]) + int(parts[12])
-    return used
 
 
 def versions() -> tuple[PackageVersion, ...]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout import RolloutManager, SamplingParams
-from rollout.engine.explain.machine import busy_processes, usable_cores
+from rollout.engine.explain.machine import usable_cores
 from rollout.engine.explain.trial import decode_trial
 from rollout.engine.kernels import cpu_library
 from tests.engines import make_engine, shared_model
@@ -97,6 +97,12 @@ def test_a_pool_that_is_too_small_and_too_many_threads_are_advised_against(monke
     assert any(f"64 × {torch.get_num_threads()} threads share" in each for each in found.advice)
 
 
+def test_a_load_above_the_cores_is_advised_against(monkeypatch):
+    for load, said in ((999.0, True), (0.0, False)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert any(f"a load of {load:.1f}" in each for each in make_engine("qwen3").explain().advice) is said
+
+
 def test_a_trial_times_a_decode_and_leaves_nothing_behind():
     engine = make_engine("qwen3", kv_cache_blocks=256)
     # Seconds: two of the long generation, two of the short one.
@@ -108,25 +114,6 @@ def test_a_trial_times_a_decode_and_leaves_nothing_behind():
     assert decode_trial(engine, VOCAB, 8, 10) is None
     page = str(replace(engine.explain(), trial=trial))
     assert "decode of 8 sequences of 32 tokens: 128 tokens/s" in page
-
-
-def test_a_busy_process_is_named_by_its_id(tmp_path, monkeypatch):
-    def write(pid: int, name: str, ticks: int) -> None:
-        (tmp_path / str(pid)).mkdir(exist_ok=True)
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) R" + " 0" * 10 + f" {ticks} 7 0")
-
-    def look(seconds: float) -> None:
-        write(11, "data loader (2)", 100_000)
-        write(os.getpid(), "this one", 100_000)
-        write(13, "new", 100_000)
-
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "stat").touch()
-    for pid in (11, 12, os.getpid()):
-        write(pid, "data loader (2)" if pid == 11 else "idle", 5)
-    monkeypatch.setattr("rollout.engine.explain.machine.time.sleep", look)
-    assert [(each.pid, each.name) for each in busy_processes(tmp_path)] == [(11, "data loader (2)")]
-    assert busy_processes(tmp_path / "nowhere") == ()
 
 
 @pytest.mark.parametrize(
