@@ -83,7 +83,7 @@ def test_a_reply_is_aborted_by_the_id_its_client_sees_and_no_other_is(admin):
     with client.stream("POST", "/v1/completions", json=ASK | {"stream": True, "prompt": [[1], [2]]}) as stream:
         lines = stream.iter_lines()
         reply_id = json.loads(next(lines).removeprefix("data: "))["id"]
-        other = llm.loop.run(submit_one(llm), DEADLINE_S)
+        other = llm.loop.run_sync(submit_one(llm), DEADLINE_S)
         assert client.post("/admin/abort", json={"request_id": "cmpl-unknown"}).json() == {"aborted": 0}
         assert client.post("/admin/abort", json={"request_id": reply_id}).json() == {"aborted": 2}
         rest = "\n".join(lines)

@@ -195,9 +195,7 @@ def test_an_aborted_request_is_answered_with_what_it_has(llm: LLM, http: httpx.C
     with gated(llm.engine):
         asking.start()
         # Where they are read: an abort overtakes tokens that are still on their way from the engine.
-        until(
-            lambda: any(any(group._tokens.lengths.values()) for group in list(llm._service._groups.values()) if group)
-        )
+        until(lambda: any(any(group._tokens.lengths.values()) for group in list(llm.service._groups.values()) if group))
         if how == "pause":
             ok(http.post("/pause_generation", json={"mode": "abort"}))
             ok(http.post("/continue_generation"))

@@ -308,7 +308,7 @@ class DataParallelBackend:
             DeadlineError, ConnectionLostError: the coordinator does not answer.
         """
         status = self._member.client.status(decisions_s=max(0.0, time.time() - since))
-        table = self._loop.run(status, self._timeout_s)
+        table = self._loop.run_sync(status, self._timeout_s)
         now = time.time()
         return [(now - age, name, args) for age, name, args in table.get("decisions", ())]
 
@@ -348,7 +348,7 @@ class DataParallelBackend:
             return [request for group in list(self._groups.values()) for request in group.interrupted()]
 
         # On the loop's thread, the only one that adds tokens.
-        requests = [] if self._closed else self._loop.run(read(), self._timeout_s)
+        requests = [] if self._closed else self._loop.run_sync(read(), self._timeout_s)
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 
     def close(self) -> None:
