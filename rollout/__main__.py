@@ -337,12 +337,12 @@ def _load(folder: str, tokenizer: str | None, dtype: str, device: str) -> tuple[
     import torch
     from safetensors import SafetensorError
 
-    from rollout.llm.model_loading import load
+    from rollout.engine.weights.folder import load_model
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {device}: torch sees no CUDA device; use --device cpu")
     try:
-        return load(folder, tokenizer, dtype=dtype, device=device)
+        return load_model(folder, tokenizer, dtype=dtype, device=device)
     except RolloutError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:

@@ -23,7 +23,7 @@ from trainer_hooks import deepspeed
 
 
 class Rollout(Protocol):
-    """Interface of a rollout that the optimizer hooks require; `RolloutManager` implements it."""
+    """Interface of a rollout that the optimizer hooks require; `RolloutManager` and `LLM` implement it."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -103,7 +103,7 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
 
     Args:
         optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.
-        rollout: rollout that samples with the weights that the optimizer steps.
+        rollout: rollout that samples with the weights that the optimizer steps: a manager, an `LLM` or an `AsyncLLM`.
         mode: handling of the KV cache at each step. None: as the rollout is configured.
 
     Returns:
@@ -117,6 +117,8 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
     """
     inner = _innermost(optimizer)
     chosen = KVCacheManagementMode.parse(mode)
+    # An AsyncLLM's methods are coroutines, which a hook cannot await.
+    rollout = getattr(rollout, "blocking", rollout)
     _check_steps_the_model(inner, rollout)
     _check_not_attached(inner, rollout)
     return Attachment(inner, rollout, chosen)

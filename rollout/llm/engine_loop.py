@@ -40,6 +40,8 @@ MOST_STALE_DEADLINES = 1024
 """Deadlines of groups that have ended which are kept before they are swept."""
 SHUTDOWN_TIMEOUT_S = 30.0
 """For the step that is being made when the loop is closed."""
+LOOK_S = 1.0
+"""Polling interval for Ctrl-C while a further rank of a group waits for the first rank's shutdown."""
 SHUT_DOWN = "the LLM was shut down: build another"
 
 
@@ -164,15 +166,6 @@ class EngineLoop:
                 self._commands.append(act)
                 self._notify()
         return aborted
-
-    # --- weights ----------------------------------------------------------------------------------------------------
-
-    def check_weights(self) -> None:
-        """Run `DynamicInferenceEngine.check_weights` unless the engine is held or has work."""
-        engine = self.engine
-        with engine.locked():
-            if engine.state is EngineState.RUNNING and not engine.holds.forbid_steps and not engine.has_unfinished:
-                engine.check_weights()
 
     def wake(self) -> None:
         """Look at the engine again: its state has changed, or it has new work."""
@@ -346,3 +339,20 @@ class EngineLoop:
         for command in commands:
             command()
         self.readers.flush()
+
+
+class FollowerLoop(EngineLoop):
+    """Follows the first rank until that shuts down; takes no requests."""
+
+    def _compute(self) -> None:
+        self.engine.parts.member.follow()
+
+    def close(self) -> None:
+        """Wait until the first rank has shut down; without this rank it could compute nothing. Harmless when repeated."""
+        while self._thread.is_alive():
+            self._thread.join(LOOK_S)
+        self._closed = True
+        if self.engine.state is not EngineState.STOPPED:
+            self.engine.pause()
+            self.engine.stop()
+        self._leave_group()

@@ -23,8 +23,8 @@ from rollout.errors import (
     RequestTimeoutError,
 )
 from rollout.llm.delivery import Listener
-from rollout.llm.job_requests import JobRequests
-from rollout.llm.requests import LLMRequests
+from rollout.llm.requests import LLMRequests, Requests
+from rollout.llm.service import JobRequests
 from rollout.manager.control import ManagerControl
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
@@ -62,22 +62,15 @@ class JobLLM(LLMRequests):
     """
 
     def __init__(self, manager: ManagerControl) -> None:
-        super().__init__()
-        self.model, self.tokenizer, self.config = manager.model, manager.tokenizer, manager.config
-        self._engine = manager.engine
         manager.client()
-        self._loop = LoopThread("rollout-job-llm")
-        self._requests = _BesideRequests(manager, self._loop)
+        loop = LoopThread("rollout-job-llm")
+        self._beside = _BesideRequests(manager, loop)
         try:
-            self._loop.run(self._requests.connected(), CONNECT_TIMEOUT_S + ATTEMPT_S + 5)
+            loop.run_sync(self._beside.connected(), CONNECT_TIMEOUT_S + ATTEMPT_S + 5)
         except BaseException:
-            self._loop.close()
+            loop.close()
             raise
-
-    @property
-    def service(self) -> JobRequests:
-        """Where requests are computed."""
-        return self._requests
+        super().__init__(manager.engine, loop, Requests(manager.engine, loop, self._beside))
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = False) -> Server:
         """As `LLM.serve`, in front of all ranks; returns at once unless told otherwise, as the training loop is to go on.
@@ -99,12 +92,12 @@ class JobLLM(LLMRequests):
 
     def shutdown(self) -> None:
         """Stop the server and disconnect; open requests fail. The training job goes on. Harmless when repeated."""
-        if self._requests.closed:
+        if self._beside.closed:
             return
         self.loop.refuse_inside("shutdown()")
         if self._server is not None:
             self._server.stop()
-        self._requests.close()
+        self._beside.close()
         self.loop.close()
 
     def __enter__(self) -> Self:
@@ -240,4 +233,4 @@ class _BesideRequests(JobRequests):
             if self._client is not None:
                 await self._client.stop()
 
-        self.loop.run(leave(), CONNECT_TIMEOUT_S)
+        self.loop.run_sync(leave(), CONNECT_TIMEOUT_S)

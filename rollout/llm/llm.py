@@ -1,6 +1,6 @@
 """`AsyncLLM` and the blocking `LLM`: the engine without a training loop.
 
-    AsyncLLM(model, tokenizer)                    direct mode: every rank is primary and runs its own prompts
+    AsyncLLM(model, tokenizer)                         direct mode: every rank is primary and runs its own prompts
     AsyncLLM(model, tokenizer, use_coordinator=True)   one coordinator for all ranks; rank 0 is primary and asks
 
 Always true: the model is sampled in place, on a thread of its own; a result says of every token which version of the
@@ -11,63 +11,95 @@ weights made it; what was accepted ends with samples or with one named error. Wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import atexit
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import CancelledError
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from torch import nn
+
+from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.distributed.client.client import InferenceClient
-from rollout.errors import (
-    DeadlineError,
-)
-from rollout.llm.base import BaseLLM
-from rollout.llm.requests import OnError, Params, Samples
+from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.world import World
+from rollout.distributed.transport.keys import JobKeys
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.weights.folder import load_model
+from rollout.engine.weights.source import weights_of
+from rollout.errors import ConfigError, DeadlineError, EngineStateError
+from rollout.llm.control import LLMControl
+from rollout.llm.engine_loop import EngineLoop, FollowerLoop
+from rollout.llm.requests import LLMRequests, OnError, Params, Requests, Samples
+from rollout.llm.service import EngineService, options_of_coordinator
 from rollout.requests.prompt import Prompt
-from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import EngineState, Mode
-from rollout.threads.blocking import blocking
+from rollout.threads.blocking import blocking, called, on_thread, read, threaded
+from rollout.threads.loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from rollout.config import ServerConfig
+    from rollout.server.server import Server
 
 T = TypeVar("T")
 
 
-class AsyncLLM(BaseLLM):
-    """Generation for asyncio, from any event loop. Built as `LLM` is."""
+class AsyncLLM(LLMRequests):
+    """Generation for asyncio, from any event loop. Built as `LLM` is. No method blocks the caller's loop."""
 
-    def _refuse_to_block(self, what: str) -> None:
-        if asyncio._get_running_loop() is not None:
-            raise RuntimeError(
-                f"{what} inside a running event loop would stop it until the server ends: call "
-                "server = llm.serve(blocking=False), and await asyncio.to_thread(server.wait) where you want to wait"
-            )
-
-    async def generate(
+    def __init__(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
+        model: nn.Module | str | PathLike[str],
+        tokenizer: Any = None,
+        inference_config: InferenceConfig | None = None,
         *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        on_error: OnError = "raise",
-    ) -> DynamicInferenceRequest | Samples:
-        """Sample completions. Cancelling the task ends the requests.
+        use_coordinator: bool = False,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+        coordinator_config: CoordinatorConfig | None = None,
+    ) -> None:
+        coordinator = options_of_coordinator(use_coordinator, coordinator_host, coordinator_port, coordinator_config)
+        if not isinstance(model, nn.Module):
+            model, tokenizer = load_model(model, tokenizer)
+        _refuse_spread_weights(model, coordinator)
+        engine = DynamicInferenceEngine(model, tokenizer, inference_config)
+        # Held until the shutdown: requests come at any time, and the ranks have to gather together.
+        world = World.of_torch() if engine.weights.collective else None
+        calls = "LLM(), suspended(), before_optimizer_step() and weights_updated()"
+        gathering = Gathering(engine, lambda call: None, world, calls)
+        gathering.ensure()
+        loop = LoopThread("rollout-llm")
+        try:
+            if coordinator is not None:
+                self._service: EngineLoop | EngineService = EngineService(engine, loop, coordinator)
+            else:
+                leads = engine.peers.group is None or engine.peers.group.leads
+                self._service = EngineLoop(engine) if leads else FollowerLoop(engine)
+        except BaseException:
+            loop.close()
+            raise
+        self._control = LLMControl(engine, loop, gathering, self._service)
+        direct = not isinstance(self._service, EngineService)
+        super().__init__(engine, loop, Requests(engine, loop, self._service, direct=direct, admit=self._control.admit))
+        # Threads that still compute while the interpreter ends would crash it.
+        self._at_exit = partial(_shut_down, weakref.ref(self))
+        atexit.register(self._at_exit)
 
-        Args:
-            prompts: a text, token ids, chat messages, or a list of one of these; `[]` gives `[]`.
-            sampling_params: for all prompts, or one per prompt.
-            priority, timeout_s: of each, as `submit` has them.
-            on_error: `raise`: the first failure, once all have ended. `return`: failed samples have their `error`.
+    def __del__(self) -> None:
+        # Forgotten, it would hold its KV cache and its threads for ever. On a thread: this may be any one, also its own.
+        service: EngineLoop | EngineService | None = getattr(self, "_service", None)
+        if service is not None and not service.closed:
+            with suppress(RuntimeError):
+                threading.Thread(target=_close, args=(service, self._loop), name="rollout-forgotten").start()
 
-        Returns:
-            One request for a single prompt and n = 1, else a list: prompts in order, the samples of a prompt side by side.
+    # --- requests ---------------------------------------------------------------------------------------------------
 
-        Raises:
-            TypeError: `prompts` are something else.
-            InvalidRequestError: a prompt can never be served; nothing was queued.
-            RequestError: `on_error="raise"` and a sample failed.
-            RuntimeError: not the primary rank.
-            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
-        """
-        return await self._generate(prompts, sampling_params, priority, timeout_s, on_error)
+    generate = called("_requests", Requests.generate)
 
     async def abort(self, request_id: int | None = None) -> int:
         """End one request, or all open ones (None); returns how many were open."""
@@ -87,37 +119,118 @@ class AsyncLLM(BaseLLM):
             ControlError: not allowed now, or engines are late; names them.
             DeadlineError: neither done nor refused in time.
         """
-        await self._control("pause", EngineState.PAUSED, timeout_s, lambda client: client.pause_engines(timeout_s))
+        await self._control.relay(
+            "pause", EngineState.PAUSED, timeout_s, lambda client: client.pause_engines(timeout_s)
+        )
 
     async def unpause(self, timeout_s: float | None = None) -> None:
         """Resume stepping on every engine that is paused."""
-        await self._control("unpause", EngineState.RUNNING, timeout_s, lambda client: client.unpause_engines(timeout_s))
+        await self._control.relay(
+            "unpause", EngineState.RUNNING, timeout_s, lambda client: client.unpause_engines(timeout_s)
+        )
 
     async def suspend(self, mode: Mode = None, timeout_s: float | None = None) -> None:
         """Suspend the KV cache of every paused engine; `mode` None: each engine's configured mode."""
-        await self._control(
+        await self._control.relay(
             "suspend", EngineState.SUSPENDED, timeout_s, lambda client: client.suspend_engines(mode, timeout_s)
         )
 
     async def resume(self, timeout_s: float | None = None) -> None:
         """Bring the KV cache of every suspended engine back; leads to PAUSED."""
-        await self._control("resume", EngineState.PAUSED, timeout_s, lambda client: client.resume_engines(timeout_s))
+        await self._control.relay(
+            "resume", EngineState.PAUSED, timeout_s, lambda client: client.resume_engines(timeout_s)
+        )
 
     async def set_policy_version(self, version: int | None = None) -> int:
         """Announce changed weights on all ranks: every policy version moves by 1, or to `version`. On the primary rank."""
         chosen = self.policy_version + 1 if version is None else version
-        self._refuse_in_group("set_policy_version")
-        if self._job is None and self.engine.weights.collective:
-            return await asyncio.to_thread(self.weights_updated, chosen)
-        if self._job is None:
+        self._control.refuse_in_group("set_policy_version")
+        if not isinstance(self._service, EngineService):
+            announce = self._control.weights_updated if self.engine.weights.collective else self.engine.weights_updated
             # It waits for a step boundary, and this may be the loop that the server's streams live on.
-            return await asyncio.to_thread(self.engine.weights_updated, chosen)
-
-        def ask(client: InferenceClient) -> Coroutine[Any, Any, None]:
-            return client.set_policy_version(chosen)
-
-        await asyncio.wrap_future(self._job.control(ask))
+            return await on_thread(announce, chosen)
+        await asyncio.wrap_future(self._service.control(lambda client: client.set_policy_version(chosen)))
         return chosen
+
+    # --- weights, adapters, scores and the prefix cache -------------------------------------------------------------
+
+    score = threaded("_control", LLMControl.score)
+    flush_prefix_cache = threaded("_control", LLMControl.flush_prefix_cache)
+    weights_updated = threaded("_control", LLMControl.weights_updated)
+    before_optimizer_step = threaded("_control", LLMControl.before_optimizer_step)
+    load_weights = threaded("_control", LLMControl.load_weights)
+    load_lora_adapter = threaded("_control", LLMControl.load_lora_adapter)
+    unload_lora_adapter = threaded("_control", LLMControl.unload_lora_adapter)
+
+    @asynccontextmanager
+    async def suspended(self, mode: Mode = None) -> AsyncIterator[None]:
+        """As `LLM.suspended`, for `async with`."""
+        held = ExitStack()
+        try:
+            await on_thread(held.enter_context, self._control.suspended(mode))
+            yield
+        finally:
+            await on_thread(held.close)
+
+    @property
+    def blocking(self) -> LLMControl:
+        """The same calls for code that cannot await them, such as optimizer hooks: `attach(optimizer, llm)` uses them."""
+        return self._control
+
+    # --- the job ----------------------------------------------------------------------------------------------------
+
+    @property
+    def coordinator_address(self) -> str | None:
+        """`tcp://host:port` of the coordinator; None in direct mode."""
+        return self._service.member.coordinator.address if isinstance(self._service, EngineService) else None
+
+    @property
+    def coordinator_keys(self) -> JobKeys | None:
+        """Keys that the coordinator asks for, without its own secret; None in direct mode, and
+        where it listens on loopback and the launcher gave no secret.
+
+        They are what admits a process to the job: hand them on by a file that only its user can read (`JobKeys.serialize`).
+        """
+        keys = self._service.member.coordinator.keys if isinstance(self._service, EngineService) else None
+        return None if keys is None else keys.client_side()
+
+    def client(self, name: str = "agent") -> InferenceClient:
+        """A further client of the coordinator, on any rank: `async with llm.client() as client`.
+
+        In another process: `InferenceClient(llm.coordinator_address, keys=llm.coordinator_keys)`.
+
+        Args:
+            name: shown in logs and in `rollout top`.
+
+        Raises:
+            EngineStateError: direct mode, which has no coordinator, or shut down.
+        """
+        if not isinstance(self._service, EngineService) or self._service.closed:
+            why = "it was shut down" if self._service.closed else "direct mode has no coordinator to connect to"
+            raise EngineStateError(f"client() of an LLM: {why}; build the LLM with use_coordinator=True")
+        return self._service.member.coordinator.client(name, self.config.control_timeout_s)
+
+    @property
+    def is_primary_rank(self) -> bool:
+        """Whether requests are taken here: everywhere in direct mode, on rank 0 with a coordinator, on the first rank of a
+        tensor-parallel group."""
+        return self._control.is_primary
+
+    @property
+    def world_size(self) -> int:
+        """Engines that compute for this LLM: one in direct mode, every rank's with a coordinator."""
+        return self._control.world_size
+
+    def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
+        """As `LLM.serve`; refuses to wait inside a running event loop, which it would stop."""
+        if blocking and asyncio._get_running_loop() is not None:
+            raise RuntimeError(
+                "serve() inside a running event loop would stop it until the server ends: call "
+                "server = llm.serve(blocking=False), and await asyncio.to_thread(server.wait) where you want to wait"
+            )
+        return super().serve(config, blocking=blocking)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
 
     async def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
         """Wait until this rank's engine has ended: `shutdown` here or on the primary rank.
@@ -143,9 +256,17 @@ class AsyncLLM(BaseLLM):
     ) -> None:
         await self.shutdown()
 
+    def _shutdown(self) -> None:
+        self.loop.refuse_inside("shutdown()")
+        if self._server is not None:
+            self._server.stop()
+        _close(self._service, self._loop)
+        with suppress(Exception):
+            atexit.unregister(self._at_exit)
 
-class LLM(BaseLLM):
-    """Generation for blocking code, also inside a running event loop (Jupyter's).
+
+class LLM:
+    """Generation for blocking code, also inside a running event loop (Jupyter's). Derived from an `AsyncLLM`.
 
     Args:
         model: the Hugging Face causal model, sampled in place; or the folder of one, which is loaded.
@@ -162,6 +283,24 @@ class LLM(BaseLLM):
         DeadlineError: the ranks have not found each other.
     """
 
+    def __init__(
+        self,
+        model: nn.Module | str | PathLike[str],
+        tokenizer: Any = None,
+        inference_config: InferenceConfig | None = None,
+        *,
+        use_coordinator: bool = False,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+        coordinator_config: CoordinatorConfig | None = None,
+    ) -> None:
+        self._inner = inner = AsyncLLM(
+            model, tokenizer, inference_config, use_coordinator=use_coordinator, coordinator_host=coordinator_host,
+            coordinator_port=coordinator_port, coordinator_config=coordinator_config,
+        )  # fmt: skip
+        self.model, self.tokenizer, self.config = inner.model, inner.tokenizer, inner.config
+        self._control = inner.blocking
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -172,42 +311,63 @@ class LLM(BaseLLM):
         on_error: OnError = "raise",
     ) -> Samples:
         """As `AsyncLLM.generate`, but always a list. Ctrl-C ends the requests."""
-        results = self._run(self._generate(prompts, sampling_params, priority, timeout_s, on_error))
+        results = self._run(
+            self._inner.generate(prompts, sampling_params, priority=priority, timeout_s=timeout_s, on_error=on_error)
+        )
         return results if isinstance(results, list) else [results]
 
-    abort = blocking(AsyncLLM.abort)
-    pause = blocking(AsyncLLM.pause)
-    unpause = blocking(AsyncLLM.unpause)
-    suspend = blocking(AsyncLLM.suspend)
-    resume = blocking(AsyncLLM.resume)
-    set_policy_version = blocking(AsyncLLM.set_policy_version)
+    submit = called("_inner", AsyncLLM.submit)
+    stream = called("_inner", AsyncLLM.stream)
+    abort = blocking("_inner", AsyncLLM.abort)
+
+    pause = blocking("_inner", AsyncLLM.pause)
+    unpause = blocking("_inner", AsyncLLM.unpause)
+    suspend = blocking("_inner", AsyncLLM.suspend)
+    resume = blocking("_inner", AsyncLLM.resume)
+    set_policy_version = blocking("_inner", AsyncLLM.set_policy_version)
+
+    score = called("_control", LLMControl.score)
+    flush_prefix_cache = called("_control", LLMControl.flush_prefix_cache)
+    weights_updated = called("_control", LLMControl.weights_updated)
+    before_optimizer_step = called("_control", LLMControl.before_optimizer_step)
+    suspended = called("_control", LLMControl.suspended)
+    load_weights = called("_control", LLMControl.load_weights)
+    load_lora_adapter = called("_control", LLMControl.load_lora_adapter)
+    unload_lora_adapter = called("_control", LLMControl.unload_lora_adapter)
+
+    engine = read("_inner", AsyncLLM.engine)
+    context = read("_inner", AsyncLLM.context)
+    controller = read("_inner", AsyncLLM.controller)
+    loop = read("_inner", AsyncLLM.loop)
+    service = read("_inner", AsyncLLM.service)
+    direct = read("_inner", AsyncLLM.direct)
+    state = read("_inner", AsyncLLM.state)
+    policy_version = read("_inner", AsyncLLM.policy_version)
+    max_sequence_length = read("_inner", AsyncLLM.max_sequence_length)
+    num_open = read("_inner", AsyncLLM.num_open)
+    lora_adapters = read("_inner", AsyncLLM.lora_adapters)
+    tensor_parallel_size = read("_inner", AsyncLLM.tensor_parallel_size)
+    world_size = read("_inner", AsyncLLM.world_size)
+    is_primary_rank = read("_inner", AsyncLLM.is_primary_rank)
+    coordinator_address = read("_inner", AsyncLLM.coordinator_address)
+    coordinator_keys = read("_inner", AsyncLLM.coordinator_keys)
+
+    client = called("_inner", AsyncLLM.client)
+    stats = called("_inner", AsyncLLM.stats)
+    refuse_when_over = called("_inner", AsyncLLM.refuse_when_over)
+    serve = called("_inner", LLMRequests.serve)
 
     def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
         """As `AsyncLLM.wait_for_shutdown`."""
         self.loop.refuse_inside("wait_for_shutdown()")
         try:
-            self._service.over.result(timeout_s)
+            self._inner._service.over.result(timeout_s)
         except TimeoutError as exc:
             raise _too_late(timeout_s) from exc
 
     def shutdown(self) -> None:
         """As `AsyncLLM.shutdown`."""
-        self._shutdown()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            future = self.loop.start_from_outside(coroutine)
-        except RuntimeError:
-            self.refuse_when_over()
-            raise
-        try:
-            return future.result()
-        except CancelledError:
-            self.refuse_when_over()
-            raise
-        except BaseException:
-            future.cancel()
-            raise
+        self._inner._shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -215,7 +375,41 @@ class LLM(BaseLLM):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._shutdown()
+        self.shutdown()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self.loop.run_sync(coroutine)
+        except (RuntimeError, CancelledError) as exc:
+            if isinstance(exc, CancelledError) or self.loop.closed:
+                self.refuse_when_over()
+            raise
+
+
+def _refuse_spread_weights(model: nn.Module, coordinator: CoordinatorConfig | None) -> None:
+    weights = weights_of(model)
+    if coordinator is not None and (weights.collective or weights.tensor_parallel_mesh is not None):
+        raise ConfigError(
+            f"use_coordinator=True, and the weights of {type(model).__name__} are spread over the ranks: leave it out "
+            "(with FSDP every rank runs its own prompts, in a tensor-parallel group the first rank asks)"
+        )
+    if weights.expert_parallel_mesh is not None:
+        raise ConfigError(
+            f"LLM of {type(model).__name__}, whose ranks exchange tokens in each layer: a request on one would wait "
+            "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
+        )
+
+
+def _close(service: EngineLoop | EngineService, loop: LoopThread) -> None:
+    service.close()
+    loop.close()
+    service.engine.guard.release()
+
+
+def _shut_down(llm: weakref.ref[AsyncLLM]) -> None:
+    alive = llm()
+    if alive is not None:
+        alive._shutdown()
 
 
 def _too_late(timeout_s: float | None) -> DeadlineError:

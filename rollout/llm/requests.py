@@ -1,9 +1,8 @@
-"""Requests to engines through a service, for the classes that differ in what computes them, and HTTP in front of them."""
+"""Requests to engines through a service, whatever computes them, and HTTP in front of it."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -11,7 +10,6 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rollout.config import InferenceConfig
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.distributed.client.text_stream import GroupText, TextDelta
 from rollout.distributed.job.world import World
@@ -19,11 +17,11 @@ from rollout.engine.context import DynamicInferenceContext
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
-from rollout.llm.prompts import normalized
-from rollout.requests.prompt import Prompt
+from rollout.requests.prompt import Prompt, normalized
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import EngineState, FinishReason, Status
+from rollout.threads.blocking import called
 from rollout.threads.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -55,30 +53,202 @@ class Service(Protocol):
         """How many of these groups (None: of all) were open and end now."""
 
 
-class LLMRequests(ABC):
-    """Requests and HTTP of an `LLM`; a subclass sets the annotated attributes.
+class Requests:
+    """Submits prompts to a service, and collects their samples.
 
-    Attributes:
-        model, tokenizer, config: of `engine`.
-        engine: this rank's; prompts are checked and tokenised by it.
-        loop: the private event loop on its thread.
+    Args:
+        engine: this rank's; it checks and tokenises prompts.
+        loop: the private loop.
         direct: whether there is no coordinator process.
+        admit: raises if a call of this name cannot be served now.
     """
 
-    model: Any
-    tokenizer: Any
-    config: InferenceConfig
-    _engine: DynamicInferenceEngine
-    _loop: LoopThread
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        loop: LoopThread,
+        service: Service,
+        *,
+        direct: bool = False,
+        admit: Callable[[str], object] = lambda what: None,
+    ) -> None:
+        self._engine, self._loop, self.service, self.direct, self.admit = engine, loop, service, direct, admit
         self._numbers, self._calls = count(), count()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        client: Hashable = None,
+    ) -> RequestFuture:
+        """Submit one prompt and return a future of its n samples; from any thread.
+
+        Args:
+            priority: higher runs first.
+            timeout_s: the request fails after so many seconds. None: never.
+            client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of
+                one client run in order of arrival. None: this request is a client of its own. Direct mode only.
+
+        Returns:
+            A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It
+            fails with a `RequestError` (aborted, timed out), or with `ConnectionLostError` where engine or coordinator
+            have ended; a sample that failed alone is in the result, with its `error`.
+
+        Raises:
+            InvalidRequestError: it can never be served; nothing was queued.
+            ConfigError: `client` with a coordinator, which serves requests in order of arrival.
+            RuntimeError: not the primary rank.
+            WeightsChangedError: weights changed without an announced update; checked only while no request runs.
+            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
+        """
+        self.admit("submit")
+        params = sampling_params or SamplingParams()
+        options = self._options(priority, timeout_s, client)
+        return self._submit(prompt, self._engine.check_request(prompt, params), params, options)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        interval: int | None = 1,
+        client: Hashable = None,
+    ) -> RequestStream[TextDelta]:
+        """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
+
+        Args:
+            priority, timeout_s, client: as `submit` has them.
+            interval: tokens of a sample that come together, after the first. More do while the reader is busy, and when
+                all streams together would have more than 1,000 pieces per second. None: each sample as a whole, when all
+                of them have ended.
+
+        Raises: as `submit`; what happens later is raised by the iteration.
+        """
+        self.admit("stream")
+        params = sampling_params or SamplingParams()
+        options = self._options(priority, timeout_s, client)
+        tokens = self._engine.check_request(prompt, params)
+        reader = GroupText(params, self._engine.controller.tokenizer)
+        stream = RequestStream(self._future(prompt), reader, self.service.readers, whole=interval is None)
+        if interval is not None:
+            options["interval"] = interval
+        self.service.open_group(stream.request_id, tokens, params, stream, **options)
+        return stream
+
+    def _options(self, priority: int, timeout_s: float | None, client: Hashable) -> dict[str, Any]:
+        options: dict[str, Any] = {"priority": priority, "timeout_s": timeout_s}
+        if client is not None and not self.direct:
+            raise ConfigError(
+                f"client={client!r} with a coordinator, which serves requests in order of arrival: leave it out, or build "
+                "the LLM without use_coordinator"
+            )
+        return options if client is None else options | {"client": client}
+
+    def _submit(
+        self, prompt: Prompt, tokens: list[int], params: SamplingParams, options: dict[str, Any]
+    ) -> RequestFuture:
+        future = self._future(prompt)
+        self.service.open_group(future.request_id, tokens, params, future, **options)
+        return future
+
+    def _future(self, prompt: Prompt) -> RequestFuture:
+        return RequestFuture(
+            next(self._numbers),
+            partial(_abort, self.service),
+            loop=asyncio._get_running_loop() or self._loop.event_loop,
+            prompt=prompt if isinstance(prompt, str) else None,
+            refuse_to_block=partial(self._loop.refuse_inside, "result()"),
+        )
+
+    def _submit_all(
+        self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None
+    ) -> tuple[list[tuple[RequestFuture, list[int], SamplingParams]], bool]:
+        self.admit("generate")
+        asked, single = normalized(self.engine.controller.unpadded(prompts, single=True))
+        params = one_each(sampling_params, len(asked))
+        tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
+        # The prompts of one call are one client.
+        options = self._options(priority, timeout_s, None if not self.direct else ("generate", next(self._calls)))
+        return [
+            (self._submit(prompt, ids, each, options), ids, each)
+            for prompt, ids, each in zip(asked, tokens, params, strict=True)
+        ], single
+
+    def _checked(self, position: int, prompt: Prompt, params: SamplingParams) -> list[int]:
+        try:
+            return self._engine.check_request(prompt, params)
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"prompts[{position}]: {exc}") from exc
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        on_error: OnError = "raise",
+    ) -> DynamicInferenceRequest | Samples:
+        """Sample completions. Cancelling the task ends the requests.
+
+        Args:
+            prompts: a text, token ids, chat messages, or a list of one of these; `[]` gives `[]`.
+            sampling_params: for all prompts, or one per prompt.
+            priority, timeout_s: of each, as `submit` has them.
+            on_error: `raise`: the first failure, once all have ended. `return`: failed samples have their `error`.
+
+        Returns:
+            One request for a single prompt and n = 1, else a list: prompts in order, the samples of a prompt side by side.
+
+        Raises:
+            TypeError: `prompts` are something else.
+            InvalidRequestError: a prompt can never be served; nothing was queued.
+            RequestError: `on_error="raise"` and a sample failed.
+            RuntimeError: not the primary rank.
+            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
+        """
+        if on_error not in ("raise", "return"):
+            raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'return'")
+        asked, single = self._submit_all(prompts, sampling_params, priority, timeout_s)
+        results: Samples = []
+        first: BaseException | None = None
+        try:
+            for future, tokens, params in asked:
+                try:
+                    results += await future
+                except RolloutError as exc:
+                    first = first or exc
+                    results += [_failed(future, tokens, params, index, exc) for index in range(params.n)]
+        except BaseException:
+            for future, _, _ in asked:
+                future.abort()
+            raise
+        if on_error == "raise":
+            _raise_first(first, results)
+        return results[0] if single and len(results) == 1 else results
+
+
+class LLMRequests:
+    """Requests to engines and HTTP in front of them, for `AsyncLLM` and `JobLLM`.
+
+    Attributes:
+        model, tokenizer, config: of the engine.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, requests: Requests) -> None:
+        self.model, self.config, self.tokenizer = engine.model, engine.config, engine.controller.tokenizer
+        self._engine, self._loop, self._requests = engine, loop, requests
         self._server: Server | None = None
 
-    @property
-    @abstractmethod
-    def service(self) -> Service:
-        """Where requests are computed."""
+    submit = called("_requests", Requests.submit)
+    stream = called("_requests", Requests.stream)
+
+    # --- parts ------------------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> DynamicInferenceEngine:
@@ -93,7 +263,12 @@ class LLMRequests(ABC):
     @property
     def direct(self) -> bool:
         """Whether there is no coordinator process."""
-        return False
+        return self._requests.direct
+
+    @property
+    def service(self) -> Service:
+        """Where requests are computed."""
+        return self._requests.service
 
     @property
     def context(self) -> DynamicInferenceContext:
@@ -143,148 +318,6 @@ class LLMRequests(ABC):
         """Folder of each LoRA adapter that requests may name (`SamplingParams.adapter`), by name."""
         return self.engine.adapters.folders
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def submit(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        client: Hashable = None,
-    ) -> RequestFuture:
-        """Submit one prompt and return a future of its n samples; from any thread.
-
-        Args:
-            priority: higher runs first.
-            timeout_s: the request fails after so many seconds. None: never.
-            client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of
-                one client run in order of arrival. None: this request is a client of its own. Direct mode only.
-
-        Returns:
-            A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It
-            fails with a `RequestError` (aborted, timed out), or with `ConnectionLostError` where engine or coordinator
-            have ended; a sample that failed alone is in the result, with its `error`.
-
-        Raises:
-            InvalidRequestError: it can never be served; nothing was queued.
-            ConfigError: `client` with a coordinator, which serves requests in order of arrival.
-            RuntimeError: not the primary rank.
-            WeightsChangedError: weights changed without an announced update; checked only while no request runs.
-            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
-        """
-        self._refuse_unless_primary("generate")
-        self._check_weights_when_idle()
-        params = sampling_params or SamplingParams()
-        options = self._options(priority, timeout_s, client)
-        return self._submit(prompt, self._tokens(prompt, params), params, options)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        interval: int | None = 1,
-        client: Hashable = None,
-    ) -> RequestStream[TextDelta]:
-        """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
-
-        Args:
-            priority, timeout_s, client: as `submit` has them.
-            interval: tokens of a sample that come together, after the first. More do while the reader is busy, and when
-                all streams together would have more than 1,000 pieces per second. None: each sample as a whole, when all
-                of them have ended.
-
-        Raises: as `submit`; what happens later is raised by the iteration.
-        """
-        self._refuse_unless_primary("stream")
-        self._check_weights_when_idle()
-        params = sampling_params or SamplingParams()
-        options = self._options(priority, timeout_s, client)
-        tokens = self._tokens(prompt, params)
-        reader = GroupText(params, self.tokenizer)
-        stream = RequestStream(self._future(prompt), reader, self.service.readers, whole=interval is None)
-        if interval is not None:
-            options["interval"] = interval
-        self.service.open_group(stream.request_id, tokens, params, stream, **options)
-        return stream
-
-    def _options(self, priority: int, timeout_s: float | None, client: Hashable) -> dict[str, Any]:
-        options: dict[str, Any] = {"priority": priority, "timeout_s": timeout_s}
-        if client is not None and not self.direct:
-            raise ConfigError(
-                f"client={client!r} with a coordinator, which serves requests in order of arrival: leave it out, or build "
-                "the LLM without use_coordinator"
-            )
-        return options if client is None else options | {"client": client}
-
-    def _submit(
-        self, prompt: Prompt, tokens: list[int], params: SamplingParams, options: dict[str, Any]
-    ) -> RequestFuture:
-        future = self._future(prompt)
-        self.service.open_group(future.request_id, tokens, params, future, **options)
-        return future
-
-    def _future(self, prompt: Prompt) -> RequestFuture:
-        return RequestFuture(
-            next(self._numbers),
-            partial(_abort, self.service),
-            loop=asyncio._get_running_loop() or self.loop.event_loop,
-            prompt=prompt if isinstance(prompt, str) else None,
-            refuse_to_block=partial(self.loop.refuse_inside, "result()"),
-        )
-
-    def _submit_all(
-        self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None
-    ) -> tuple[list[tuple[RequestFuture, list[int], SamplingParams]], bool]:
-        self._refuse_unless_primary("generate")
-        self._check_weights_when_idle()
-        asked, single = normalized(self.engine.controller.unpadded(prompts, single=True))
-        params = one_each(sampling_params, len(asked))
-        tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
-        # The prompts of one call are one client.
-        options = self._options(priority, timeout_s, None if not self.direct else ("generate", next(self._calls)))
-        return [
-            (self._submit(prompt, ids, each, options), ids, each)
-            for prompt, ids, each in zip(asked, tokens, params, strict=True)
-        ], single
-
-    def _tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt that can be served; raises what `submit` raises."""
-        return self.engine.check_request(prompt, params)
-
-    def _checked(self, position: int, prompt: Prompt, params: SamplingParams) -> list[int]:
-        try:
-            return self._tokens(prompt, params)
-        except InvalidRequestError as exc:
-            raise InvalidRequestError(f"prompts[{position}]: {exc}") from exc
-
-    async def _generate(
-        self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None, on_error: OnError
-    ) -> DynamicInferenceRequest | Samples:
-        if on_error not in ("raise", "return"):
-            raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'return'")
-        asked, single = self._submit_all(prompts, sampling_params, priority, timeout_s)
-        results: Samples = []
-        first: BaseException | None = None
-        try:
-            for future, tokens, params in asked:
-                try:
-                    results += await future
-                except RolloutError as exc:
-                    first = first or exc
-                    results += [_failed(future, tokens, params, index, exc) for index in range(params.n)]
-        except BaseException:
-            for future, _, _ in asked:
-                future.abort()
-            raise
-        if on_error == "raise":
-            _raise_first(first, results)
-        return results[0] if single and len(results) == 1 else results
-
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
@@ -300,9 +333,7 @@ class LLMRequests(ABC):
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
             ConfigError: the address is taken or not this machine's, or what serving needs is not installed.
         """
-        self._refuse_unless_primary("serve")
-        if blocking:
-            self._refuse_to_block("serve()")
+        self._requests.admit("serve")
         self.refuse_when_over()
         try:
             from rollout.server.server import serve
@@ -325,20 +356,6 @@ class LLMRequests(ABC):
         if blocking:
             self._server.wait()
         return self._server
-
-    # --- inside ----------------------------------------------------------------------------------------------------------
-
-    def _refuse_to_block(self, what: str) -> None:
-        """A class whose callers must not block overrides this, and raises."""
-        return
-
-    def _refuse_unless_primary(self, what: str) -> None:
-        """A class that takes requests on one of several ranks overrides this, and raises on the others."""
-        return
-
-    def _check_weights_when_idle(self) -> None:
-        """A class whose engine nothing else steps overrides this, and raises where weights changed unannounced."""
-        return
 
 
 def _abort(service: Service, number: int) -> None:

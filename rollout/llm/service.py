@@ -1,11 +1,11 @@
-"""The engine thread, worker and client behind an `LLM` that is one rank of a job with a coordinator.
+"""Requests through a client of a coordinator, and the engine thread and worker of an `LLM` that is one rank of its job.
 
     private loop    client and connections
     engine thread   the engine's steps, while there are any
     apply thread    the coordinator's messages, at the next step boundary (`rollout.distributed.worker.worker`)
 
-Always true: calls to a service that has ended fail immediately, and so do requests that are open when it ends; `close`
-leaves no thread and no process.
+Always true: every group that was accepted ends once at its listener, with its samples or with an error; calls to a
+service that has ended fail immediately; `close` leaves no thread and no process.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from rollout.config import CoordinatorConfig
 from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.client.futures import Readers, RequestStream
+from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
+from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.status import parse_status
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import DeadlineError, EngineStateError, RolloutError
-from rollout.llm.job_requests import JobRequests
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, RolloutError
+from rollout.llm.delivery import Listener
+from rollout.llm.engine_loop import SHUT_DOWN
+from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from rollout.threads.loop_thread import LoopThread
 
@@ -43,6 +49,140 @@ RECONNECT_TIMEOUT_S = 10.0
 """A lost coordinator is not replaced, so that waiting calls fail soon."""
 JOIN_POLL_S = 0.05
 """Between two looks at which ranks have joined."""
+
+
+class JobRequests:
+    """Open groups of a client, from any thread; a subclass connects `_client` on the loop.
+
+    Args:
+        engine: this rank's.
+        loop: the private loop, which the client belongs to.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread) -> None:
+        self.engine = engine
+        self.loop = loop
+        self.readers = Readers(loop.call_soon)
+        # None: on its way to the loop.
+        self._groups: dict[int, OpenGroup | None] = {}
+        self._client: InferenceClient | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Groups that were accepted and have not ended."""
+        return len(self._groups)
+
+    def refuse_when_over(self) -> None:
+        """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
+        self.engine.lifecycle.refuse_when_stopped()
+        if self._closed:
+            raise EngineStateError(SHUT_DOWN)
+        if self._client is not None and self._client.lost is not None:
+            raise ConnectionLostError(str(self._client.lost), final=True)
+
+    def open_group(
+        self,
+        number: int,
+        tokens: list[int],
+        params: SamplingParams,
+        listener: Listener,
+        **options: Any,
+    ) -> None:
+        """Submit a group, from any thread; the listener receives what follows.
+
+        Args:
+            number: the caller's, new.
+            options: of `ClientSession.submit`.
+
+        Raises:
+            RolloutError: no request is served any more.
+        """
+        self.refuse_when_over()
+        self._groups[number] = None
+        try:
+            self.loop.call_soon(self._open, number, tokens, params, listener, options)
+        except RuntimeError as exc:
+            del self._groups[number]
+            raise EngineStateError(SHUT_DOWN) from exc
+
+    def _open(
+        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        try:
+            group = self._the_client().open_group(tokens, params, **options)
+        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
+            del self._groups[number]
+            listener.fail(exc)
+            return
+        self._groups[number] = group
+        group.on_done = partial(self._ended, number, listener)
+        if isinstance(listener, RequestStream) and not listener.whole:
+            group.on_update = partial(_grown, listener)
+
+    def _ended(self, number: int, listener: Listener, group: OpenGroup) -> None:
+        self._groups.pop(number, None)
+        try:
+            samples = list(group.result())
+        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
+            listener.fail(exc)
+        else:
+            for sample in samples:
+                sample.request_id, sample.prompt = number, listener.prompt
+            listener.end(samples)
+
+    def _abort(self, number: int) -> bool:
+        group, client = self._groups.get(number), self._client
+        if group is None or client is None or client.lost is not None:
+            return False
+        return client.abort_request(group.request_id)
+
+    def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
+        """How many of these groups (None: of all) were open and end now.
+
+        Raises:
+            EngineStateError: shut down.
+        """
+
+        async def abort() -> int:
+            return sum([self._abort(number) for number in (list(self._groups) if numbers is None else numbers)])
+
+        return self._start(abort())
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
+        """A control call of the client, on the private loop.
+
+        Raises:
+            EngineStateError: not the primary rank, or shut down.
+        """
+        return self._start(ask(self._the_client()))
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            return self.loop.start(coroutine)
+        except RuntimeError as exc:
+            raise EngineStateError(SHUT_DOWN) from exc
+
+    def _the_client(self) -> InferenceClient:
+        if self._client is None:
+            raise EngineStateError("requests and control calls are taken on the primary rank")
+        return self._client
+
+
+def _grown(stream: RequestStream[Any], group: OpenGroup, stretch: Stretch) -> None:
+    """Hand new tokens of a group to a stream."""
+    for delta in stretch.deltas():
+        stream.take(delta, None if delta.outcome is None else group.request(delta.sample_index))
 
 
 class EngineService(JobRequests):
@@ -178,3 +318,29 @@ async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
                 "builds an LLM, and those that are not primary call wait_for_shutdown()"
             )
         await asyncio.sleep(JOIN_POLL_S)
+
+
+def options_of_coordinator(
+    wanted: bool, host: str | None, port: int | None, config: CoordinatorConfig | None
+) -> CoordinatorConfig | None:
+    """Options of the coordinator that an `LLM` was asked for; None: it was asked for none.
+
+    Raises:
+        ConfigError: options without a coordinator, or two values for one option.
+    """
+    given = {"coordinator_host": host, "coordinator_port": port, "coordinator_config": config}
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if not wanted:
+        if named:
+            raise ConfigError(f"{', '.join(named)} without a coordinator: set use_coordinator=True, or leave it out")
+        return None
+    chosen = config or CoordinatorConfig()
+    for name, value in (("host", host), ("inference_coordinator_port", port)):
+        said = getattr(chosen, name)
+        if value is not None and said not in (value, getattr(CoordinatorConfig, name)):
+            raise ConfigError(
+                f"coordinator_config.{name}={said!r}, and {value!r} beside it: two values for one option; leave one out"
+            )
+    if host is not None:
+        chosen = chosen.replace(host=host)
+    return chosen if port is None else chosen.replace(inference_coordinator_port=port)

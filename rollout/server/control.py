@@ -313,7 +313,7 @@ class Control:
     async def flush(self) -> FlushReply:
         """Evict all cached KV blocks that no request references."""
         with _conflict():
-            return FlushReply(flushed_blocks=await asyncio.to_thread(self._llm.flush_prefix_cache))
+            return FlushReply(flushed_blocks=await self._serving.ask(self._llm.flush_prefix_cache))
 
     async def load_adapter(self, order: LoadAdapterRequest) -> AdapterReply:
         """Load a LoRA adapter from a folder."""
@@ -326,7 +326,7 @@ class Control:
             raise bad_request(f"base_model_name={order.base_model_name!r}: must be {served!r}", param="base_model_name")
         with _conflict():
             load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
-            version = await asyncio.to_thread(load, order.lora_name, order.lora_path)
+            version = await self._serving.ask(load, order.lora_name, order.lora_path)
         return AdapterReply(message=f"loaded {order.lora_name!r} from {order.lora_path}", policy_version=version)
 
     async def unload_adapter(self, order: UnloadAdapterRequest) -> AdapterReply:
@@ -334,7 +334,7 @@ class Control:
         if order.lora_name not in self._llm.lora_adapters:
             raise ApiError(404, f"lora_name={order.lora_name!r}: no such adapter is loaded", param="lora_name")
         with _conflict():
-            ended = await asyncio.to_thread(self._llm.unload_lora_adapter, order.lora_name)
+            ended = await self._serving.ask(self._llm.unload_lora_adapter, order.lora_name)
         version = self._llm.policy_version
         return AdapterReply(message=f"unloaded {order.lora_name!r}", policy_version=version, aborted=ended)
 

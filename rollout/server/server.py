@@ -91,7 +91,7 @@ class Server:
             try:
                 self._url = _url(listener)
                 self._life = self._loop.start(self._uvicorn.serve([listener]))
-                self._loop.run(self._begin(self._life), START_TIMEOUT_S)
+                self._loop.run_sync(self._begin(self._life), START_TIMEOUT_S)
             except BaseException:
                 listener.close()
                 raise
@@ -107,7 +107,7 @@ class Server:
             if self._life is None or self._life.done():
                 return
             try:
-                self._loop.run(
+                self._loop.run_sync(
                     self._end(self._life), self._config.shutdown_grace_s + 2 * ABORT_TIMEOUT_S + START_TIMEOUT_S
                 )
             except RuntimeError:

@@ -1,24 +1,117 @@
-"""Derives a blocking method from an async one: same signature and docstring, run on the object's private event loop."""
+"""Methods derived from those of another class: same signature and docstring, called on a part, on a thread or on a loop.
+
+class Control:  def load(self, folder): ...                      blocks
+class Async:    load = threaded("control", Control.load)         await it; the caller's loop goes on
+                async def pause(self): ...
+class Blocking: load = called("control", Control.load)           on the caller's thread
+                pause = blocking("inner", Async.pause)           on a private loop, by `self._run(coroutine)`
+                state = read("inner", Async.state)               a property
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from inspect import iscoroutinefunction
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def blocking(verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """A method that runs the async `verb` by `self._run(coroutine)`, which waits for its result.
+def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method that calls `verb` of the object's attribute `part`; a coroutine method if `verb` is one."""
 
-    In a class body: `pause = blocking(AsyncClient.pause)`.
-    """
+    @wraps(verb)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return verb(getattr(self, part), *args, **kwargs)
+
+    @wraps(verb)
+    async def call_async(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        # Waits here, so that the object lives as long as the call.
+        return await cast("Awaitable[Any]", verb(getattr(self, part), *args, **kwargs))
+
+    return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(verb) else call
+
+
+def blocking(
+    part: str, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+) -> Callable[Concatenate[Any, P], T]:
+    """A method that runs the async `verb` of the object's attribute `part` by `self._run`, which waits for the result."""
 
     @wraps(verb)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = self._run(verb(self, *args, **kwargs))
+        result: T = self._run(verb(getattr(self, part), *args, **kwargs))
         return result
 
     return run
+
+
+def threaded(
+    part: str, verb: Callable[Concatenate[Any, P], T]
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A coroutine method that calls the blocking `verb` of the object's attribute `part` by `on_thread`."""
+
+    @wraps(verb)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await on_thread(verb, getattr(self, part), *args, **kwargs)
+
+    return call
+
+
+class Read(Generic[T]):
+    """A property of the same name of the object's attribute `part`; made by `read`."""
+
+    def __init__(self, part: str, getter: Callable[[Any], T]) -> None:
+        self._part, self._name = part, ""
+        self.__doc__ = getter.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: Any, owner: type | None = None) -> T:
+        value: Any = self if holder is None else getattr(getattr(holder, self._part), self._name)
+        return value  # type: ignore[no-any-return]
+
+    def __set__(self, holder: Any, value: object) -> None:
+        raise AttributeError(f"{self._name} of {type(holder).__name__} is read-only")
+
+
+def read(part: str, getter: Callable[[Any], T]) -> Read[T]:
+    """A property that reads the property `getter` of the object's attribute `part`."""
+    return Read(part, getter)
+
+
+async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a blocking function on a thread, with the caller's CUDA stream.
+
+    A caller that is cancelled waits for the end of the call, so that it knows what has happened.
+    """
+    stream = _current_stream()
+
+    def call() -> T:
+        with stream:
+            return function(*args, **kwargs)
+
+    running = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((running,))
+        # Otherwise asyncio reports an exception that nobody reads.
+        running.exception()
+        raise
+
+
+def _current_stream() -> AbstractContextManager[Any]:
+    """A block with the calling thread's current CUDA stream; a new thread would use the default stream."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return nullcontext()
+    chosen: AbstractContextManager[Any] = cuda.stream(cuda.current_stream())
+    return chosen

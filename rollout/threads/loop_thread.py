@@ -1,8 +1,7 @@
 """An asyncio event loop on a private thread, for blocking callers.
 
-Always true: every wait has a deadline and fails when the loop ends meanwhile; waiting for the loop from the loop itself
-raises instead of deadlocking. Of the caller's thread state only CUDA's current device is carried over, and only if torch
-is already loaded.
+Always true: a wait fails when the loop ends meanwhile; waiting for the loop from the loop itself raises instead of
+deadlocking. Of the caller's thread state only CUDA's current device is carried over, and only if torch is already loaded.
 """
 
 from __future__ import annotations
@@ -37,17 +36,22 @@ class LoopThread:
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the loop and wait for its result.
+    def run_sync(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for its result, from a thread that is not the loop's.
 
         Args:
-            timeout_s: deadline in seconds, after which the coroutine is cancelled.
+            timeout_s: deadline in seconds, after which the coroutine is cancelled. None: the coroutine has its own.
 
         Raises:
             DeadlineError: it took longer.
             RuntimeError: called on the loop itself, which would deadlock; or the loop is closed, before or meanwhile.
         """
-        future = self.start_from_outside(coroutine, "run()")
+        try:
+            self.refuse_inside("run_sync()")
+        except RuntimeError:
+            coroutine.close()
+            raise
+        future = self.start(coroutine)
         what = getattr(coroutine, "__qualname__", repr(coroutine))
         try:
             done, _ = wait((future,), timeout_s)
@@ -63,19 +67,6 @@ class LoopThread:
             if not self._closed:
                 raise
             raise RuntimeError(f"{self._name} was closed while {what} ran on it") from None
-
-    def start_from_outside(self, coroutine: Coroutine[Any, Any, T], what: str = "waiting") -> Future[T]:
-        """Start a coroutine that the calling thread is going to wait for; like `start`, but refused on the loop itself.
-
-        Raises:
-            RuntimeError: called on the loop itself, which would deadlock; or the loop is closed.
-        """
-        try:
-            self.refuse_inside(what)
-        except RuntimeError:
-            coroutine.close()
-            raise
-        return self.start(coroutine)
 
     def refuse_inside(self, what: str) -> None:
         """Raise `RuntimeError` if called on the loop itself, where waiting would deadlock."""
@@ -138,6 +129,11 @@ class LoopThread:
                 self._closed = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def event_loop(self) -> asyncio.AbstractEventLoop:

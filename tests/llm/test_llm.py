@@ -165,7 +165,7 @@ def test_a_deadline_that_is_swept_while_it_passes_ends_nothing_else() -> None:
             return first
 
     with blocking() as llm:
-        loop: Any = llm._service
+        loop: Any = llm.service
 
         def sweep() -> None:
             with loop._changed:

@@ -13,9 +13,9 @@ from rollout.config import CoordinatorConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import _completed
 from rollout.distributed.job.world import World
+from rollout.engine.weights.folder import load_model
 from rollout.errors import ConfigError, ConnectionLostError, EngineStateError
 from rollout.llm.llm import LLM, AsyncLLM
-from rollout.llm.model_loading import load
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
@@ -94,8 +94,7 @@ def test_a_lost_coordinator_fails_what_is_open_and_the_next_call() -> None:
         llm = LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True)
         llm.engine.pause()
         pending = llm.submit("abc", ENDLESS)
-        assert llm._job is not None
-        job = llm._job.member.coordinator
+        job = llm.service.member.coordinator
         assert job is not None
         assert job.handle is not None
         job.handle.process.send_signal(signal.SIGTERM)
@@ -118,7 +117,7 @@ def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path
             LLM(tmp_path / name)
     for bad in ("nn", "float7"):
         with pytest.raises(ConfigError, match=f"dtype='{bad}'"):
-            load(tmp_path / "model", dtype=bad)
+            load_model(tmp_path / "model", dtype=bad)
 
 
 # --- options that the engine and its coordinator share ---------------------------------------------------------------------
@@ -153,7 +152,7 @@ def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_nam
 def test_with_a_coordinator_the_configured_deadline_holds_and_a_flush_reaches_its_engines() -> None:
     chosen = options(seed=5, control_timeout_s=7.0)
     with LLM(shared_model("qwen3"), make_tokenizer(), chosen, use_coordinator=True) as llm:
-        assert llm._job._the_client()._control_timeout_s == 7.0
+        assert llm.service._the_client()._control_timeout_s == 7.0
         (sample,) = llm.generate(token_ids(20), SamplingParams(max_tokens=4))
         assert sample.seed == stream_key(5, 0)
         assert llm.context.allocator.findable_hashes()

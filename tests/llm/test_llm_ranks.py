@@ -34,7 +34,7 @@ def test_the_primary_rank_asks_all_compute_and_its_shutdown_ends_all(nursery: Nu
     assert [text.partition(" on a rank")[0] for text in second["refused"]] == [
         "generate()",
         "stream()",
-        "generate()",
+        "submit()",
         "serve()",
     ]
     assert (first["state"], second["state"]) == ("stopped", "stopped")

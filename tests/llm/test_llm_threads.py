@@ -8,13 +8,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout.distributed.client.futures import RequestFuture
-from rollout.errors import ConnectionLostError, EngineStateError
-from rollout.llm.llm import LLM
+from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError
+from rollout.llm.llm import LLM, AsyncLLM
+from rollout.state import EngineState
 from tests.engines import greedily, token_ids
 from tests.llm.asking import PATIENCE_S, asyncio_llm, blocking, nothing_is_left
 
@@ -36,7 +39,7 @@ def test_the_blocking_class_works_inside_a_running_loop_but_not_on_its_own() -> 
             with pytest.raises(RuntimeError, match="would wait for ever"):
                 llm.submit("abc", greedily(5)).result(1)
 
-        llm.loop.run(on_its_own(), PATIENCE_S)
+        llm.loop.run_sync(on_its_own(), PATIENCE_S)
         assert llm.generate("abc", greedily(5))
 
 
@@ -68,7 +71,7 @@ def test_a_prompt_counts_as_open_as_soon_as_it_is_submitted() -> None:
         return llm.submit("abc", greedily(5)), llm.num_open
 
     with blocking() as llm:
-        pending, then = llm.loop.run(on_its_own(llm), PATIENCE_S)
+        pending, then = llm.loop.run_sync(on_its_own(llm), PATIENCE_S)
         assert then == 1
         pending.result(PATIENCE_S)
         assert llm.num_open == 0
@@ -121,17 +124,17 @@ def test_a_caller_of_the_engine_itself_and_one_of_the_llm_may_have_the_same_numb
 
 def test_shutting_down_on_the_loop_while_another_thread_shuts_down_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_is_left(), blocking() as llm:
-        close = llm._service.close
+        close = llm.service.close
 
         async def again() -> None:
             with pytest.raises(RuntimeError, match="would wait for ever"):
                 llm.shutdown()
 
         def meanwhile() -> None:
-            llm.loop.run(again(), 5)
+            llm.loop.run_sync(again(), 5)
             close()
 
-        monkeypatch.setattr(llm._service, "close", meanwhile)
+        monkeypatch.setattr(llm.service, "close", meanwhile)
 
 
 def test_what_a_thread_waits_for_when_another_one_shuts_down_fails_by_name() -> None:
@@ -179,10 +182,69 @@ def test_a_new_version_does_not_keep_the_loop_waiting_for_a_step() -> None:
     try:
         with async_llm.engine.locked():
             told = async_llm.loop.start(async_llm.set_policy_version())
-            async_llm.loop.run(nothing(), 10)
+            async_llm.loop.run_sync(nothing(), 10)
         assert told.result(PATIENCE_S) == async_llm.policy_version == 1
     finally:
         async_llm._shutdown()
+
+
+async def suspended(llm: AsyncLLM) -> None:
+    async with llm.suspended():
+        assert llm.state is EngineState.SUSPENDED
+
+
+CALLS: dict[str, Callable[[AsyncLLM], Coroutine[Any, Any, object]]] = {
+    "weights_updated": lambda llm: llm.weights_updated(),
+    "before_optimizer_step": lambda llm: llm.before_optimizer_step(),
+    "flush_prefix_cache": lambda llm: llm.flush_prefix_cache(),
+    "score": lambda llm: llm.score([[5, 6, 7]]),
+    "suspended": suspended,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_waits_for_a_step_does_not_stop_the_callers_loop(name: str) -> None:
+    async def ask() -> None:
+        async with asyncio_llm() as llm:
+            with llm.engine.locked():
+                call = asyncio.ensure_future(CALLS[name](llm))
+                for _ in range(3):
+                    await asyncio.sleep(0.01)
+                assert not call.done()
+            await call
+            assert llm.state is (EngineState.SUSPENDED if name == "before_optimizer_step" else EngineState.RUNNING)
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+
+
+def test_adapters_and_weights_are_awaited_and_refused_by_the_same_errors() -> None:
+    async def ask() -> None:
+        async with asyncio_llm() as llm:
+            with pytest.raises(ConfigError, match="nowhere"):
+                await llm.load_weights("nowhere")
+            with pytest.raises(ConfigError, match="nowhere"):
+                await llm.load_lora_adapter("a", "nowhere")
+            with pytest.raises(InvalidRequestError, match="'a'"):
+                await llm.unload_lora_adapter("a")
+            assert await llm.generate("abc", greedily(2))
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+
+
+def test_cancelling_a_caller_that_waits_to_suspend_leaves_the_engine_running() -> None:
+    async def ask() -> None:
+        async with asyncio_llm() as llm:
+            with llm.engine.locked():
+                call = asyncio.ensure_future(suspended(llm))
+                await asyncio.sleep(0.05)
+                call.cancel()
+                await asyncio.sleep(0.01)
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert llm.state is EngineState.RUNNING
+            assert await llm.generate("abc", greedily(2))
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
 
 
 CTRL_C = """

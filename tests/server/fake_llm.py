@@ -231,7 +231,7 @@ class FakeLLM:
     def release(self) -> None:
         """They end."""
         self._held = False
-        self.loop.run(self._end_all(), 30)
+        self.loop.run_sync(self._end_all(), 30)
 
     async def _end_all(self) -> None:
         for pending in list(self.open.values()):

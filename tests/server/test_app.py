@@ -372,5 +372,5 @@ def test_stopping_on_the_loop_itself_raises_and_the_server_goes_on():
                 with pytest.raises(RuntimeError, match="would wait for ever"):
                     method()
 
-        llm.loop.run(stop(), DEADLINE_S)
+        llm.loop.run_sync(stop(), DEADLINE_S)
         assert httpx.post(f"{server.url}/v1/completions", json=ASK).status_code == 200

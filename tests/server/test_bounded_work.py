@@ -151,7 +151,7 @@ def test_a_large_body_is_read_beside_the_loop(length: int, monkeypatch: pytest.M
         tokenizer.threads.clear()
         reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a" * length})
         assert reply.status_code == 200, reply.text
-        loops = {llm.loop.run(ident(), DEADLINE_S)}
+        loops = {llm.loop.run_sync(ident(), DEADLINE_S)}
         assert (parsing == loops, tokenizer.threads == loops) == (length < LARGE, length < LARGE)
 
 

@@ -422,7 +422,7 @@ def test_a_lost_coordinator_is_told_to_who_asks_and_who_watches():
     model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1)
     with an_llm(model, use_coordinator=True) as llm:
         there = House(llm, llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False))
-        job = llm._job.member.coordinator
+        job = llm.service.member.coordinator
         assert job is not None
         assert job.handle is not None
         with there.client() as client:

@@ -35,9 +35,10 @@ def test_a_coroutine_runs_on_the_thread_and_its_result_comes_back(loop):
     async def where():
         return threading.current_thread()
 
-    assert loop.run(answer(3), DEADLINE_S) == 3
-    assert loop.run(where(), DEADLINE_S) is not threading.current_thread()
-    assert loop.run(where(), DEADLINE_S).daemon
+    assert loop.run_sync(answer(3), DEADLINE_S) == 3
+    assert loop.run_sync(answer(5)) == 5
+    assert loop.run_sync(where(), DEADLINE_S) is not threading.current_thread()
+    assert loop.run_sync(where(), DEADLINE_S).daemon
 
 
 def test_an_exception_comes_through_as_it_is(loop):
@@ -45,7 +46,7 @@ def test_an_exception_comes_through_as_it_is(loop):
         raise DeadlineError("mine")
 
     with pytest.raises(DeadlineError) as raised:
-        loop.run(fail(), DEADLINE_S)
+        loop.run_sync(fail(), DEADLINE_S)
     assert str(raised.value) == "mine"
 
 
@@ -59,22 +60,22 @@ def test_what_takes_longer_is_cancelled_and_named(loop):
             cancelled.set()
 
     with pytest.raises(DeadlineError, match=r"slow took longer than timeout_s=0.01"):
-        loop.run(slow(), 0.01)
+        loop.run_sync(slow(), 0.01)
     assert cancelled.wait(DEADLINE_S)
 
 
 def test_waiting_for_the_loop_from_the_loop_raises_instead_of_deadlocking(loop):
     async def nested():
-        return loop.run(answer(1), DEADLINE_S)
+        return loop.run_sync(answer(1), DEADLINE_S)
 
     async def closing():
         loop.close()
 
-    with pytest.raises(RuntimeError, match=r"run\(\) on rollout-loop from that loop itself would wait for ever"):
-        loop.run(nested(), DEADLINE_S)
+    with pytest.raises(RuntimeError, match=r"run_sync\(\) on rollout-loop from that loop itself would wait for ever"):
+        loop.run_sync(nested(), DEADLINE_S)
     with pytest.raises(RuntimeError, match=r"close\(\) on rollout-loop from that loop itself"):
-        loop.run(closing(), DEADLINE_S)
-    assert loop.run(answer(2), DEADLINE_S) == 2
+        loop.run_sync(closing(), DEADLINE_S)
+    assert loop.run_sync(answer(2), DEADLINE_S) == 2
 
 
 def test_call_soon_calls_on_the_thread(loop):
@@ -94,7 +95,7 @@ def test_close_twice_is_harmless_and_calls_after_it_raise(loop):
     loop.close()
     loop.close()
     with pytest.raises(RuntimeError, match=r"start\(\) on rollout-loop after close\(\)"):
-        loop.run(answer(1), DEADLINE_S)
+        loop.run_sync(answer(1), DEADLINE_S)
     with pytest.raises(RuntimeError, match=r"call_soon\(\) on rollout-loop after close\(\)"):
         loop.call_soon(print)
 
@@ -113,7 +114,7 @@ def test_whoever_waits_is_told_when_the_loop_is_closed(loop):
     closer = threading.Thread(target=close)
     closer.start()
     with pytest.raises(RuntimeError, match=r"was closed while .*waiting ran on it"):
-        loop.run(waiting(), DEADLINE_S)
+        loop.run_sync(waiting(), DEADLINE_S)
     closer.join(DEADLINE_S)
 
 
@@ -147,7 +148,7 @@ def test_a_loop_thread_loads_no_torch_and_does_not_keep_its_process_alive():
 import sys, asyncio
 from rollout.threads.loop_thread import LoopThread
 loop = LoopThread()
-loop.run(asyncio.sleep(0), 30)
+loop.run_sync(asyncio.sleep(0), 30)
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
@@ -162,12 +163,12 @@ def test_calls_of_one_moment_come_in_order_and_one_that_raises_keeps_none_from_i
     def fail():
         raise ValueError("a bug of the caller's")
 
-    loop.run(report_to(reported), DEADLINE_S)
+    loop.run_sync(report_to(reported), DEADLINE_S)
     for number in range(100):
         loop.call_soon(said.append, number)
         if number == 50:
             loop.call_soon(fail)
-    loop.run(answer(None), DEADLINE_S)
+    loop.run_sync(answer(None), DEADLINE_S)
     assert said == list(range(100))
     assert reported == ["a bug of the caller's"]
 

@@ -321,7 +321,7 @@ class DataParallelBackend:
             return [request for group in list(self._groups.values()) for request in group.interrupted()]
 
         # On the loop's thread, the only one that adds tokens.
-        requests = [] if self._closed else self._loop.run(read(), self._timeout_s)
+        requests = [] if self._closed else self._loop.run_sync(read(), self._timeout_s)
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 
     def close(self) -> None:

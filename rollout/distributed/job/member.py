@@ -109,7 +109,7 @@ class JobMember:
             self._client = client
             self._on_joined(client)
 
-        self.loop.run(join(), timeout_s + 5)
+        self.loop.run_sync(join(), timeout_s + 5)
 
     # --- the session ------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class JobMember:
         Raises:
             ConnectionLostError, DeadlineError: no answer.
         """
-        return parse_status(self.loop.run(self.client.status(), self._timeout_s))
+        return parse_status(self.loop.run_sync(self.client.status(), self._timeout_s))
 
     def recover(self, why: Exception) -> None:
         """Reconnect, to another coordinator if there is one; rank 0 starts one if its own has ended.
@@ -254,7 +254,7 @@ class JobMember:
             finally:
                 await client.stop()
 
-        self.loop.run(leave(), LONGEST_LEAVE_S)
+        self.loop.run_sync(leave(), LONGEST_LEAVE_S)
 
 
 def _is_final(error: Exception) -> bool:

@@ -234,7 +234,7 @@ class RankConnection:
         async def open_dealer() -> None:
             dealer.open()
 
-        loop.run(open_dealer(), CLOSE_TIMEOUT_S)
+        loop.run_sync(open_dealer(), CLOSE_TIMEOUT_S)
         with engine.locked():
             hashes = engine.track_prefix_cache(session.changes)
             self._link, self.lost = link, None

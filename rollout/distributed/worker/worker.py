@@ -98,13 +98,6 @@ class EngineWorker(RankConnection):
         engine = self.engine
         return not engine.holds.forbid_steps and engine.state is EngineState.RUNNING and engine.has_unfinished
 
-    def check_weights(self) -> None:
-        """Run `DynamicInferenceEngine.check_weights` unless the engine is held or has work."""
-        with self.engine.locked():
-            running = self.engine.state is EngineState.RUNNING and not self.engine.holds.forbid_steps
-            if running and not self.engine.has_unfinished:
-                self.engine.check_weights()
-
     def run(self) -> None:
         """Step whenever there is work, until `stop` is called by another thread or the engine stops.
 

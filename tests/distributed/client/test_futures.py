@@ -100,7 +100,7 @@ def test_on_its_own_loop_it_works_with_gather_wait_and_wait_for(loop: LoopThread
         assert await together == [[0], [1], [2]]
         assert await asyncio.wait_for(futures[0], PATIENCE_S) == [0]
 
-    loop.run(ask(), PATIENCE_S)
+    loop.run_sync(ask(), PATIENCE_S)
 
 
 def test_callbacks_run_on_its_loop_once_and_can_be_removed(loop: LoopThread) -> None:
@@ -138,7 +138,7 @@ def test_cancelling_a_task_that_waits_aborts_the_request(loop: LoopThread, elsew
     if elsewhere:
         asyncio.run(cancelled())
     else:
-        loop.run(cancelled(), PATIENCE_S)
+        loop.run_sync(cancelled(), PATIENCE_S)
     assert aborted == [7]
     assert future.cancelled()
     future.end(["late"])
@@ -153,9 +153,9 @@ def test_result_on_its_own_loop_says_to_await_it_unless_it_has_ended(loop: LoopT
         return future.result()
 
     with pytest.raises(asyncio.InvalidStateError, match="await it"):
-        loop.run(ask(), PATIENCE_S)
+        loop.run_sync(ask(), PATIENCE_S)
     future.end(["a"])
-    assert loop.run(ask(), PATIENCE_S) == ["a"]
+    assert loop.run_sync(ask(), PATIENCE_S) == ["a"]
 
 
 def test_one_whose_loop_was_closed_ends_all_the_same() -> None:

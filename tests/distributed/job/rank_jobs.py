@@ -632,7 +632,7 @@ def answers_over_http(rank: int, lost: str) -> dict[str, Any] | None:
             generate(rollout, WORK[1])
             ended.fill_(rank == 0 and len(asked) == len(WORK[0]) and all(each.done() for each in asked))
             if llm is not None and len(asked) == 3 and all(each.done() for each in asked):
-                client = llm._requests._client
+                client = llm.service._client
                 assert client is not None
                 if lost == "coordinator":
                     # Open when the coordinator dies: no rank computes between two rounds.
@@ -641,7 +641,7 @@ def answers_over_http(rank: int, lost: str) -> dict[str, Any] | None:
                     coordinator_of(rollout).process.kill()
                     coordinator_of(rollout).process.wait(PATIENCE_S)
                 else:
-                    llm.loop.run(client.stop(), PATIENCE_S)
+                    llm.loop.run_sync(client.stop(), PATIENCE_S)
                 asked += [agents.submit(ask, each) for each in WORK[0][len(asked) :]]
             dist.all_reduce(ended)
             rounds += 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.llm.prompts import normalized
+from rollout.requests.prompt import normalized
 
 HELLO = [{"role": "user", "content": "hello"}]
 

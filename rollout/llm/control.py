@@ -1,0 +1,337 @@
+"""What an `LLM` does with its engine, or with those of all ranks: scores, weights, adapters, the prefix cache.
+
+Always true: no step is made while weights change; what the caller has paused or suspended stays so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+from torch import nn
+
+from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.job.gathering import Gathering
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.holds import BLOCK, UPDATE, HoldLevel
+from rollout.errors import ConfigError, ControlError, EngineStateError
+from rollout.llm.requests import Service
+from rollout.llm.service import EngineService
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.token_scores import Sequences, TokenScores, score_by
+from rollout.sampling_params import SamplingParams
+from rollout.state import EngineState, KVCacheManagementMode, Mode
+from rollout.threads.loop_thread import LoopThread
+
+_PAUSE_IS_DIRECT = (
+    "direct mode has no coordinator to relay {0}(): use llm.engine.{0}() or llm.suspended(), or build the LLM with "
+    "use_coordinator=True"
+)
+
+
+class LLMControl:
+    """Control of the engines behind an `LLM`. Each method but `relay` blocks, mostly until the next step boundary.
+
+    Args:
+        engine: this rank's.
+        loop: the private loop.
+        gathering: of sharded weights.
+        service: where requests are computed; an `EngineService` in a job with a coordinator.
+    """
+
+    def __init__(
+        self, engine: DynamicInferenceEngine, loop: LoopThread, gathering: Gathering, service: Service
+    ) -> None:
+        self.engine = engine
+        self._loop, self._gathering, self._service = loop, gathering, service
+        self._job = service if isinstance(service, EngineService) else None
+        self._adapters_change = threading.Lock()
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that samples."""
+        return self.engine.model
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether requests are taken here."""
+        if (group := self.engine.peers.group) is not None:
+            return group.leads
+        return self._job is None or self._job.is_primary
+
+    @property
+    def world_size(self) -> int:
+        """Engines that compute for this LLM."""
+        return 1 if self._job is None else self._job.world_size
+
+    def admit(self, what: str) -> None:
+        """Refuse a call of this name if this rank is not primary, or weights changed without an announced update.
+
+        While requests run, a new one does not wait for a step boundary, and weights are not looked at.
+
+        Raises:
+            RuntimeError, WeightsChangedError: as said.
+        """
+        self.refuse_unless_primary(what)
+        if not self._service.num_open:
+            with self.engine.locked():
+                running = self.engine.state is EngineState.RUNNING and not self.engine.holds.forbid_steps
+                if running and not self.engine.has_unfinished:
+                    self.engine.check_weights()
+
+    async def relay(
+        self, what: str, state: EngineState, timeout_s: float | None, ask: Callable[[InferenceClient], Any]
+    ) -> None:
+        """Ask the coordinator for a lifecycle call; on a rank that is not primary, wait until its engine is in `state`.
+
+        Raises:
+            RuntimeError: direct mode.
+        """
+        if self._job is None:
+            raise RuntimeError(_PAUSE_IS_DIRECT.format(what))
+        if self.is_primary:
+            await asyncio.wrap_future(self._job.control(ask))
+        else:
+            await asyncio.to_thread(self.engine.wait_until, state, timeout_s)
+
+    def score(
+        self,
+        rollouts: RolloutBatch | Sequences,
+        *,
+        prompt_lengths: int | Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_k: int = 0,
+        entropy: bool = False,
+        adapter: str | None = None,
+    ) -> TokenScores:
+        """Log-probs of given sequences; blocks, and requests that run stand still meanwhile. See `RolloutManager.score`.
+
+        With a coordinator, this rank's engine scores.
+
+        Raises:
+            InvalidRequestError, ConfigError: see `RolloutManager.score`.
+            EngineStateError, EngineDeadError: the engine is paused, suspended or stopped, or dead.
+            RuntimeError: called on the loop's own thread.
+        """
+        self._loop.refuse_inside("score()")
+        return score_by(
+            self.engine, rollouts, prompt_lengths=prompt_lengths, temperature=temperature, top_k=top_k, entropy=entropy,
+            adapter=adapter,
+        )  # fmt: skip
+
+    def flush_prefix_cache(self) -> int:
+        """Drop cached blocks that no request holds, with a coordinator those of every rank; returns their number.
+
+        Raises:
+            RuntimeError: not the primary rank: `llm.engine.flush_prefix_cache()` is this rank's own.
+            ControlError: engines are late; names them.
+        """
+        self.refuse_unless_primary("flush_prefix_cache")
+        if self._job is None:
+            return self.engine.flush_prefix_cache()
+        self._loop.refuse_inside("flush_prefix_cache()")
+        return self._job.control(lambda client: client.flush_prefix_cache()).result()
+
+    # --- weights and memory -----------------------------------------------------------------------------------------
+
+    def weights_updated(self, version: int | None = None) -> int:
+        """Announce changed weights: this rank's policy version moves by 1, or to `version`. Every rank calls it.
+
+        Resumes what `before_optimizer_step` has stopped. The optimizer hook calls both.
+
+        Returns:
+            The policy version.
+
+        Raises:
+            ConfigError: `version` is below the present one.
+        """
+        self.refuse_in_group("weights_updated")
+        if self.engine.state is not EngineState.STOPPED:
+            # No step may find the weights scattered.
+            with self.engine.locked():
+                self.engine.weights_updated(version)
+                if BLOCK not in self.engine.holds:
+                    self._gathering.ensure()
+            self._let_go()
+        return self.engine.policy_version
+
+    def before_optimizer_step(self, mode: Mode = None) -> None:
+        """Stop before the weights change: no forward runs from here to `weights_updated`. The optimizer hook calls it.
+
+        Args:
+            mode: what becomes of the KV cache; None: the configured mode. "persist" leaves it on the device.
+        """
+        self.refuse_in_group("before_optimizer_step")
+        chosen = KVCacheManagementMode.parse(mode)
+        if self.engine.state is not EngineState.STOPPED:
+            self.engine.holds.hold(UPDATE, HoldLevel.SUSPENDED, chosen, keep_prefix_cache=False)
+        self.engine.guard.release()
+
+    @contextmanager
+    def suspended(self, mode: Mode = None) -> Iterator[None]:
+        """A `with` block in which this rank makes no step and its KV cache is suspended; its end resumes both.
+
+        Args:
+            mode: what becomes of the KV cache; None: the configured mode.
+        """
+        self.refuse_in_group("suspended")
+        try:
+            with self.engine.holds.held(BLOCK, HoldLevel.SUSPENDED, mode):
+                self.engine.guard.release()
+                try:
+                    yield
+                finally:
+                    self._gathering.ensure()
+        finally:
+            # What `before_optimizer_step` has stopped in the block goes on, too.
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self.engine.state is not EngineState.STOPPED:
+            self.engine.holds.release(UPDATE)
+
+    def load_weights(self, folder: str | PathLike[str], version: int | None = None) -> int:
+        """Load the weights of a folder of safetensors into the module of every rank, and announce them.
+
+        Running requests go on under them; no step is made meanwhile.
+
+        Returns:
+            The policy version.
+
+        Raises:
+            ConfigError: the folder does not fit the model, in which case nothing was changed; or `version` is too low.
+            ControlError: it does not fit, or is not there, on one of several ranks; names them.
+            RuntimeError: not the primary rank.
+        """
+        self.refuse_in_group("load_weights")
+        if self._job is None or self.world_size == 1:
+            with self.suspended():
+                self.engine.load_weights(folder)
+                return self.weights_updated(version)
+        self.refuse_unless_primary("load_weights")
+        self._loop.refuse_inside("load_weights()")
+        present = self.engine.policy_version
+        chosen = present + 1 if version is None else version
+        if chosen < present:
+            raise ConfigError(f"load_weights(version={version}): the policy version is {present} and only rises")
+        running = self.engine.state is EngineState.RUNNING
+        size = self.world_size
+        return self._job.control_all(
+            lambda client: _load_everywhere(client, size, lambda: client.load_weights(str(folder)), chosen, running)
+        ).result()
+
+    def load_lora_adapter(self, name: str, folder: str | PathLike[str], *, replace: bool = False) -> int:
+        """Load a LoRA adapter from a folder, as PEFT saves it, on every rank: requests name it by `SamplingParams.adapter`.
+
+        The model stays as it is, and so do requests that name no adapter.
+
+        Args:
+            replace: take the place of a loaded adapter of that name, whose requests go on with this one; the policy version
+                moves by 1 then.
+
+        Returns:
+            The policy version.
+
+        Raises:
+            ConfigError: there is one of that name and `replace` is False; or it does not fit the model; nothing was changed.
+            ControlError: it does not fit, or is not there, on some of several ranks; names them. No rank has it then.
+            UnsupportedModelError: requests for this model cannot name adapters.
+            RuntimeError: not the primary rank.
+        """
+        self.refuse_in_group("load_lora_adapter")
+        self.refuse_unless_primary("load_lora_adapter")
+        with self._adapters_change:
+            replaced = name in self.engine.adapters.folders
+            if replaced and not replace:
+                raise ConfigError(f"adapter {name!r} is loaded already: unload it first, or pass replace=True")
+            if self._job is None or self.world_size == 1:
+                with self.engine.locked():
+                    self.engine.load_adapter(name, folder)
+                    return self.weights_updated() if replaced else self.engine.policy_version
+            self._loop.refuse_inside("load_lora_adapter()")
+            SamplingParams(adapter=name)
+            present, size, state = self.engine.policy_version, self.world_size, self.engine.state
+            running = state is EngineState.RUNNING
+            version = present + 1 if replaced else None
+            self._job.control_all(
+                lambda client: _load_adapter_everywhere(client, size, name, str(folder), version, running)
+            ).result()
+            return present if version is None else version
+
+    def unload_lora_adapter(self, name: str) -> int:
+        """Unload an adapter on every rank. Requests that name it end with `RequestAbortedError`.
+
+        Returns:
+            Number of samples that have ended by it.
+
+        Raises:
+            InvalidRequestError: there is no such adapter.
+            ControlError: engines are late; names them.
+            RuntimeError: not the primary rank.
+        """
+        self.refuse_unless_primary("unload_lora_adapter")
+        with self._adapters_change:
+            self.engine.adapters.check(name)
+            if self._job is None:
+                return self.engine.unload_adapter(name)
+            self._loop.refuse_inside("unload_lora_adapter()")
+            return self._job.control(lambda client: client.unload_adapter(name)).result()
+
+    # --- which rank ---------------------------------------------------------------------------------------------------
+
+    def refuse_in_group(self, what: str) -> None:
+        """Raise `EngineStateError` on a rank of a tensor-parallel group."""
+        if (group := self.engine.peers.group) is not None:
+            raise EngineStateError(
+                f"{what}() of an LLM in the {group.name}, which samples with the weights it was built with: shut it down "
+                "and build another, or train with RolloutManager"
+            )
+
+    def refuse_unless_primary(self, what: str) -> None:
+        """Raise `RuntimeError` on a rank that is not primary."""
+        if not self.is_primary:
+            raise RuntimeError(
+                f"{what}() on a rank that is not primary: with a coordinator rank 0 asks, in a tensor-parallel group its "
+                "first rank, and the others compute; call wait_for_shutdown() here, or build the LLM without use_coordinator"
+            )
+
+
+async def _load_adapter_everywhere(
+    client: InferenceClient, size: int, name: str, folder: str, version: int | None, running: bool
+) -> None:
+    def load() -> Awaitable[None]:
+        return client.load_adapter(name, folder)
+
+    try:
+        if version is None:
+            await load()
+        else:
+            await _load_everywhere(client, size, load, version, running)
+    except ControlError as exc:
+        if len(exc.engines) < size:
+            await client.unload_adapter(name)
+        raise
+
+
+async def _load_everywhere(
+    client: InferenceClient, size: int, load: Callable[[], Awaitable[None]], version: int, running: bool
+) -> int:
+    if running:
+        await client.pause_engines()
+    try:
+        try:
+            await load()
+        except ControlError as exc:
+            if len(exc.engines) < size:
+                # The others have new weights: cached KV of the old ones must not be used.
+                await client.set_policy_version(version)
+            raise
+        await client.set_policy_version(version)
+    finally:
+        if running:
+            await client.unpause_engines()
+    return version
