@@ -333,6 +333,8 @@ _NOT_OURS = "choose a folder that is writable"
 _CURES = {
     errno.ESPIPE: "it is a pipe; choose a folder on a local disk, where this is a regular file",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT, errno.EEXIST, errno.ENOTDIR), _NOT_OURS),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT, errno.EEXIST, errno.ENOTDIR), _NOT_OURS
+    ),
     errno.EIO: "the disk fails: choose a folder on another one",
 }
