@@ -9,6 +9,7 @@ of a lock may be what hangs: a line may be torn by a step that runs meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -21,6 +22,8 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Protocol
+
+from rollout import forks
 
 FRAMES = 8
 """Innermost frames shown of each thread."""
@@ -120,8 +123,9 @@ def answer_signal() -> bool:
         # Not signal.signal: its handlers wait for the main thread, which may be what hangs. This one writes the stacks from
         # inside the signal handler; they only wake the thread that writes the report.
         faulthandler.register(number, file=writing, all_threads=False)
+        ours = _handler(number)
         # A forked child would wake its parent's thread.
-        os.register_at_fork(after_in_child=_stop_answering)
+        forks.in_child(_answer, lambda _: _stop_answering(number, ours))
         threading.Thread(target=_answer, args=(reading,), name=THREAD_NAME, daemon=True).start()
         _answering = True
     return True
@@ -141,11 +145,20 @@ def _answer(reading: int) -> None:
         os.write(_STDERR, f"{report()}\n".encode(errors="replace"))
 
 
-def _stop_answering() -> None:
+def _stop_answering(number: signal.Signals, ours: int | None) -> None:
     global _answering
-    if _answering:
-        faulthandler.unregister(signal.SIGUSR1)
-        _answering = False
+    # The program may have set another handler since, which `unregister` would remove.
+    if _answering and _handler(number) == ours:
+        faulthandler.unregister(number)
+    _answering = False
+
+
+def _handler(number: signal.Signals) -> int | None:
+    """Address of the handler that the system calls: Python has no name for faulthandler's."""
+    # The first field of `struct sigaction`; the others have room behind it.
+    action = (ctypes.c_void_p * 32)()
+    ctypes.CDLL(None).sigaction(int(number), None, action)
+    return action[0]
 
 
 def _is_handled(number: signal.Signals) -> bool:

@@ -138,7 +138,7 @@ def run_stuck(folder: Path, before: str, after: str, until: str) -> tuple[str, s
     said, heard = folder / "stdout", folder / "stderr"
     with said.open("w") as out, heard.open("w") as err:
         process = subprocess.Popen(
-            [sys.executable, "-c", STUCK.format(before=before, after=after)],
+            [sys.executable, "-c", STUCK.format(before=before, after=after), str(heard)],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=err,
@@ -170,6 +170,41 @@ def test_a_program_that_handles_sigusr1_keeps_its_handler(tmp_path):
     said, heard, code = run_stuck(tmp_path, before, "input()", until="signalled")
     assert (said, code) == ("False False", 0)
     assert heard == "signalled\n"
+
+
+def test_a_forked_child_keeps_the_handler_that_the_program_has_set_later(tmp_path):
+    after = """
+signal.signal(signal.SIGUSR1, lambda *_: print("signalled", file=sys.stderr, flush=True))
+import os
+child = os.fork()
+if not child:
+    while True:
+        signal.pause()
+input()
+os.kill(child, signal.SIGUSR1)
+while "signalled" * 2 not in open(sys.argv[1]).read().replace(chr(10), "") and not os.waitpid(child, os.WNOHANG)[0]:
+    time.sleep(0.02)
+os.kill(child, signal.SIGKILL)
+"""
+    said, heard, code = run_stuck(tmp_path, "", after, until="signalled")
+    assert (said, code, heard) == ("True True", 0, "signalled\nsignalled\n")
+
+
+def test_a_forked_child_of_a_program_without_a_handler_has_the_systems(tmp_path):
+    after = """
+import os
+forked, here = os.pipe()
+child = os.fork()
+if not child:
+    os.write(here, b".")
+    time.sleep(300)
+os.read(forked, 1)
+os.kill(child, signal.SIGUSR1)
+print(os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1, flush=True)
+input()
+"""
+    said, _, code = run_stuck(tmp_path, "", after, until="thread 'MainThread'")
+    assert (said, code) == ("True True\nTrue", 0)
 
 
 def test_a_process_that_is_only_a_client_answers_the_signal_too(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = [
+    ["rollout.forks"],
     ["rollout.diagnosis"],
     ["rollout.errors", "rollout.units", "rollout.version"],
     ["rollout.names"],
@@ -49,10 +50,10 @@ with, and imports only from its own folder and from folders of lower layers."""
 LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 
 TORCH_FREE = [
-    "rollout.diagnosis", "rollout.errors", "rollout.state", "rollout.metrics", "rollout.units", "rollout.names",
-    "rollout.version", "rollout.options", "rollout.config", "rollout.sampling_params", "rollout.structured_output",
-    "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal", "rollout.tracing",
-    "rollout.engine.scheduling", "rollout.distributed.protocol", "rollout.distributed.transport",
+    "rollout.forks", "rollout.diagnosis", "rollout.errors", "rollout.state", "rollout.metrics", "rollout.units",
+    "rollout.names", "rollout.version", "rollout.options", "rollout.config", "rollout.sampling_params",
+    "rollout.structured_output", "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal",
+    "rollout.tracing", "rollout.engine.scheduling", "rollout.distributed.protocol", "rollout.distributed.transport",
     "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",
 ]  # fmt: skip
 """Folders and files whose every module imports without torch."""

@@ -31,7 +31,7 @@ from rollout.journal.reader import (
     segments_of,
     unpack_group,
 )
-from rollout.journal.segment import SegmentName, SegmentWriter, read_body
+from rollout.journal.segment import SegmentName, SegmentWriter, cure_of, read_body
 from rollout.requests.request import DynamicInferenceRequest
 
 Fsync = Literal["always", "interval", "never"]
@@ -85,9 +85,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder)
         except OSError as exc:
-            raise JournalError(
-                f"{self.folder} cannot hold a journal ({exc.strerror or exc}): choose a folder that is writable"
-            ) from exc
+            raise JournalError(f"{self.folder} cannot hold a journal ({exc.strerror or exc}): {cure_of(exc)}") from exc
         try:
             self._writer = self._open_newest()
         except BaseException:

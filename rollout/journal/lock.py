@@ -45,6 +45,9 @@ class FolderLock:
         self._path = path
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            self._key = _identity(os.fstat(self._file))
         except BlockingIOError as exc:
             owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             os.close(self._file)
@@ -52,10 +55,11 @@ class FolderLock:
                 f"{folder} is being written by {owner or 'another process'}: end that one first, or give this one a "
                 "folder of its own (each rank needs one)"
             ) from exc
-        self._key = _identity(os.fstat(self._file))
+        except BaseException:
+            # A full disk, for example; closing the file releases the lock.
+            os.close(self._file)
+            raise
         _held[self._key] = _folders[self._folder] = os.getpid()
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         """Release the lock. Idempotent; no-op in a forked child, which does not hold it."""

@@ -320,8 +320,12 @@ def _end_of_records(file: BinaryIO, header: Header) -> tuple[int, int]:
 
 
 def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
-    cure = _CURES.get(exc.errno or 0, "choose a folder on a local disk, where this is a regular file")
-    return JournalError(f"{path} cannot be {what} ({exc.strerror or exc}): {cure}")
+    return JournalError(f"{path} cannot be {what} ({exc.strerror or exc}): {cure_of(exc)}")
+
+
+def cure_of(exc: OSError) -> str:
+    """What to do about a file that cannot be read or written."""
+    return _CURES.get(exc.errno or 0, "choose a folder on a local disk, where this is a regular file")
 
 
 _FULL = "free space on that disk, or choose a folder on another one"
@@ -329,6 +333,8 @@ _NOT_OURS = "choose a folder that is writable"
 _CURES = {
     errno.ESPIPE: "it is a pipe; choose a folder on a local disk, where this is a regular file",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT), _NOT_OURS),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT, errno.EEXIST, errno.ENOTDIR), _NOT_OURS
+    ),
     errno.EIO: "the disk fails: choose a folder on another one",
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -89,9 +90,11 @@ class RolloutManager(ManagerScoring):
             )
         if not isinstance(coordinator, CoordinatorConfig | bool):
             raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
-        engine = engine or DynamicInferenceEngine(model, tokenizer, config)
-        world = World.of_torch() if coordinator is not False or engine.peers.everyone is not None else None
-        super().__init__(engine, choose_backend(engine, coordinator, world), world, journal, clock)
+        world = World.of_torch() if coordinator is not False else None
+        with nullcontext() if world is None else world.joining():
+            engine = engine or DynamicInferenceEngine(model, tokenizer, config)
+            world = World.of_torch() if world is None and engine.peers.everyone is not None else world
+            super().__init__(engine, choose_backend(engine, coordinator, world), world, journal, clock)
         self._pacer = StalenessPacer(self.config.max_staleness)
         self._rewards = {}
 

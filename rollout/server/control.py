@@ -212,7 +212,7 @@ def _add_weights(router: APIRouter, serving: Serving, control: Control) -> None:
         """Load the weights of a folder of safetensors; running requests go on under them."""
         order = await body_of(serving, request, UpdateWeightsRequest)
         with _conflict():
-            version = await asyncio.to_thread(serving.llm.load_weights, order.weight_dir, order.version)
+            version = await serving.ask(serving.llm.load_weights, order.weight_dir, order.version)
         return WeightsReply(success=True, message=f"loaded {order.weight_dir}", policy_version=version)
 
     @router.post("/update_weight_version", openapi_extra=documented_body(WeightVersionRequest, required=False))

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import uvicorn
 
+from rollout import forks
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError
 from rollout.server.app import build_app
@@ -90,6 +91,7 @@ class Server:
             listener = _listen(self._config.host, self._config.port)
             try:
                 self._url = _url(listener)
+                forks.in_child(self, lambda server: forks.close_connections(server.url))
                 self._life = self._loop.start(self._uvicorn.serve([listener]))
                 self._loop.run_sync(self._begin(self._life), START_TIMEOUT_S)
             except BaseException:

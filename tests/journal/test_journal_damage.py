@@ -335,6 +335,21 @@ def test_on_a_full_disk_an_append_is_refused_and_leaves_nothing_behind(tmp_path)
     assert ids_in(tmp_path) == list(range(5))
 
 
+def test_a_journal_that_met_a_full_disk_can_be_opened_again(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(JournalError, match=r"cannot hold a journal \(.*\): free space on that disk"):
+            Journal(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == before
+    with Journal(tmp_path) as journal:
+        fill(journal, range(2))
+    assert ids_in(tmp_path) == [0, 1]
+
+
 def test_ctrl_c_in_the_middle_of_an_append_leaves_nothing_behind(tmp_path, monkeypatch):
     with Journal(tmp_path) as journal:
         fill(journal, range(2))

@@ -23,6 +23,7 @@ from typing import IO, Any, cast
 
 import msgpack
 
+from rollout import forks
 from rollout.config import CoordinatorConfig
 from rollout.distributed.transport.keys import JobKeys
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
@@ -107,6 +108,8 @@ def launch_coordinator(
         start_new_session=True,
         env=_environment(),
     )
+    # The child would keep the coordinator running after this process.
+    forks.in_child(cast(IO[bytes], process.stdin), lambda pipe: pipe.close())
     late = threading.Event()
 
     def give_up() -> None:

@@ -7,11 +7,11 @@ that is disconnected at the end of a call does not wait in it forever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from rollout.distributed.job.member import JobMember
-from rollout.distributed.job.world import World
+from rollout.distributed.job.world import LOOK_S, World
 from rollout.errors import ConnectionLostError, DeadlineError, EngineStateError
 from rollout.state import CoordinatorState
 
@@ -45,6 +45,7 @@ class CollectiveCalls:
         Raises:
             DeadlineError: some rank did not; names it.
             EngineStateError: the ranks are in different calls or have different policy versions.
+            ConfigError: a rank has failed to join.
         """
         if self._passed():
             # Barrier of a `generate` that was interrupted here; it has ended on all other ranks.
@@ -55,7 +56,10 @@ class CollectiveCalls:
             if (why := self._member.lost) is not None:
                 self.recover(why)
             try:
-                self._arrive(call, limit).result()
+                arrived = self._arrive(call, limit)
+                while wait([arrived], LOOK_S).not_done:
+                    self._world.refuse_when_failed()
+                arrived.result()
             except DeadlineError as exc:
                 late = "some ranks"
                 with suppress(ConnectionLostError, DeadlineError):

@@ -7,7 +7,7 @@ hosts, and a warning says so.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import msgpack
 
@@ -64,21 +64,17 @@ class JobCoordinator:
 
         Raises:
             DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately; raised on every rank.
-            ConfigError: the launcher's secret is malformed, or not that of rank 0.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately; or the launcher's secret
+                is malformed, or not that of rank 0. The other ranks raise a `ConfigError` that says so.
         """
         key = self._key(self._incarnation + 1)
-        if self.primary:
-            try:
+        # Let the other ranks fail now instead of at their deadline. Later, this one may try again.
+        with nullcontext() if self._world is None or self._incarnation >= 0 else self._world.joining():
+            if self.primary:
                 self._launch()
-            except Exception as exc:
-                if self._incarnation < 0:
-                    # Let the other ranks fail now instead of at their deadline.
-                    self._publish(key, f"{type(exc).__name__}: {exc}")
-                raise
-            self._publish(key)
-        else:
-            self._learn(key)
+                self._publish(key)
+            else:
+                self._learn(key)
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
@@ -122,7 +118,7 @@ class JobCoordinator:
                     "can read: set %s or %s on all ranks, or use a network you trust", SECRET, SECRET_FILE,
                 )  # fmt: skip
 
-    def _publish(self, key: str, failure: str | None = None) -> None:
+    def _publish(self, key: str) -> None:
         if self._world is None:
             return
         keys, proof = None, None
@@ -131,17 +127,15 @@ class JobCoordinator:
             proof = [salt, secret.tag(salt, self.address)]
         elif self.keys is not None:
             keys = self.keys.client_side().serialize()
-        self._world.publish(key, msgpack.packb([self.address, keys, proof, failure]))
+        self._world.publish(key, msgpack.packb([self.address, keys, proof]))
 
     def _learn(self, key: str) -> None:
         assert self._world is not None
         published = unpack_msgpack(key, self._world.wait_for(key, START_TIMEOUT_S))
-        if type(published) is not list or len(published) != 4 or type(published[0]) is not str:
-            refuse(key, published, "[address, keys, proof, why there is none]")
-        address, keys, proof, failure = published
+        if type(published) is not list or len(published) != 3 or type(published[0]) is not str:
+            refuse(key, published, "[address, keys, proof]")
+        address, keys, proof = published
         rank, secret = f"rank {self._world.rank}", JobSecret.of_environment()
-        if failure is not None:
-            raise ConfigError(f"{rank}: rank 0 could not start the coordinator: {failure}")
         if (proof is None) is not (secret is None):
             has, lacks = ("rank 0", rank) if secret is None else (rank, "rank 0")
             raise ConfigError(

@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from rollout.distributed.job.world import World
+from rollout.distributed.job.world import LOOK_S, World
 from rollout.threads.interrupts import interrupt_pending
 
 GO = b"go"
-LOOK_S = 5.0
-"""Polling interval for Ctrl-C while waiting for the other ranks."""
 Judge = Callable[[list[bytes]], str | None]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
@@ -22,6 +23,8 @@ _numbers = count()
 WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
 """Host values that mean all interfaces."""
 _CALLS_ENDED = "calls_ended"
+LOOK_S = 5.0
+"""Polling interval for a failed rank or Ctrl-C while waiting for the other ranks."""
 HOSTS_TIMEOUT_S = 120.0
 """Deadline for all ranks to publish their hosts, or the leaders of their groups."""
 
@@ -144,18 +147,45 @@ class World:
         """Number of completed collective calls published last by any rank."""
         return int(self.store.get(f"{self.prefix}/{_CALLS_ENDED}")) if self.is_published(_CALLS_ENDED) else 0
 
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Context manager that publishes what is raised inside: ranks that wait for this one raise it too."""
+        try:
+            yield
+        except BaseException as exc:
+            with suppress(dist.DistError):
+                self.store.compare_set(
+                    self._failed, "", f"rank {self.rank} could not join: {type(exc).__name__}: {exc}"
+                )
+            raise
+
+    def refuse_when_failed(self) -> None:
+        """Raise `ConfigError` if a rank has failed to join."""
+        with suppress(dist.DistError):
+            if self.store.check([self._failed]):
+                raise ConfigError(f"rank {self.rank}: {bytes(self.store.get(self._failed)).decode()}")
+
+    @property
+    def _failed(self) -> str:
+        # The same key for groups of these ranks.
+        return "/".join(self.prefix.split("/")[:2]) + "/failed"
+
     def wait_for(self, key: str, timeout_s: float) -> bytes:
         """Wait for a key and return its value.
 
         Raises:
             DeadlineError: no value within `timeout_s`.
+            ConfigError: a rank has failed to join.
             ConnectionLostError: the store's process has ended.
         """
-        if not self.wait_until(key, timeout_s):
-            raise DeadlineError(
-                f"rank {self.rank}: {self.prefix}/{key} was not published within {timeout_s} s; does every rank build a "
-                "RolloutManager?"
-            )
+        deadline = time.monotonic() + timeout_s
+        while not self.wait_until(key, min(LOOK_S, deadline - time.monotonic())):
+            self.refuse_when_failed()
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"rank {self.rank}: {self.prefix}/{key} was not published within {timeout_s} s; does every rank build "
+                    "a RolloutManager?"
+                )
         return bytes(self.store.get(f"{self.prefix}/{key}"))
 
     def address_for_others(self) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from rollout import forks
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, Sequencer, decode, encode
 from rollout.distributed.protocol.messages import Disconnect, Heartbeat, Message, session_end
 from rollout.errors import ConfigError, ConnectionLostError, SerializationError
@@ -75,6 +76,8 @@ class Dealer:
         self._timer: asyncio.TimerHandle | None = None
         self._interval_s = self._timeout_s = float("inf")
         self._said = self._heard = 0.0
+        # libzmq marks its sockets close-on-exec only.
+        forks.in_child(self, lambda dealer: forks.close_connections(dealer.address))
 
     @property
     def is_open(self) -> bool:

@@ -53,6 +53,35 @@ def test_a_launched_coordinator_serves_and_is_stopped_in_order():
         assert "terminated" in client.hear(Disconnect).reason
 
 
+ENDS_BEFORE_ITS_CHILD = """
+import os, sys
+from rollout import CoordinatorConfig, launch_coordinator
+handle = launch_coordinator(CoordinatorConfig())
+forked, here = os.pipe()
+if not os.fork():
+    os.write(here, b".")
+    sys.stdin.read()
+    os._exit(0)
+os.read(forked, 1)
+print(handle.process.pid, flush=True)
+os._exit(0)
+"""
+
+
+@starts_processes
+def test_it_ends_with_its_launcher_although_a_child_forked_by_that_lives_on():
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", ENDS_BEFORE_ITS_CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert launcher.stdout is not None
+        number = int(launcher.stdout.readline())
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(number).wait(PATIENCE_S)
+    finally:
+        launcher.communicate(timeout=PATIENCE_S)
+
+
 @starts_processes
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_the_entrypoint_sends_its_address_and_sets_the_event(method):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
+import select
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -62,9 +64,20 @@ def engine(**options: Any) -> DynamicInferenceEngine:
     return make_engine(model(), **(room | options))
 
 
-def rank(pipe: Connection, name: str, address: str, keys: JobKeys | None = None, network: str | None = None) -> None:
+def rank(
+    pipe: Connection,
+    name: str,
+    address: str,
+    keys: JobKeys | None = None,
+    network: str | None = None,
+    forks: bool = False,
+) -> None:
     """A training process without its training loop; it answers every question with how its engine stands, also the one
-    whether it may make so many tokens and no more."""
+    whether it may make so many tokens and no more.
+
+    Args:
+        forks: begin with a child that outlives it, up to the end of the test.
+    """
     if network is not None:
         enter_network(network)
     torch.set_num_threads(1)
@@ -80,6 +93,11 @@ def rank(pipe: Connection, name: str, address: str, keys: JobKeys | None = None,
 
         answer(pipe, look)
         worker.start()
+        if forks and not os.fork():
+            hangup = select.poll()
+            hangup.register(pipe, 0)
+            hangup.poll()
+            os._exit(0)
         worker.run()
 
 
@@ -170,9 +188,9 @@ class Ranks:
         self._keys = keys
         self._by_name: dict[str, Child] = {}
 
-    def begin(self, name: str, network: str | None = None) -> None:
-        """A process of that name, in the place of an earlier one that was killed."""
-        born = self._nursery.child(rank, name=name, address=self.address, keys=self._keys, network=network)
+    def begin(self, name: str, **options: Any) -> None:
+        """A process of that name, in the place of an earlier one that was killed; `options` of `rank`."""
+        born = self._nursery.child(rank, name=name, address=self.address, keys=self._keys, **options)
         self._family.append(born)
         self._by_name[name] = born
 

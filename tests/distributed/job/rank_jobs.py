@@ -30,8 +30,16 @@ from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
+from rollout.distributed.job.job_secret import SECRET
 from rollout.distributed.protocol.messages import BarrierDone, Message
-from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
+from rollout.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineStateError,
+    InvalidRequestError,
+    RolloutError,
+    RolloutFailedError,
+)
 from rollout.llm.job_llm import JobLLM
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
@@ -255,6 +263,20 @@ def is_cut(rank: int, what: str) -> list[Sample]:
             after_steps(rollout, 8, lambda: backend._loop.call_soon(dealer._lose, "the test has cut it"))
         first = generate(rollout, WORK[rank])
         return samples(first) + samples(generate(rollout, WORK[rank]))
+
+
+def cannot_join(rank: int, what: str) -> str:
+    """Why this one has no manager; rank 1 has another secret, or a model that is not supported."""
+    if what == "secret":
+        os.environ[SECRET] = str(rank) * 64
+    model = torch.nn.Linear(2, 2) if what == "model" and rank == 1 else the_model()
+    try:
+        RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, verify_model=False))
+    except RolloutError as exc:
+        # The store is this process's, too.
+        dist.barrier()
+        return f"{type(exc).__name__}: {exc}"
+    raise AssertionError("it has joined")
 
 
 def goes_away(rank: int) -> list[Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Sequence
@@ -254,6 +255,19 @@ def test_each_rank_saves_its_own_groups_and_goes_on_with_them(nursery: Nursery) 
         assert_as_alone(answer, asks(5, 2, 40, seed=80 + rank))
 
 
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("secret", "ConfigError: the coordinator's address tcp://.* was not published under this process's job secret"),
+        ("model", "UnsupportedModelError: "),
+    ],
+)
+def test_a_rank_that_cannot_join_is_named_on_the_others_with_the_reason(nursery: Nursery, what: str, why: str) -> None:
+    first, second = run_together(nursery, 2, rank_jobs.cannot_join, what=what)
+    assert re.match(f"ConfigError: rank 0: rank 1 could not join: {why}", first)
+    assert re.match(why, second)
+
+
 # --- without processes ---------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +285,11 @@ class OneHostStore:
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self.values.get(key, b"") == expected.encode():
+            self.values[key] = desired.encode()
+        return self.values[key]
 
     def wait(self, keys: list[str], timeout: Any) -> None:
         if not self.check(keys):
@@ -293,7 +312,7 @@ def test_why_rank_0_cannot_start_the_coordinator_is_said_on_every_rank() -> None
         config = CoordinatorConfig(inference_coordinator_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="another process listens there"):
             JobCoordinator(config, engine, World(0, 2, store, "rollout/0", one_host=True)).launch_or_learn()
-    with pytest.raises(ConfigError, match=r"rank 1: rank 0 could not start the coordinator: .*another process listens"):
+    with pytest.raises(ConfigError, match=r"rank 1: rank 0 could not join: ConfigError: .*another process listens"):
         JobCoordinator(config, engine, World(1, 2, store, "rollout/0", one_host=True)).launch_or_learn()
 
 

@@ -129,5 +129,5 @@ def test_why_rank_0_has_no_secret_is_said_on_every_rank(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="5 characters"):
         rank(0, store).launch_or_learn()
     monkeypatch.delenv(SECRET)
-    with pytest.raises(ConfigError, match=r"rank 1: rank 0 could not start the coordinator: .*5 characters"):
+    with pytest.raises(ConfigError, match=r"rank 1: rank 0 could not join: ConfigError: .*5 characters"):
         rank(1, store).launch_or_learn()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import signal
 from collections.abc import Sequence
@@ -214,6 +215,28 @@ def test_a_coordinator_ends_and_everybody_notices_and_ranks_come_back_to_the_nex
                         for results, others in zip(await all_of(other, asked), expected, strict=True):
                             assert_same(results, others)
                         await nothing_is_open(other, ranks)
+
+    asyncio.run(play())
+
+
+def test_a_killed_rank_is_noticed_at_once_although_a_child_that_it_has_forked_lives_on(nursery: Nursery) -> None:
+    asked = asks(8, seed=11)
+    expected = undisturbed(asked)
+
+    async def play() -> None:
+        async with job(nursery, 1, heartbeat_timeout_s=10 * PATIENCE_S) as (ranks, client):
+            ranks.begin("rank-1", forks=True)
+            await ready(client, "rank-0", "rank-1")
+            ranks.let_make(20)
+            asking = [client.add_request(list(ask.prompt), ask.params) for ask in asked]
+            await eventually(lambda: ranks.look("rank-1")["unfinished"])
+            pipe = ranks["rank-1"].pipe.fileno()
+            with os.fdopen(os.dup(pipe), "rb"):
+                ranks["rank-1"].kill()
+                await ready(client, "rank-0")
+            ranks.let_make(math.inf, "rank-0")
+            for results, others in zip(await asyncio.gather(*asking), expected, strict=True):
+                assert_same(results, others)
 
     asyncio.run(play())
 
