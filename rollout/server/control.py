@@ -32,8 +32,15 @@ from rollout.state import EngineState, KVCacheManagementMode
 from rollout.version import __version__
 
 OpenRequests = Annotated[
-    Literal["keep", "abort"], Query(description="Open requests wait (`keep`), or those of HTTP are aborted (`abort`).")
+    Literal["keep", "wait", "abort"],
+    Query(
+        description="Requests wait (`keep`). Or those of HTTP finish first (`wait`) or are aborted (`abort`), and new ones "
+        "are a 503 until the engines continue."
+    ),
 ]
+ABORT_TIMEOUT_S = 5.0
+"""Seconds for which a pause by abort waits until the aborted requests have told their clients."""
+
 Off = Annotated[Literal["false", "False", "0"], Query(description="This server does not do that.")]
 
 
@@ -149,7 +156,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         wait_for_inflight_requests: Off = "false",
     ) -> EngineReply:
         """Pause every engine at its next step boundary."""
-        await control.pause(abort=mode == "abort")
+        await control.pause(mode)
         if clear_cache:
             await control.flush()
         return control.now
@@ -167,7 +174,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
     @router.post("/sleep")
     async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> EngineReply:
         """Pause, and release the KV memory: kept on the host (level 1), or computed again (level 2)."""
-        await control.pause(abort=mode == "abort")
+        await control.pause(mode)
         if serving.llm.state == EngineState.PAUSED:
             kv = KVCacheManagementMode.OFFLOAD if level == "1" else KVCacheManagementMode.RECOMPUTE
             await control.ask(serving.llm.suspend, kv)
@@ -295,15 +302,25 @@ class Control:
             await self._serving.ask(method, *arguments)
         return self.now
 
-    async def pause(self, *, abort: bool) -> None:
-        """Pause the engines, unless they are paused or suspended; `abort`: first abort what came over HTTP."""
-        if abort:
-            await self._serving.abort_all()
-        if self._llm.state == EngineState.RUNNING:
-            await self.ask(self._llm.pause)
+    async def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
+        """Pause the engines, unless they are paused or suspended; `mode` decides on requests that came over HTTP."""
+        serving = self._serving
+        serving.let_in(mode == "keep")
+        with serving.closing():
+            if mode == "abort":
+                await serving.abort_all()
+                await serving.drained(ABORT_TIMEOUT_S)
+            elif mode == "wait" and self._llm.state == EngineState.RUNNING:
+                await serving.drained(None)
+                if not serving.shut:
+                    return  # the engines were told to continue meanwhile
+            if self._llm.state == EngineState.RUNNING:
+                await self.ask(self._llm.pause)
+        serving.watch_pause()
 
     async def go_on(self) -> EngineReply:
         """Restore the KV memory and continue, as far as needed."""
+        self._serving.let_in(True)
         if self._llm.state == EngineState.SUSPENDED:
             await self.ask(self._llm.resume)
         if self._llm.state == EngineState.PAUSED:

@@ -40,7 +40,7 @@ CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""
 
 
-MAX_MESSAGE = 2000
+MAX_MESSAGE = 3000
 MAX_PARAM = 160
 """Maximum characters of a message and of the name of a field: a client can choose both."""
 

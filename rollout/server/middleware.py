@@ -87,9 +87,10 @@ class Boundary:
         except ClientGoneError as exc:
             status = exc.status
         except asyncio.CancelledError:
-            # Only shutdown cancels requests: those that did not finish within the grace period.
+            # Shutdown, and an abort of all requests whose bodies are incomplete.
             if not status:
-                await _answer(shutting_down(), scope, receive, watched)
+                aborted = ApiError(409, "the request was aborted before it was complete", code="aborted")
+                await _answer(shutting_down() if self._serving.stopping else aborted, scope, receive, watched)
         except Exception as exc:
             if status:
                 raise

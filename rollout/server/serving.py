@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rollout.config import ServerConfig
-from rollout.errors import EngineStateError, QueueFullError
+from rollout.errors import EngineStateError, QueueFullError, RolloutError
 from rollout.server.errors import ApiError, ClientGoneError, bad_request, shutting_down
 from rollout.server.prometheus import RequestMetrics
 from rollout.state import EngineState
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from rollout.server.chat_template.conversation import Conversation
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+PAUSE_WARNING_S = 30.0
+"""Seconds of a pause after which a log line says that requests wait."""
 
 TURN_S = 0.005
 """Seconds after which work on one reply lets the others' run."""
@@ -61,6 +67,7 @@ class Serving:
         conversation: renders messages to token ids; None if the model has no tokenizer.
         created: construction time, in seconds since 1970.
         stopping: True during shutdown: new requests are refused.
+        shut: True after a pause by `abort` or `wait`: new requests are refused until the engines continue.
         reading: tasks whose request body is still incomplete.
         threads_for_huge_bodies: executor for bodies of at least `bodies.HUGE` bytes.
         unread: bytes of all unfinished bodies.
@@ -74,11 +81,16 @@ class Serving:
     conversation: Conversation | None
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: bool = False
+    shut: bool = False
     reading: set[asyncio.Task[Any]] = field(default_factory=set)
     threads_for_huge_bodies: ThreadPoolExecutor = field(default_factory=_few_threads)
     samples: int = 0
     unread: int = 0
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _cut: set[str] = field(default_factory=set)
+    _closing: int = 0
+    _drained: asyncio.Event = field(default_factory=asyncio.Event)
+    _watch: asyncio.TimerHandle | None = None
 
     # --- may this request be served? ----------------------------------------------------------------------------
 
@@ -106,12 +118,19 @@ class Serving:
 
         Raises:
             ApiError: 503, the server is shutting down; 400, `samples` exceeds `ServerConfig.max_open_requests`.
-            EngineStateError: the engine is not running, and `wait_while_suspended` is False.
+            EngineStateError: the engine is not running, and `wait_while_suspended` is False; or it was paused by `abort` or
+                `wait`.
             QueueFullError: open samples and `samples` together exceed `ServerConfig.max_open_requests`.
         """
         if self.stopping:
             raise shutting_down()
         state = EngineState(self.llm.state)
+        # Closing, the engines still run. Otherwise the program that owns them has let them continue.
+        self.shut = self.shut and (bool(self._closing) or state is not EngineState.RUNNING)
+        if self.shut:
+            raise EngineStateError(
+                f"the engines are paused ({state}) and new requests are refused: try again after /resume"
+            )
         if not wait_while_suspended and state is not EngineState.RUNNING:
             raise EngineStateError(
                 f"the engine is {state}, and wait_while_suspended=false asks not to wait: try again later"
@@ -129,15 +148,63 @@ class Serving:
             )
         self.samples += samples
         request.scope[_SAMPLES] = request.scope.get(_SAMPLES, 0) + samples
+        self.watch_pause()
 
     def ended(self, scope: Scope) -> None:
         """Release the samples of a request whose reply has been sent completely."""
         self.samples -= scope.pop(_SAMPLES, 0)
+        if not self.samples:
+            self._drained.set()
 
     def time_limit(self, timeout_s: float | None) -> float:
         """Deadline of a request in seconds: `timeout_s`, capped at `ServerConfig.request_timeout_s`."""
         longest = self.config.request_timeout_s
         return longest if timeout_s is None else min(timeout_s, longest)
+
+    # --- pauses ---------------------------------------------------------------------------------------------------
+
+    def let_in(self, new_requests: bool) -> None:
+        """Let new requests in, which ends `drained`, or refuse them until the engines continue."""
+        self.shut = not new_requests
+        if new_requests:
+            self._drained.set()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Block that ends with a pause: a server that is shut stays so, although the engines run."""
+        self._closing += 1
+        try:
+            yield
+        finally:
+            self._closing -= 1
+
+    async def drained(self, timeout_s: float | None) -> None:
+        """Wait until no request is open, new ones are let in again, or the time is over."""
+        if self.samples:
+            self._drained.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._drained.wait()
+
+    def watch_pause(self) -> None:
+        """Log a line in `PAUSE_WARNING_S` if requests are open and the engines have not run until then."""
+        if self.samples and self._watch is None and self.llm.state != EngineState.RUNNING:
+            timer = asyncio.get_running_loop().call_later
+            self._watch = timer(PAUSE_WARNING_S, self._tell_of_pause, self._steps())
+
+    def _tell_of_pause(self, steps: float | None) -> None:
+        self._watch = None
+        if self.samples and self.llm.state != EngineState.RUNNING and self._steps() == steps:
+            _log.warning(
+                "%d samples have waited for %g s: the engines are %s; POST /resume, or unpause() in the program that paused "
+                "them, lets them continue", self.samples, PAUSE_WARNING_S, self.llm.state,
+            )  # fmt: skip
+
+    def _steps(self) -> float | None:
+        try:
+            return cast("float | None", self.llm.stats().get("steps"))
+        except RolloutError:
+            return None
 
     # --- what is being computed ---------------------------------------------------------------------------------
 
@@ -154,6 +221,7 @@ class Serving:
             yield
         finally:
             del self._computed[reply_id]
+            self._cut.discard(reply_id)
 
     def name_of_reply(self, prefix: str, wanted: str | None = None) -> str:
         """Return the id of a new reply: `wanted`, or one that begins with `prefix`.
@@ -173,7 +241,13 @@ class Serving:
         Returns:
             Number of requests that were still open; 0 also for an unknown or finished reply.
         """
+        if reply_id in self._computed:
+            self._cut.add(reply_id)
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
+
+    def was_cut(self, reply_id: str) -> bool:
+        """Whether a reply being computed was aborted by a control call: its stream ends with what it has."""
+        return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
         """Abort all requests that came over HTTP, and cancel those whose body is incomplete.

@@ -23,7 +23,7 @@ async def refuse_unread(request: Request) -> None:
         if name not in known:
             elsewhere = "it has none: fields go into the body, as JSON" if request.method == "POST" else "it has none"
             cure = did_you_mean(name[:80], known, f"it has {', '.join(known)}" if known else elsewhere)
-            raise bad_request(f"{name[:80]}: no query parameter of {route.path}; {cure}", name[:80])
+            raise bad_request(f"{name[:80]}: no query parameter of {route.path}; {cure}", f"query.{name[:80]}")
     takes_body = route.body_field is not None or "requestBody" in (route.openapi_extra or {})
     if request.method == "POST" and not takes_body and (text := await request.body()):
         try:

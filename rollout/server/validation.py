@@ -36,7 +36,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
     An unknown field is reported before a missing one: it is likely to be the missing one, misspelt.
 
     Args:
-        errors: as returned by `RequestValidationError.errors()`.
+        errors: as returned by `RequestValidationError.errors()`. A field of the query is named as vLLM does, `query.mode`.
         known: fields of the body; the nearest to an unknown one is given, unless that is inside of another.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
@@ -62,7 +62,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
 def _field(error: Any) -> str | None:
     """Field path of an error: `("body", "messages", 0, "content", "Many", 1, "text")` → `messages[0].content[1].text`."""
     location = error["loc"][1:]
-    parts: list[str] = []
+    parts: list[str] = ["query"] if error["loc"][0] == "query" else []
     for position, part in enumerate(location):
         if isinstance(part, int):
             if not parts:

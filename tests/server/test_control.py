@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from rollout.server import serving
 from rollout.state import EngineState, KVCacheManagementMode
 from tests.server.fake_llm import served
-from tests.server.requests_by_hand import ASK, DEADLINE_S, KEY, asked, error_of, read_all, wait_for_requests
+from tests.server.requests_by_hand import ASK, DEADLINE_S, KEY, asked, error_of, read_all, until, wait_for_requests
 
 PATHS = ("pause", "resume", "sleep", "wake_up", "abort_requests", "reset_prefix_cache", "update_weights",
          "update_weight_version", "v1/load_lora_adapter", "v1/unload_lora_adapter")  # fmt: skip
@@ -21,6 +23,7 @@ def admin():
         served(admin=True, api_key=KEY) as (llm, server),
         httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as client,
     ):
+        llm.serving = server._serving
         yield llm, client
 
 
@@ -94,8 +97,9 @@ def test_a_reply_is_aborted_by_the_id_its_client_sees_and_no_other_is(admin):
         assert client.post("/abort_requests", json={"request_ids": ["cmpl-unknown"]}).json() == {"aborted": 0}
         assert client.post("/abort_requests", json={"request_ids": ["cmpl-x", reply_id]}).json() == {"aborted": 2}
         rest = "\n".join(lines)
-    assert '"code":"aborted"' in rest.replace(" ", "")
-    assert "[DONE]" not in rest
+    *chunks, done = [line.removeprefix("data: ") for line in rest.split("\n") if line]
+    reasons = {c["index"]: c["finish_reason"] for chunk in chunks for c in json.loads(chunk)["choices"]}
+    assert (reasons, done) == ({0: "abort", 1: "abort"}, "[DONE]")
     assert client.post("/abort_requests", json={"request_ids": [reply_id]}).json() == {"aborted": 0}
     assert client.post("/abort_requests", json={"request_ids": []}).json() == {"aborted": 0}
     assert not other.done(), "a request of the program itself is not one of HTTP"
@@ -104,6 +108,97 @@ def test_a_reply_is_aborted_by_the_id_its_client_sees_and_no_other_is(admin):
 
 async def submit_one(llm):
     return llm.submit([3])
+
+
+# --- pauses, as vLLM's suite `rl/state_transitions` has them -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_come_during_a_pause_by_abort_or_wait_are_a_503_and_otherwise_wait(admin, stream):
+    llm, client = admin
+    body = ASK | {"stream": stream}
+    for mode in ("abort", "wait"):
+        for path in ("pause", "sleep"):
+            assert client.post(f"/{path}", params={"mode": mode}).status_code == 200
+            refused = client.post("/v1/completions", json=body)
+            assert error_of(refused, 503)["code"] == "engine_state"
+            assert refused.headers["retry-after"] == "1"
+            assert client.post("/resume").json()["state"] == "running"
+            assert client.post("/v1/completions", json=body).status_code == 200
+    client.post("/pause?mode=wait")
+    client.post("/pause?mode=keep")
+    assert client.post("/v1/completions", json=body).status_code == 200, "taken; the fake computes even while paused"
+    client.post("/pause?mode=abort")
+    llm.state = EngineState.RUNNING  # the program itself lets the engines continue
+    assert client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_lets_open_requests_wait_or_finish_or_aborts_them(admin, mode):
+    llm, client = admin
+    llm.hold()
+    with (
+        ThreadPoolExecutor(2) as threads,
+        client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as open_one,
+    ):
+        wait_for_requests(llm, 1)
+        pausing = threads.submit(client.post, "/pause", params={"mode": mode})
+        if mode == "wait":
+            until(lambda: llm.serving.shut)
+            assert client.post("/v1/completions", json=ASK).status_code == 503
+            assert not pausing.done()
+            assert client.get("/is_paused").json() == {"is_paused": False}
+            llm.release()
+        if mode == "keep":
+            assert pausing.result(DEADLINE_S).json()["state"] == "paused"
+            assert llm.num_open == 1
+            llm.release()
+        *_, last, done = [line.removeprefix("data: ") for line in open_one.iter_lines() if line]
+        assert (json.loads(last)["choices"][0]["finish_reason"], done) == (
+            "abort" if mode == "abort" else "stop",
+            "[DONE]",
+        )
+        assert pausing.result(DEADLINE_S).json()["state"] == "paused"
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    client.post("/resume")
+
+
+def test_a_pause_that_waits_is_ended_by_resume(admin):
+    llm, client = admin
+    llm.hold()
+    with ThreadPoolExecutor(2) as threads:
+        asking = threads.submit(client.post, "/v1/completions", json=ASK)
+        wait_for_requests(llm, 1)
+        pausing = threads.submit(client.post, "/pause?mode=wait")
+        until(lambda: llm.serving.shut)
+        client.post("/resume")
+        assert pausing.result(DEADLINE_S).json()["state"] == "running"
+        llm.release()
+        assert asking.result(DEADLINE_S).status_code == 200
+    assert client.post("/v1/completions", json=ASK).status_code == 200
+
+
+@pytest.mark.parametrize("steps_meanwhile", [False, True])
+def test_a_line_says_that_requests_have_waited_long_for_the_end_of_a_pause(admin, monkeypatch, caplog, steps_meanwhile):
+    llm, client = admin
+    monkeypatch.setattr(serving, "PAUSE_WARNING_S", 0.02)
+    read: list[int] = []
+
+    def stats() -> dict[str, float]:
+        read.append(1)
+        return {"steps": len(read) if steps_meanwhile else 1}
+
+    monkeypatch.setattr(llm, "stats", stats)
+    llm.hold()
+    client.post("/pause")
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(client.post, "/v1/completions", json=ASK)
+        until(lambda: len(read) == 2)
+        client.post("/resume")
+        llm.release()
+        assert asking.result(DEADLINE_S).status_code == 200
+    said = "1 samples have waited for 0.02 s: the engines are paused; POST /resume"
+    assert (said in caplog.text) == (not steps_meanwhile)
 
 
 def test_aborting_everything_answers_who_waits():

@@ -93,11 +93,12 @@ def test_tags_say_what_wakes_and_options_without_effect_are_refused(http: httpx.
     assert ok(http.post("/wake_up?tags=weights"))["state"] == "suspended"
     assert ok(http.post("/wake_up?tags=weights&tags=kv_cache"))["state"] == "running"
     for order, param in (
-        ("/wake_up?tags=scheduling", "tags[0]"),
-        ("/sleep?level=0", "level"),
-        ("/sleep?mode=wait", "mode"),
-        ("/pause?wait_for_inflight_requests=true", "wait_for_inflight_requests"),
-        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests"),
+        ("/wake_up?tags=scheduling", "query.tags[0]"),
+        ("/sleep?level=0", "query.level"),
+        ("/sleep?mode=never", "query.mode"),
+        ("/pause?mode=invalid", "query.mode"),
+        ("/pause?wait_for_inflight_requests=true", "query.wait_for_inflight_requests"),
+        ("/reset_prefix_cache?reset_running_requests=true", "query.reset_running_requests"),
     ):
         refused = http.post(order)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
@@ -174,4 +175,4 @@ def test_open_requests_are_aborted(llm: LLM, http: httpx.Client, how: str):
 
 def test_control_needs_admin_and_its_key(http: httpx.Client, llm: LLM):
     assert http.post("/pause", headers={"Authorization": "Bearer no"}).status_code == 401
-    assert http.post("/pause?mode=wait").status_code == 400
+    assert http.get("/is_paused", headers={"Authorization": "Bearer no"}).status_code == 401

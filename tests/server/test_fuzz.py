@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROUTES = 50
+ROUTES = 33
 """At least so many operations are described."""
 
 

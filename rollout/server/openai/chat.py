@@ -272,8 +272,8 @@ class ChatReply:
                 events += [chunks.choice(piece, version) for piece in pieces]
                 if events:
                     yield b"".join(events)
-        if body.wants_usage:
-            yield chunks.usage(usage_of([streams[0].results]), serving.llm.policy_version)
+        if body.wants_usage and (used := calls.usage_of_streams(streams)):
+            yield chunks.usage(used, serving.llm.policy_version)
         yield DONE
 
     async def parts(self, name: str) -> AsyncGenerator[ReplyPart]:

@@ -228,6 +228,6 @@ class _Reply:
                 ):
                     continue
                 yield chunks.choice(choice, version)
-        if body.wants_usage:
-            yield chunks.usage(usage_of([stream.results for stream in streams]), serving.llm.policy_version)
+        if body.wants_usage and (used := calls.usage_of_streams(streams)):
+            yield chunks.usage(used, serving.llm.policy_version)
         yield DONE

@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout.distributed.client.text_stream import TextDelta
-from rollout.errors import InvalidRequestError
+from rollout.errors import InvalidRequestError, RequestAbortedError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import LARGE
 from rollout.server.errors import ApiError, bad_request, documented
-from rollout.server.openai.samples import refuse_failed
+from rollout.server.openai.samples import refuse_failed, usage_of
 from rollout.server.openai.schema import RequestFields, SamplingFields
 from rollout.server.serving import Serving, Turn, or_disconnected
 from rollout.server.sse import EventStream, bursts, encode
@@ -187,7 +187,7 @@ async def _close(streams: Sequence[Any]) -> None:
 async def deltas_of(
     serving: Serving, reply_id: str, streams: Sequence[Any], samples: int
 ) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """Yield (choice index, delta) until all streams have ended.
+    """Yield (choice index, delta) until all streams have ended, at the latest by a control call: then with `abort`.
 
     Args:
         samples: samples per prompt. Choice c is sample c % samples of prompt c // samples.
@@ -197,20 +197,37 @@ async def deltas_of(
         RolloutError: the cause, if a group ended without samples.
     """
     begun: set[int] = set()
+    ended: set[int] = set()
     with serving.computing(reply_id, [stream.request_id for stream in streams]):
-        async with aclosing(bursts(streams)) as together:
-            async for burst in together:
-                for prompt, delta in burst:
-                    choice = prompt * samples + delta.sample_index
-                    if delta.finish_reason is not None:
-                        if delta.finish_reason == FinishReason.ABORT:
-                            continue  # the stream raises the cause
-                        refuse_failed(delta.finish_reason, delta.error, choice)
-                    if delta.restarted and choice in begun:
-                        raise ApiError(503, _RESTARTED.format(choice), code="restarted")
-                    begun.add(choice)
-                    yield choice, delta
+        try:
+            async with aclosing(bursts(streams)) as together:
+                async for burst in together:
+                    for prompt, delta in burst:
+                        choice = prompt * samples + delta.sample_index
+                        if delta.finish_reason is not None:
+                            if delta.finish_reason == FinishReason.ABORT:
+                                continue  # the stream raises the cause
+                            refuse_failed(delta.finish_reason, delta.error, choice)
+                            ended.add(choice)
+                        if delta.restarted and choice in begun:
+                            raise ApiError(503, _RESTARTED.format(choice), code="restarted")
+                        begun.add(choice)
+                        yield choice, delta
+        except RequestAbortedError:
+            if not serving.was_cut(reply_id):
+                raise
+            for choice in sorted({*range(len(streams) * samples)} - ended):
+                yield choice, TextDelta(choice % samples, "", [], [], [], finish_reason=FinishReason.ABORT)
+            return
     await _counted(serving, streams)
+
+
+def usage_of_streams(streams: Sequence[Any]) -> dict[str, Any] | None:
+    """Return `usage` of streams that have ended; None if they were aborted."""
+    try:
+        return usage_of(stream.results for stream in streams)
+    except RequestAbortedError:
+        return None
 
 
 class Reply(Protocol):

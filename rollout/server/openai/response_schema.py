@@ -38,7 +38,7 @@ class Rollout(_Reply):
     """Policy version of the weights that sampled each token."""
     policy_staleness: list[int]
     """Number of weight updates between sampling each token and the reply."""
-    finish_reason: Literal["stop", "length", "stale"]
+    finish_reason: Literal["stop", "length", "stale", "abort"]
     """The engine's finish reason; `stale`: ended because its tokens exceeded `max_staleness`."""
     routed_experts: RoutedExperts | None = None
     """Experts that every router chose for prompt and tokens but the last; there if the engine records them. In a stream, the
@@ -168,7 +168,7 @@ class ChatChoice(_Reply):
     message: ReplyMessage
     logprobs: ChatLogprobs | None
     """Null unless asked for."""
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     """`tool_calls`: the sample stopped by itself and contains tool calls."""
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
@@ -202,8 +202,8 @@ class TextChoice(_Reply):
     text: str
     logprobs: TextLogprobs | None
     """Null unless asked for."""
-    finish_reason: Literal["stop", "length"]
-    """`length`: cut off by max_tokens or by `max_staleness`."""
+    finish_reason: Literal["stop", "length", "abort"]
+    """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -244,8 +244,8 @@ class TokenChoice(_Reply):
     """Generated token ids, including the one that ended the sample."""
     logprobs: TokenLogprobs | None
     """Null unless asked for."""
-    finish_reason: Literal["stop", "length"]
-    """`length`: cut off by max_tokens or by `max_staleness`."""
+    finish_reason: Literal["stop", "length", "abort"]
+    """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
     policy_versions: list[int]

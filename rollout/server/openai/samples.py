@@ -17,8 +17,10 @@ from rollout.requests.routes import Routes, overlaid
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 
-# `stale`: cut off by `max_staleness` under the policy `partial`, as by a length limit.
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length"}
+# `stale`: cut off by `max_staleness` under the policy `partial`, as by a length limit. `abort`: of a stream that a control
+# call ended.
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length",
+                   FinishReason.ABORT: "abort"}  # fmt: skip
 
 
 _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
@@ -77,11 +79,11 @@ def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> N
         ApiError: 500 with the code `sample_failed`, 400 if the request is to blame, or 409 if it was aborted; names the
             choice and the cause.
     """
-    if finish_reason is None or (finish_reason in _FINISH_REASONS and not error):
-        return
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
         raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")
+    if finish_reason is None or (finish_reason in _FINISH_REASONS and not error):
+        return
     if blamed := _CALLERS_FAULT.match(error or ""):
         raise ApiError(400, f"choice {index}: {str(error)[blamed.end() :]}", code="sample_failed")
     raise ApiError(500, f"choice {index} failed: {error or finish_reason}", code="sample_failed")

@@ -155,9 +155,8 @@ class _Reply:
                     beside["prompt_logprobs"] = prompt_logprobs(self._names, sample, top)
                 yield event(self._head(version) | {"choices": [self._choice(delta, version)]} | beside)
                 beside = {"prompt_logprobs": None} if not growing else {}
-        if body.wants_usage:
-            usage = {"choices": [], "usage": usage_of([streams[0].results])}
-            yield event(self._head(serving.llm.policy_version) | usage)
+        if body.wants_usage and (used := calls.usage_of_streams(streams)):
+            yield event(self._head(serving.llm.policy_version) | {"choices": [], "usage": used})
         yield DONE
 
     def _head(self, version: int) -> dict[str, Any]:
