@@ -1,9 +1,9 @@
 """Optimizer hooks that suspend the rollout before `step()` and raise the policy version after it.
 
     optimizer.step()
-     ├ before    rollout.before_optimizer_step(mode)    suspends: no rollout forward is running, KV memory is released
+     ├ before    manager.before_optimizer_step(mode)    suspends: no rollout forward is running, KV memory is released
      ├ the optimizer changes the weights
-     └ after     rollout.weights_updated()              only if the weights were updated: version + 1
+     └ after     manager.weights_updated()              only if the weights were updated: version + 1
 
 An attachment depends on the optimizer and the protocol `Rollout` only. Gradient accumulation, learning rate schedules and
 closures need no handling: torch calls the hooks of the optimizer that really steps.
@@ -97,7 +97,7 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
     and counts when `engine.step()` really updates.
 
     Steps that do not count: one skipped by `GradScaler`, also inside a fused optimizer (`found_inf`; reading it
-    synchronises with the device); one that raises (call `rollout.weights_updated()` if it may have changed some weights);
+    synchronises with the device); one that raises (call `manager.weights_updated()` if it may have changed some weights);
     and the empty step by which `torch.distributed.checkpoint` initialises optimizer state. Two optimizers on one model
     raise the version twice per round.
 
@@ -140,9 +140,10 @@ def _innermost(optimizer: object) -> Any:
     while not deepspeed.steps_by_itself(inner) and (wrapped := getattr(inner, "optimizer", None)) is not None:
         inner = wrapped
     if not (isinstance(inner, Optimizer) or deepspeed.steps_by_itself(inner)):
+        swapped = "; swap the arguments: attach(optimizer, manager)" if hasattr(optimizer, "weights_updated") else ""
         raise TypeError(
             f"cannot attach to {type(optimizer).__module__}.{type(optimizer).__qualname__}: it must be a "
-            "torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy"
+            f"torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy{swapped}"
         )
     return inner
 
@@ -154,7 +155,7 @@ def _check_steps_the_model(optimizer: Any, rollout: Rollout) -> None:
             f"this {type(optimizer).__name__} steps {len(stepped)} parameters and none of them belongs to the "
             f"{type(rollout.model).__name__} that samples: pass the policy's optimizer (a critic's does not count), "
             "made of the parameters of the rollout's own module, and attach after accelerator.prepare or sharding; of "
-            "DeepSpeed, pass the engine (without an attachment: rollout.weights_updated() after each real step)"
+            "DeepSpeed, pass the engine (without an attachment: manager.weights_updated() after each real step)"
         )
 
 

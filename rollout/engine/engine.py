@@ -12,7 +12,8 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,7 @@ from rollout.requests.images import ImagePrompt
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import FinishReason, KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
 
@@ -64,6 +65,7 @@ class DynamicInferenceEngine(GroupMember):
         clock: Callable[[], float] = time.time,
         allocate: Allocate = zeros,
     ) -> None:
+        _check_types(model, tokenizer, config)
         super().__init__(model, tokenizer, config or InferenceConfig(), clock, allocate)
         self.holds = Holds(self)
         """Named holds under which no step is made: of the coordinator, a weight update, the caller."""
@@ -147,7 +149,7 @@ class DynamicInferenceEngine(GroupMember):
             InvalidRequestError: it can never be served as asked; nothing was queued.
             EngineStateError: the engine is stopping or stopped.
         """
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         with uninterrupted(), self._lock:
             self._lifecycle.refuse_when_stopped()
             number = self._next_request_id if request_id is None else request_id
@@ -175,7 +177,7 @@ class DynamicInferenceEngine(GroupMember):
         Raises:
             InvalidRequestError, ConfigError, TypeError: it would refuse it.
         """
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         number = self._next_request_id
         tokens = self.controller.tokenize(prompt)
         pictured = self._admission.images(number, tokens)
@@ -405,3 +407,22 @@ class DynamicInferenceEngine(GroupMember):
         """Mark ids below `start` as taken; the next id is at least `start`."""
         with self._lock:
             self._next_request_id = max(self._next_request_id, start)
+
+
+def _check_types(model: object, tokenizer: object, config: object) -> None:
+    """Raises: TypeError: an argument is not what it must be; gives the call that works."""
+    if not isinstance(model, nn.Module):
+        loaded = f"AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str | PathLike) else "model"
+        raise TypeError(
+            f"model is a {type(model).__name__}: must be the torch module that is trained: "
+            f"RolloutManager({loaded}, tokenizer)"
+        )
+    if isinstance(tokenizer, InferenceConfig):
+        raise TypeError("tokenizer is an InferenceConfig, the third argument: RolloutManager(model, tokenizer, config)")
+    if isinstance(tokenizer, str | PathLike):
+        raise TypeError(
+            f"tokenizer={str(tokenizer)!r}: must be loaded: AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+        )
+    if not isinstance(config, InferenceConfig | None):
+        cure = "InferenceConfig(**config)" if isinstance(config, Mapping) else "InferenceConfig(kv_cache_memory_gb=1.0)"
+        raise TypeError(f"config is a {type(config).__name__}: must be an InferenceConfig: {cure}")

@@ -24,6 +24,7 @@ from rollout.llm.base import BaseLLM
 from rollout.llm.requests import OnError, Params, Samples
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import hints_at_options
 from rollout.state import EngineState, Mode
 from rollout.threads.blocking import blocking
 
@@ -162,6 +163,7 @@ class LLM(BaseLLM):
         DeadlineError: the ranks have not found each other.
     """
 
+    @hints_at_options
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

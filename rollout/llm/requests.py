@@ -22,7 +22,7 @@ from rollout.errors import ConfigError, InvalidRequestError, RequestError, Rollo
 from rollout.llm.prompts import normalized
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, one_each
+from rollout.sampling_params import SamplingParams, hints_at_options, one_each
 from rollout.state import EngineState, FinishReason, Status
 from rollout.threads.loop_thread import LoopThread
 
@@ -145,6 +145,7 @@ class LLMRequests(ABC):
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
+    @hints_at_options
     def submit(
         self,
         prompt: Prompt,
@@ -176,10 +177,11 @@ class LLMRequests(ABC):
         """
         self._refuse_unless_primary("generate")
         self._check_weights_when_idle()
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         options = self._options(priority, timeout_s, client)
         return self._submit(prompt, self._tokens(prompt, params), params, options)
 
+    @hints_at_options
     def stream(
         self,
         prompt: Prompt,
@@ -202,7 +204,7 @@ class LLMRequests(ABC):
         """
         self._refuse_unless_primary("stream")
         self._check_weights_when_idle()
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         options = self._options(priority, timeout_s, client)
         tokens = self._tokens(prompt, params)
         reader = GroupText(params, self.tokenizer)
@@ -260,7 +262,7 @@ class LLMRequests(ABC):
         try:
             return self._tokens(prompt, params)
         except InvalidRequestError as exc:
-            raise InvalidRequestError(f"prompts[{position}]: {exc}") from exc
+            raise exc.at(f"prompts[{position}]") from exc
 
     async def _generate(
         self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None, on_error: OnError

@@ -381,7 +381,7 @@ def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_t
     with pytest.raises(ValueError, match=r"FakeZero steps 2 parameters.*of DeepSpeed, pass the engine"):
         attach(critic, rollout)
     del unknown.bit16_groups
-    with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*rollout.weights_updated\(\) after every engine.step"):
+    with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*manager.weights_updated\(\) after every engine.step"):
         attach(unknown, rollout)
 
 
