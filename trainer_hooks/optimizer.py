@@ -51,6 +51,7 @@ class Attachment:
         self.rollout = rollout
         self.mode = mode
         self.steps = 0
+        self._idle = False
         self._handles: list[Any]
         if deepspeed.steps_by_itself(optimizer):
             self._handles = [deepspeed.Handle(optimizer, self._before_step, self._after_step)]
@@ -77,11 +78,14 @@ class Attachment:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer):
             return
-        self.rollout.before_optimizer_step(self.mode)
+        # Beyond the optimizer itself there may be a closure, which computes gradients inside the step.
+        self._idle = len(args) < 2 and not kwargs and _without_gradients(optimizer)
+        if not self._idle:
+            self.rollout.before_optimizer_step(self.mode)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_no_update(optimizer) or _skipped_for_inf(optimizer):
+        if _is_no_update(optimizer) or self._idle or _skipped_for_inf(optimizer):
             return
         self.rollout.weights_updated()
         self.steps += 1
@@ -96,10 +100,11 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
     DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both): the optimizer's `step` is replaced,
     and counts when `engine.step()` really updates.
 
-    Steps that do not count: one skipped by `GradScaler`, also inside a fused optimizer (`found_inf`; reading it
-    synchronises with the device); one that raises (call `manager.weights_updated()` if it may have changed some weights);
-    and the empty step by which `torch.distributed.checkpoint` initialises optimizer state. Two optimizers on one model
-    raise the version twice per round.
+    Steps that do not count: one of an optimizer of torch without any gradient, which changes nothing; one skipped by
+    `GradScaler`, also inside a fused optimizer (`found_inf`; reading it synchronises with the device); one that raises (call
+    `manager.weights_updated()` if it may have changed some weights); and the empty step by which
+    `torch.distributed.checkpoint` initialises optimizer state. A step with learning rate 0 counts, so that the version
+    equals the trainer's step through a warm-up. Two optimizers on one model raise the version twice per round.
 
     Args:
         optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.
@@ -187,6 +192,13 @@ def _is_no_update(optimizer: Any) -> bool:
             return True
         frame = frame.f_back
     return depth == 2
+
+
+def _without_gradients(optimizer: Any) -> bool:
+    # An optimizer defined elsewhere may change parameters without gradients.
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _skipped_for_inf(optimizer: Any) -> bool:
