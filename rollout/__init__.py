@@ -7,7 +7,9 @@ costs no torch, so a process that only talks about requests never loads it.
 from __future__ import annotations
 
 import ast
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +122,14 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'rollout' has no attribute {name!r}; rollout.__all__ lists the public names")
+        from rollout.names import did_you_mean
+
+        cure = did_you_mean(name, __all__, "rollout.__all__ lists the public names")
+        message = f"module 'rollout' has no attribute {name!r}; {cure}"
+        # `from rollout import NAME` shows no message of an AttributeError.
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist" and find_spec(f"{__name__}.{name}") is None:
+            raise ImportError(message, name=__name__)
+        raise AttributeError(message)
     value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
     return value
 

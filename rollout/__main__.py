@@ -53,8 +53,8 @@ A rollout engine that samples with the module a training loop steps.
   --version         print the version
   -h, --help        print this
 """
-NEEDED = ("tyro", "fastapi", "uvicorn", "prometheus_client")
-"""Modules that `serve` needs beyond the package's dependencies; installed by the extra `serve`. `doctor` needs the first."""
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+"""Modules that `serve` needs beyond the package's dependencies; installed by the extra `serve`."""
 
 RANK = "serve-rank"
 """Command of the processes that `serve --data-parallel-size` starts: RANK SIZE PORT, then the arguments of `serve`."""
@@ -149,8 +149,6 @@ def _print_requests() -> None:
 
 
 def _doctor(arguments: Sequence[str]) -> None:
-    if find_spec(NEEDED[0]) is None:
-        raise ConfigError(f"`rollout doctor` needs {NEEDED[0]}: pip install 'rollout-engine[serve]'")
     from rollout.flags import parse_doctor
 
     options, config = parse_doctor(arguments)
@@ -370,9 +368,7 @@ def _in_one_line(exc: BaseException) -> str:
 
 
 def _in_flags(line: str) -> str:
-    """Replace field names by flags; unchanged if the packages that parse flags are not installed."""
-    if any(find_spec(name) is None for name in NEEDED):
-        return line
+    """Replace field names by flags."""
     from rollout.flags import in_flags
 
     return in_flags(line)

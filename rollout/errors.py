@@ -25,6 +25,7 @@ RolloutError
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 
@@ -68,6 +69,10 @@ class RequestError(RolloutError):
 
 class InvalidRequestError(RequestError, ValueError):
     """The request was rejected at admission: it can never be served as it is."""
+
+    def at(self, place: str) -> InvalidRequestError:
+        """Return the same error for the caller's `prompts[i]`, whose request has an id that the caller has never seen."""
+        return InvalidRequestError(f"{place}: {re.sub(r'^request [0-9]+: ', '', str(self))}", self.request_id)
 
 
 class RequestAbortedError(RequestError):

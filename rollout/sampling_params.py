@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from inspect import signature
 from numbers import Integral, Real
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
 from rollout.errors import ConfigError, SerializationError, warn_caller
-from rollout.names import NamedOptions
+from rollout.names import NamedOptions, did_you_mean, our_name
 from rollout.structured_output import StructuredOutput
 
 MIN_TEMPERATURE = 1e-6
@@ -410,10 +412,52 @@ def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int
     """
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
+    if not isinstance(given, Sequence):
+        raise TypeError(f"sampling_params={given!r:.200}: {_must_be(given)}")
     each = list(given)
     if len(each) != count:
         raise ConfigError(f"sampling_params has {len(each)} entries for {count} prompts: pass one for all, or one each")
     for index, value in enumerate(each):
         if not isinstance(value, SamplingParams):
-            raise TypeError(f"sampling_params[{index}]={value!r}: must be a SamplingParams")
+            raise TypeError(f"sampling_params[{index}]={value!r:.200}: {_must_be(value)}")
     return each
+
+
+def _must_be(given: object) -> str:
+    """How to write these sampling parameters, for a message."""
+    # A GenerationConfig of transformers has a method for its fields that are not defaults, and is greedy by default.
+    known = given if isinstance(given, Mapping) else getattr(given, "to_diff_dict", dict)()
+    names = SamplingParams.__dataclass_fields__
+    options = {
+        our_name(name): value for name, value in known.items() if name != "do_sample" and our_name(name) in names
+    }
+    if known and not known.get("do_sample", isinstance(given, Mapping)):
+        options["temperature"] = 0
+    try:
+        SamplingParams(**options)
+    except ConfigError:
+        options = {}
+    shown = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "n=4, max_tokens=256, temperature=0.7"
+    return f"must be a SamplingParams: SamplingParams({shown})"
+
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+def hints_at_options(method: Called) -> Called:
+    """Decorate a method so that an unknown keyword that is a sampling parameter raises a `TypeError` that says so."""
+    known = list(signature(method).parameters)
+    options = [each.name for each in fields(SamplingParams)]
+
+    @wraps(method)
+    def checked(*args: Any, **named: Any) -> Any:
+        for name, value in named.items():
+            if name not in known:
+                ours = our_name(name)
+                cure = did_you_mean(name, known, f"the arguments are {', '.join(known[1:])}")
+                if ours in options:
+                    cure = f"pass it by sampling_params=SamplingParams({ours}={value!r})"
+                raise TypeError(f"{method.__name__}() got an unexpected keyword argument {name!r}; {cure}")
+        return method(*args, **named)
+
+    return cast(Called, checked)

@@ -12,8 +12,8 @@ def short_count(number: float) -> str:
 
 
 def binary_bytes(number: float) -> str:
-    """`1.1 GiB`, `12.0 MiB`, `3 KiB`."""
+    """`1.1 GiB`, `12.0 MiB`, `3 KiB`, `96 B`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
-    return f"{number / 2**10:.0f} KiB"
+    return f"{number / 2**10:.0f} KiB" if number >= 2**10 else f"{number:.0f} B"

@@ -285,9 +285,9 @@ def test_an_unknown_command_is_refused_with_the_right_one(capsys):
 
 
 def test_a_missing_extra_is_named_with_its_installation(monkeypatch, capsys):
-    monkeypatch.setattr(command_line, "find_spec", lambda name: None if name == "tyro" else object())
+    monkeypatch.setattr(command_line, "find_spec", lambda name: None if name == "uvicorn" else object())
     line = refusal(capsys, "serve", "--help")
-    assert line == "rollout: `rollout serve` needs tyro: pip install 'rollout-engine[serve]'\n"
+    assert line == "rollout: `rollout serve` needs uvicorn: pip install 'rollout-engine[serve]'\n"
 
 
 # --- what cannot be served ----------------------------------------------------------------------------------------------

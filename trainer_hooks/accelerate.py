@@ -1,7 +1,7 @@
 """Integration with Hugging Face accelerate.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    attach(accelerator, rollout)        the policy version counts the steps of every optimizer of the policy
+    attach(accelerator, manager)        the policy version counts the steps of every optimizer of the policy
     accelerator.save_state(folder)      also saves the requests in flight of every rank
     accelerator.load_state(folder)      restores them, in a job of the same size
 
@@ -129,7 +129,10 @@ def attach(
             this rollout. Nothing is attached then.
     """
     if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator={accelerator!r}: must be an accelerate.Accelerator; see trainer_hooks.optimizer")
+        raise TypeError(
+            f"accelerator of type {type(accelerator).__name__}: must be an accelerate.Accelerator, attach(accelerator, "
+            "manager); without one: from trainer_hooks.optimizer import attach; attach(optimizer, manager)"
+        )
     with ExitStack() as undo:
         attached = [
             undo.enter_context(optimizer_hook.attach(each, rollout, mode=mode))
@@ -146,7 +149,7 @@ def _optimizers_of(accelerator: Accelerator, rollout: SavedRollout) -> list[Any]
     if not prepared:
         raise ValueError(
             "this Accelerator has prepared no optimizer yet: call accelerator.prepare(model, optimizer) first, then "
-            "attach(accelerator, rollout)"
+            "attach(accelerator, manager)"
         )
     ours = {id(parameter) for parameter in rollout.model.parameters()}
     found = [each for each in prepared if not ours.isdisjoint(optimizer_hook.stepped_parameters(each))]

@@ -34,8 +34,8 @@ def parameters(optimizer: Any) -> list[nn.Parameter]:
     if groups is None or "zenflow" in type(optimizer).__module__:
         raise TypeError(
             f"cannot attach to DeepSpeed's {type(optimizer).__name__}, whose steps cannot be told from outside (those of "
-            "ZeRO-1, -2 and -3, BF16_Optimizer and FP16_Optimizer can): call rollout.weights_updated() after every "
-            "engine.step() that was an update, inside `with rollout.suspended():`"
+            "ZeRO-1, -2 and -3, BF16_Optimizer and FP16_Optimizer can): call manager.weights_updated() after every "
+            "engine.step() that was an update, inside `with manager.suspended():`"
         )
     return [parameter for group in groups for parameter in group]
 

@@ -1,9 +1,9 @@
 """Optimizer hooks that suspend the rollout before `step()` and raise the policy version after it.
 
     optimizer.step()
-     ├ before    rollout.before_optimizer_step(mode)    suspends: no rollout forward is running, KV memory is released
+     ├ before    manager.before_optimizer_step(mode)    suspends: no rollout forward is running, KV memory is released
      ├ the optimizer changes the weights
-     └ after     rollout.weights_updated()              only if the weights were updated: version + 1
+     └ after     manager.weights_updated()              only if the weights were updated: version + 1
 
 An attachment depends on the optimizer and the protocol `Rollout` only. Gradient accumulation, learning rate schedules and
 closures need no handling: torch calls the hooks of the optimizer that really steps.
@@ -51,6 +51,7 @@ class Attachment:
         self.rollout = rollout
         self.mode = mode
         self.steps = 0
+        self._idle = False
         self._handles: list[Any]
         if deepspeed.steps_by_itself(optimizer):
             self._handles = [deepspeed.Handle(optimizer, self._before_step, self._after_step)]
@@ -77,11 +78,14 @@ class Attachment:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer):
             return
-        self.rollout.before_optimizer_step(self.mode)
+        # Beyond the optimizer itself there may be a closure, which computes gradients inside the step.
+        self._idle = len(args) < 2 and not kwargs and _without_gradients(optimizer)
+        if not self._idle:
+            self.rollout.before_optimizer_step(self.mode)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_no_update(optimizer) or _skipped_for_inf(optimizer):
+        if _is_no_update(optimizer) or self._idle or _skipped_for_inf(optimizer):
             return
         self.rollout.weights_updated()
         self.steps += 1
@@ -96,10 +100,11 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
     DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both): the optimizer's `step` is replaced,
     and counts when `engine.step()` really updates.
 
-    Steps that do not count: one skipped by `GradScaler`, also inside a fused optimizer (`found_inf`; reading it
-    synchronises with the device); one that raises (call `rollout.weights_updated()` if it may have changed some weights);
-    and the empty step by which `torch.distributed.checkpoint` initialises optimizer state. Two optimizers on one model
-    raise the version twice per round.
+    Steps that do not count: one of an optimizer of torch without any gradient, which changes nothing; one skipped by
+    `GradScaler`, also inside a fused optimizer (`found_inf`; reading it synchronises with the device); one that raises (call
+    `manager.weights_updated()` if it may have changed some weights); and the empty step by which
+    `torch.distributed.checkpoint` initialises optimizer state. A step with learning rate 0 counts, so that the version
+    equals the trainer's step through a warm-up. Two optimizers on one model raise the version twice per round.
 
     Args:
         optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.
@@ -142,9 +147,10 @@ def _innermost(optimizer: object) -> Any:
     while not deepspeed.steps_by_itself(inner) and (wrapped := getattr(inner, "optimizer", None)) is not None:
         inner = wrapped
     if not (isinstance(inner, Optimizer) or deepspeed.steps_by_itself(inner)):
+        swapped = "; swap the arguments: attach(optimizer, manager)" if hasattr(optimizer, "weights_updated") else ""
         raise TypeError(
             f"cannot attach to {type(optimizer).__module__}.{type(optimizer).__qualname__}: it must be a "
-            "torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy"
+            f"torch.optim.Optimizer or keep one as `.optimizer`; pass the torch optimizer that steps the policy{swapped}"
         )
     return inner
 
@@ -156,7 +162,7 @@ def _check_steps_the_model(optimizer: Any, rollout: Rollout) -> None:
             f"this {type(optimizer).__name__} steps {len(stepped)} parameters and none of them belongs to the "
             f"{type(rollout.model).__name__} that samples: pass the policy's optimizer (a critic's does not count), "
             "made of the parameters of the rollout's own module, and attach after accelerator.prepare or sharding; of "
-            "DeepSpeed, pass the engine (without an attachment: rollout.weights_updated() after each real step)"
+            "DeepSpeed, pass the engine (without an attachment: manager.weights_updated() after each real step)"
         )
 
 
@@ -188,6 +194,13 @@ def _is_no_update(optimizer: Any) -> bool:
             return True
         frame = frame.f_back
     return depth == 2
+
+
+def _without_gradients(optimizer: Any) -> bool:
+    # An optimizer defined elsewhere may change parameters without gradients.
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _skipped_for_inf(optimizer: Any) -> bool:

@@ -1,9 +1,9 @@
 """Integration with PEFT adapters: the rollout samples with them active, nothing is merged.
 
     model = get_peft_model(model, LoraConfig(...))
-    rollout = RolloutManager(model, tokenizer, config)      the PeftModel itself, or a model with injected adapters
-    attach(optimizer, rollout)                              trainer_hooks.optimizer; it may step adapters only
-    with adapter(rollout, None):                            reference policy: all adapters disabled
+    manager = RolloutManager(model, tokenizer, config)      the PeftModel itself, or a model with injected adapters
+    attach(optimizer, manager)                              trainer_hooks.optimizer; it may step adapters only
+    with adapter(manager, None):                            reference policy: all adapters disabled
         reference = token_logprobs(model, batch)
 
 The engine reads the active adapters from the model, however they were switched, and separates the prefix cache by adapter.
@@ -37,7 +37,7 @@ class AdaptedRollout(Protocol):
 
 @contextmanager
 def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
-    """Context in which the adapter `name` is active, in the trainer's forward and in `rollout.generate`.
+    """Context in which the adapter `name` is active, in the trainer's forward and in `manager.generate`.
 
     Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged.
     Sets the active adapter and the disabled flag of every adapted layer and restores both at the end, also on an
@@ -49,7 +49,7 @@ def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
     without `min_groups`): a call that waits for requests from outside raises `EngineStateError`. Requests left in flight
     inside the block wait until the same adapter is active again.
 
-    On several ranks every rank must enter and leave the block, as with `rollout.pause()`; a rank that leaves it by an
+    On several ranks every rank must enter and leave the block, as with `manager.pause()`; a rank that leaves it by an
     exception skips the barrier.
 
     Args:

@@ -34,7 +34,7 @@ STATE_FILE = "trainer_state.json"
 
 
 class RolloutCallback(TrainerCallback):  # type: ignore[misc]
-    """Trainer callback of a rollout: `trainer.add_callback(RolloutCallback(rollout))`, or in the Trainer's `callbacks`.
+    """Trainer callback of a rollout: `trainer.add_callback(RolloutCallback(manager))`, or in the Trainer's `callbacks`.
 
     Requires: `rollout` was constructed with the very model object given to the Trainer, after the Trainer's constructor
     has moved it to the device. The Trainer creates its optimizer when training begins, so nothing is attached before. If
@@ -185,7 +185,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(
                 f"the Trainer resumes at step {state.global_step}, and none of "
                 f"{[str(each) for each in self._folders(args, state)]} is the checkpoint it has read: pass "
-                "RolloutCallback(rollout, resume_from_checkpoint=FOLDER), or checkpoint=False to begin with nothing in "
+                "RolloutCallback(manager, resume_from_checkpoint=FOLDER), or checkpoint=False to begin with nothing in "
                 "flight and policy version 0"
             )
         file.load(self.rollout)

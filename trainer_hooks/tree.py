@@ -7,7 +7,7 @@
 
 Log-probs and gradients are those of the padded batch; the samples of a prompt cost their completions and the prompt once.
 Works with gradient checkpointing, autocast, DDP, FSDP2 and PEFT, in a loop of one's own, with accelerate, and in the
-`compute_loss` of HF Trainer; TRL's GRPOTrainer: `trainer_hooks.trl.attach(trainer, rollout, tree=True)`.
+`compute_loss` of HF Trainer; TRL's GRPOTrainer: `trainer_hooks.trl.attach(trainer, manager, tree=True)`.
 """
 
 from __future__ import annotations

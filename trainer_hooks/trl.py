@@ -1,9 +1,9 @@
 """Integration with TRL's GRPOTrainer: completions and log-probs come from a rollout.
 
-    attach(trainer, rollout)                                replaces TRL's vLLM: log-probs correct the loss
-    attach(trainer, rollout, tree=True)                     ... and the log-prob pass trains each prompt once
-    attach(trainer, rollout, replay=False)                  ... and truncated sampling is trained on as if it were whole
-    GRPOTrainer(..., rollout_func=rollout_func(rollout))    TRL's own interface: log-probs are passed, without correction
+    attach(trainer, manager)                                replaces TRL's vLLM: log-probs correct the loss
+    attach(trainer, manager, tree=True)                     ... and the log-prob pass trains each prompt once
+    attach(trainer, manager, replay=False)                  ... and truncated sampling is trained on as if it were whole
+    GRPOTrainer(..., rollout_func=rollout_func(manager))    TRL's own interface: log-probs are passed, without correction
 
     a generation      a prompt's group is one request of n samples; KV memory is released afterwards
     a step            (torch's hooks) raises the policy version if the weights were updated
@@ -179,7 +179,7 @@ class TrlAttachment:
         prompt_ids, images, _ = self.trainer._tokenize_prompts(prompts)
         if images is not None:
             raise ValueError(
-                "TRL takes no images back from a rollout_func: use attach(trainer, rollout, on_error='raise')"
+                "TRL takes no images back from a rollout_func: use attach(trainer, manager, on_error='raise')"
             )
         completions, logprobs = self.sample(prompt_ids)
         output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
@@ -314,7 +314,7 @@ def attach(
     With `checkpoint`, the trainer's checkpoints contain the policy version and the random streams, in
     `rollout_rank_<r>_of_<n>.msgpack`. A rollout with policy version 0 restores them from the checkpoint that
     `train(resume_from_checkpoint=...)` takes from `args.output_dir`; if it has none, a warning is issued and the version
-    continues from the trainer's step. If the trainer already has a `RolloutCallback(rollout, ...)` of
+    continues from the trainer's step. If the trainer already has a `RolloutCallback(manager, ...)` of
     `trainer_hooks.transformers`, that callback is used for hooks, logs and checkpoints.
 
     Args:
@@ -347,8 +347,8 @@ def attach(
     """
     if getattr(trainer, "rollout_func", None) is not None:
         raise ValueError(
-            "this trainer has a rollout_func already: build it without, and attach(trainer, rollout); or keep "
-            "rollout_func=rollout_func(rollout), and do not attach"
+            "this trainer has a rollout_func already: build it without, and attach(trainer, manager); or keep "
+            "rollout_func=rollout_func(manager), and do not attach"
         )
     if isinstance(getattr(trainer, "vllm_generation", None), TrlAttachment):
         raise ValueError("this trainer is attached to a rollout already: keep that attachment, or detach() it first")
@@ -444,6 +444,6 @@ class _Follower(RolloutCallback):
             f"the trainer stands at step {state.global_step}, and no state of the rollout is found beside that of the "
             f"trainer in {', '.join(map(str, self._folders(args, state)))}: the policy version goes on from "
             f"{state.global_step}, and random streams start from the seed. If another folder has it, give the trainer "
-            "RolloutCallback(rollout, resume_from_checkpoint=FOLDER) before attaching",
+            "RolloutCallback(manager, resume_from_checkpoint=FOLDER) before attaching",
             stacklevel=2,
         )

@@ -109,7 +109,7 @@ def refuse_tools(trainer: Any) -> None:
     if trainer.tools:
         raise ValueError(
             f"this trainer has {len(trainer.tools)} tools, whose later turns do not go through a rollout_func: use "
-            "attach(trainer, rollout) with on_error='raise'"
+            "attach(trainer, manager) with on_error='raise'"
         )
 
 
@@ -122,7 +122,7 @@ def refuse_routes(rollout: InferenceConfig) -> None:
     if rollout.record_routes:
         raise ConfigError(
             "InferenceConfig.record_routes=True: with a rollout_func TRL routes the tokens of its log-probs live, so that "
-            "recorded routes would have no effect; use attach(trainer, rollout), or set it to False"
+            "recorded routes would have no effect; use attach(trainer, manager), or set it to False"
         )
 
 

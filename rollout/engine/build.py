@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
@@ -374,6 +375,25 @@ def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
     if base.allocate is not zeros:
         return PoolMemory(base.allocate)
     return pool_memory(device, virtual=base.config.virtual_memory)
+
+
+def check_arguments(model: object, tokenizer: object, config: object) -> None:
+    """Raises: TypeError: an argument of an engine or a manager has the wrong type; gives the call that works."""
+    if not isinstance(model, nn.Module):
+        loaded = f"AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str | PathLike) else "model"
+        raise TypeError(
+            f"model is a {type(model).__name__}: must be the torch module that is trained: "
+            f"RolloutManager({loaded}, tokenizer)"
+        )
+    if isinstance(tokenizer, InferenceConfig):
+        raise TypeError("tokenizer is an InferenceConfig, the third argument: RolloutManager(model, tokenizer, config)")
+    if isinstance(tokenizer, str | PathLike):
+        raise TypeError(
+            f"tokenizer={str(tokenizer)!r}: must be loaded: AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+        )
+    if not isinstance(config, InferenceConfig | None):
+        cure = "InferenceConfig(**config)" if isinstance(config, Mapping) else "InferenceConfig(kv_cache_memory_gb=1.0)"
+        raise TypeError(f"config is a {type(config).__name__}: must be an InferenceConfig: {cure}")
 
 
 def step_tokens(config: InferenceConfig, model: Any, device: torch.device) -> int:

@@ -30,6 +30,7 @@ from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.state_memory import StateMemory
 from rollout.errors import ConfigError, EngineStateError
 from rollout.state import KVCacheManagementMode
+from rollout.units import binary_bytes
 
 _log = logging.getLogger(__name__)
 KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)
@@ -394,8 +395,9 @@ def pool_size(
     blocks = min(int(budget // block_bytes), useful) if block_bytes else useful
     if blocks < pages:
         raise ConfigError(
-            f"a KV pool of {budget / 2**20:.1f} MiB does not hold one block of {pages * block_bytes / 2**20:.1f} MiB; raise "
-            "kv_cache_memory_gb or lower block_size_tokens"
+            f"a KV pool of {binary_bytes(budget)} does not hold one block of {binary_bytes(pages * block_bytes)}; set "
+            f"InferenceConfig(kv_cache_memory_gb=...) above {(pages * block_bytes + state_bytes) / 2**30:.2g}, or lower "
+            "block_size_tokens"
         )
     return blocks
 

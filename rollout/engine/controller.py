@@ -50,6 +50,7 @@ class TextGenerationController:
         self.layout = layout
         self.runner = runner
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        _warn_of_other_eos(model, self.tokenizer)
         self.constraints = runner.constraints = Constraints(tokenizer, layout.vocab_size, self.eos_token_ids)
 
     def unpadded(self, prompts: Any, name: str = "prompts", *, single: bool = False) -> Any:
@@ -84,16 +85,23 @@ class TextGenerationController:
         if items and all(isinstance(item, Mapping) for item in items):
             tokenizer = self._require_tokenizer("a prompt of chat messages")
             images: list[MessageImage] = []
-            template = self.chat_template or tokenizer.chat_template
+            template = self.chat_template or getattr(tokenizer, "chat_template", None)
+            if template is None:
+                raise ConfigError(
+                    f"chat messages need a chat template, and this {type(tokenizer).__name__} has none: set "
+                    "tokenizer.chat_template, load the tokenizer of an instruction-tuned model, or pass a text"
+                )
             messages = known_roles(
                 plain_messages(cast(Sequence[Mapping[str, Any]], items), images=images if self.takes_images else None),
                 str(template),
             )
             options = {"chat_template": self.chat_template, "add_generation_prompt": True}
-            if images:
-                return self.process(tokenizer.apply_chat_template(messages, tokenize=False, **options), images)
-            ids = tokenizer.apply_chat_template(messages, return_dict=False, **options)
-            return [int(token) for token in ids]
+            try:
+                written = tokenizer.apply_chat_template(messages, tokenize=not images, return_dict=False, **options)
+            # A template raises what it likes.
+            except Exception as exc:
+                raise InvalidRequestError(f"the chat template refuses these messages: {exc}") from exc
+            return self.process(written, images) if images else [int(token) for token in written]
         for position, item in enumerate(items):
             if isinstance(item, bool) or not hasattr(item, "__index__"):
                 raise TypeError(
@@ -317,6 +325,16 @@ class TextGenerationController:
         if self.tokenizer is None:
             raise ConfigError(f"{what} needs a tokenizer and there is none; pass tokenizer= or use token ids")
         return self.tokenizer
+
+
+def _warn_of_other_eos(model: nn.Module, tokenizer: Any) -> None:
+    own, text = _eos_token_ids(model, None), getattr(tokenizer, "eos_token_id", None)
+    if own and text is not None and text not in own:
+        _log.warning(
+            "the tokenizer's end-of-sequence token %r (%d) is not among the model's %s: each of them ends a completion; set "
+            "tokenizer.eos_token or model.generation_config.eos_token_id so that they agree",
+            getattr(tokenizer, "eos_token", None), text, list(own),
+        )  # fmt: skip
 
 
 def _eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.diagnosis import answer_signal, watch
-from rollout.engine.build import EngineBase, EngineParts, build, rebuilt
+from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, rebuilt
 from rollout.engine.context import DynamicInferenceContext, MemoryMove
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.explain.explanation import Explanation
@@ -44,7 +44,7 @@ from rollout.requests.delta import SampleDelta
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import EngineState, Mode
 from rollout.threads.interrupts import interruptible, uninterrupted
 from rollout.threads.turns import Turns
@@ -76,6 +76,7 @@ class DynamicInferenceEngine:
         clock: Callable[[], float] = time.time,
         allocate: Allocate = zeros,
     ) -> None:
+        check_arguments(model, tokenizer, config)
         config = config or InferenceConfig()
         self.lifecycle = Lifecycle()
         """The state machine, and the lock of the step boundary."""
@@ -197,7 +198,7 @@ class DynamicInferenceEngine:
             InvalidRequestError: it can never be served as asked; nothing was queued.
             EngineStateError: the engine is stopping or stopped.
         """
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         return self.parts.intake.add(prompt, params, request_id, priority, metadata, samples, arrival_time, client)
 
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:

@@ -16,7 +16,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.images import ImagePrompt
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import FinishReason
 from rollout.threads.interrupts import uninterrupted
 
@@ -110,7 +110,7 @@ class Intake:
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None) -> list[int]:
         """Check a prompt without queueing it; see `DynamicInferenceEngine.check_request`."""
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         number = self.next_request_id
         tokens = self._controller.tokenize(prompt)
         pictured = self._admission.images(number, tokens)

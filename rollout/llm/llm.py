@@ -38,6 +38,7 @@ from rollout.llm.engine_loop import EngineLoop, FollowerLoop
 from rollout.llm.requests import LLMRequests, OnError, Params, Requests, Samples
 from rollout.llm.service import EngineService, options_of_coordinator
 from rollout.requests.prompt import Prompt
+from rollout.sampling_params import hints_at_options
 from rollout.state import EngineState, Mode
 from rollout.threads.blocking import blocking, called, on_thread, read, threaded
 from rollout.threads.loop_thread import LoopThread
@@ -301,6 +302,7 @@ class LLM:
         self.model, self.tokenizer, self.config = inner.model, inner.tokenizer, inner.config
         self._control = inner.blocking
 
+    @hints_at_options
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -19,7 +19,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
 from rollout.requests.prompt import Prompt, normalized
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, one_each
+from rollout.sampling_params import SamplingParams, hints_at_options, one_each
 from rollout.state import EngineState, FinishReason, Status
 from rollout.threads.blocking import called
 from rollout.threads.loop_thread import LoopThread
@@ -75,6 +75,7 @@ class Requests:
         self._engine, self._loop, self.service, self.direct, self.admit = engine, loop, service, direct, admit
         self._numbers, self._calls = count(), count()
 
+    @hints_at_options
     def submit(
         self,
         prompt: Prompt,
@@ -105,10 +106,11 @@ class Requests:
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
         """
         self.admit("submit")
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         options = self._options(priority, timeout_s, client)
         return self._submit(prompt, self._engine.check_request(prompt, params), params, options)
 
+    @hints_at_options
     def stream(
         self,
         prompt: Prompt,
@@ -130,7 +132,7 @@ class Requests:
         Raises: as `submit`; what happens later is raised by the iteration.
         """
         self.admit("stream")
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         options = self._options(priority, timeout_s, client)
         tokens = self._engine.check_request(prompt, params)
         reader = GroupText(params, self._engine.controller.tokenizer)
@@ -169,7 +171,7 @@ class Requests:
         self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None
     ) -> tuple[list[tuple[RequestFuture, list[int], SamplingParams]], bool]:
         self.admit("generate")
-        asked, single = normalized(self.engine.controller.unpadded(prompts, single=True))
+        asked, single = normalized(self._engine.controller.unpadded(prompts, single=True))
         params = one_each(sampling_params, len(asked))
         tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
         # The prompts of one call are one client.
@@ -183,7 +185,7 @@ class Requests:
         try:
             return self._engine.check_request(prompt, params)
         except InvalidRequestError as exc:
-            raise InvalidRequestError(f"prompts[{position}]: {exc}") from exc
+            raise exc.at(f"prompts[{position}]") from exc
 
     async def generate(
         self,

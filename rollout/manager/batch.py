@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, groupby
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from rollout.manager.kept_tokens import KeptSets, kept_sets, logprobs_of_rows, n
 from rollout.manager.packed import PackedRollouts
 from rollout.manager.routed_experts import padded_routes
 from rollout.manager.tree import PackedTree, pack_tree
+from rollout.names import unknown_attribute
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import FILTERS
 
@@ -101,6 +102,9 @@ class RolloutBatch:
 
     images: BatchImages | None = None
     """Images of the prompts; None: no row has any. See `model_inputs`."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = unknown_attribute
 
     kept_tokens: KeptSets | None = None
     """The sets that completion tokens were drawn from: ids flat, counts int32 [N, T]; None: none were asked for."""

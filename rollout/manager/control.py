@@ -303,6 +303,13 @@ class ManagerControl:
         if episodes:
             warnings.warn(f"close() gives up {episodes} groups of episodes in play", stacklevel=3)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.engine.state.value
+        return (
+            f"RolloutManager({type(self.model).__name__} on {self.engine.guard.training_device}, {state}, policy version "
+            f"{self.policy_version}, {len(self._groups)} groups and {len(self._player)} groups of episodes in flight)"
+        )
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a RolloutManager cannot be pickled or copied: it holds the KV cache beside the very model that is trained; "

@@ -1,8 +1,9 @@
 """`RolloutManager`: generate, suspend around the optimizer, metrics, checkpoint.
 
-    rollout = RolloutManager(model, tokenizer, InferenceConfig(...))
-    batch = rollout.generate(prompts, SamplingParams(n=8, max_tokens=256))
-    with rollout.suspended():
+    manager = RolloutManager(model, tokenizer, InferenceConfig(...))
+    attach(optimizer, manager)                              trainer_hooks.optimizer: announces every step
+    batch = manager.generate(prompts, SamplingParams(n=8, max_tokens=256))
+    with manager.suspended():
         loss.backward(); optimizer.step()
 
 Promises: a group that was accepted is handed out exactly once, whole, unless it is given up: by `abort`, by `close`, or
@@ -34,7 +35,7 @@ from rollout.manager.scoring.manager import ManagerScoring
 from rollout.manager.submission import prompts_of, submit
 from rollout.manager.token_scores import Sequences, TokenScores, score_by
 from rollout.requests.prompt import Prompt
-from rollout.sampling_params import SamplingParams, one_each
+from rollout.sampling_params import SamplingParams, hints_at_options, one_each
 
 
 class RolloutManager(ManagerScoring):
@@ -100,6 +101,7 @@ class RolloutManager(ManagerScoring):
 
     # --- generating ---------------------------------------------------------------------------------------------
 
+    @hints_at_options
     def generate(
         self,
         prompts: Iterable[Prompt],
@@ -175,6 +177,7 @@ class RolloutManager(ManagerScoring):
                 self.abort(mine)
                 raise
 
+    @hints_at_options
     def submit(
         self,
         prompts: Iterable[Prompt],
@@ -282,7 +285,7 @@ class RolloutManager(ManagerScoring):
 
         A prompt that several sequences share is computed once, or not at all if the prefix cache has it, padding never, and
         logits only of the tokens that are scored, chunk by chunk. Groups in flight stand still. Under another adapter:
-        `with trainer_hooks.peft.adapter(rollout, name)`, with None for the model without adapters. Routers of a mixture of
+        `with trainer_hooks.peft.adapter(manager, name)`, with None for the model without adapters. Routers of a mixture of
         experts choose live, also where the batch has recorded routes: `rollout.replay` is for the trainer's own forward.
 
         On several ranks every rank may call it with its own sequences; where the weights are sharded, every rank has to.

@@ -91,7 +91,7 @@ def submit(
         loop.journal.put_back(finished.values())
         loop.abort(added)
         if isinstance(exc, InvalidRequestError):
-            raise InvalidRequestError(f"{where}: {exc}", exc.request_id) from exc
+            raise exc.at(where) from exc
         if isinstance(exc, TypeError | ConfigError):
             raise type(exc)(f"{where}: {exc}") from exc
         raise

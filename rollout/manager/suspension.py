@@ -72,11 +72,11 @@ class Suspension:
         """
         holds = self._engine.holds
         if BLOCK in holds:
-            raise EngineStateError("generating inside `with rollout.suspended():`: leave the block first")
+            raise EngineStateError("generating inside `with manager.suspended():`: leave the block first")
         if SUSPEND in holds:
-            raise EngineStateError("generating while suspended: call rollout.resume() first")
+            raise EngineStateError("generating while suspended: call manager.resume() first")
         if PAUSE in holds or holds.level(DIRECT) is HoldLevel.PAUSED:
-            raise EngineStateError("generating while paused: call rollout.unpause() first")
+            raise EngineStateError("generating while paused: call manager.unpause() first")
         if self._engine.state is not EngineState.STOPPED:
             self._release(UPDATE, DIRECT)
 

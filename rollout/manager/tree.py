@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.forward.tree_forward import is_attached
+from rollout.errors import EngineStateError
 from rollout.manager.token_logprobs import selected_logprobs, token_entropies
 
 
@@ -71,7 +73,16 @@ class PackedTree:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward, to which `trainer_hooks.tree` is attached."""
+        """Keyword arguments of the model's forward, to which `trainer_hooks.tree` is attached.
+
+        Raises:
+            EngineStateError: it is attached to no model of this process.
+        """
+        if not is_attached():
+            raise EngineStateError(
+                "the inputs of a tree need tree attention, which no model of this process has: call attach_tree(model) once "
+                "before (from trainer_hooks.tree import attach as attach_tree)"
+            )
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,

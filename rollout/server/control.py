@@ -10,7 +10,6 @@ engine's message. Query parameters of vLLM's that would change nothing here take
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -112,7 +112,10 @@ def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path
     with LLM(tmp_path / "model", inference_config=options()) as llm:
         assert llm.generate([5, 6, 7], greedily(8))[0].generated_tokens == greedy(model, [5, 6, 7], 8)
         assert llm.generate("abc", greedily(3))[0].generated_text is not None
-    for name, why in (("nowhere", "is no folder"), (".", "has no config.json")):
+    for name, why in (
+        ("nowhere", "is not a folder; .*hf download .*nowhere --local-dir FOLDER`; pass"),
+        (".", "has no config.json"),
+    ):
         with pytest.raises(ConfigError, match=why):
             LLM(tmp_path / name)
     for bad in ("nn", "float7"):

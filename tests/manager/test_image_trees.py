@@ -79,9 +79,9 @@ def test_gradients_are_those_of_the_padded_batch_and_each_image_is_computed_once
     assert getattr(model.model, "rope_deltas", None) is deltas
     inputs, packed = batch.model_inputs(), batch.tree()
     assert (batch.input_ids == IMAGE).sum() == 3 * (packed.input_ids == IMAGE).sum()
-    shared = (packed.inputs["pixel_values"] != 0).sum()
+    shared = (packed.image_inputs["pixel_values"] != 0).sum()
     assert (inputs["pixel_values"] != 0).sum() == 3 * shared
-    assert batch.to("cpu").tree().inputs.keys() == packed.inputs.keys()
+    assert batch.to("cpu").tree().image_inputs.keys() == packed.image_inputs.keys()
 
 
 def test_a_tree_of_text_rows_of_a_batch_with_images_holds_no_image() -> None:
@@ -89,7 +89,7 @@ def test_a_tree_of_text_rows_of_a_batch_with_images_holds_no_image() -> None:
     model = make_vision_model(name).eval()
     batch = batch_of(name, model, picture_prompt(name, [2, "a"]), token_ids(5))
     packed = batch.tree(slice(3, 6))
-    assert "pixel_values" not in packed.inputs
+    assert "pixel_values" not in packed.image_inputs
     with attach(model):
         logprobs = packed.logprobs_of(model(**packed.inputs).logits).detach()
     torch.testing.assert_close(logprobs, padded_logprobs(model, batch)[3:6].detach(), rtol=0, atol=1e-5)

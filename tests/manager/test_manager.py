@@ -189,18 +189,18 @@ def test_a_wrong_call_is_refused_by_name_and_leaves_nothing_behind(rollout, call
 
 def test_generating_is_refused_until_an_explicit_stop_is_undone(rollout):
     rollout.pause()
-    with pytest.raises(EngineStateError, match=r"while paused: call rollout\.unpause\(\) first"):
+    with pytest.raises(EngineStateError, match=r"while paused: call manager\.unpause\(\) first"):
         rollout.generate(["a"], GREEDY)
     assert rollout.groups_in_flight == 0
     rollout.unpause()
     rollout.generate(["a"], GREEDY)
     rollout.suspend()
-    with pytest.raises(EngineStateError, match=r"while suspended: call rollout\.resume\(\) first"):
+    with pytest.raises(EngineStateError, match=r"while suspended: call manager\.resume\(\) first"):
         rollout.generate(["a"], GREEDY)
     rollout.pause()
     with pytest.raises(EngineStateError, match="suspended"):
         rollout.unpause()
-    with pytest.raises(EngineStateError, match=r"call rollout\.resume\(\) first"):
+    with pytest.raises(EngineStateError, match=r"call manager\.resume\(\) first"):
         rollout.generate(["a"], GREEDY)
     rollout.resume()
     rollout.generate(["a"], GREEDY)
@@ -285,7 +285,7 @@ def test_a_batch_made_in_inference_mode_can_be_trained_on(fused):
 
 
 def test_a_group_larger_than_the_engine_is_refused_with_its_place(rollout):
-    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: request \d+: n=17 samples exceed max_requests=16"):
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: n=17 samples exceed max_requests=16"):
         rollout.generate([[5], [6]], [GREEDY, tokens(2, n=17)])
     assert_nothing_leaked(rollout)
 

@@ -44,5 +44,5 @@ def test_a_pause_of_the_manager_is_refused_by_name_though_the_coordinator_holds_
 ) -> None:
     rollout.engine.holds.hold(COORDINATOR, HoldLevel.PAUSED)
     rollout.pause()
-    with pytest.raises(EngineStateError, match=r"rollout\.unpause\(\)"):
+    with pytest.raises(EngineStateError, match=r"manager\.unpause\(\)"):
         rollout.generate([[5, 6]])

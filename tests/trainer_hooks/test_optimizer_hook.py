@@ -76,8 +76,38 @@ def test_every_step_counts_once_between_the_two_calls(model, rollout, make):
     assert (rollout.policy_version, attachment.steps) == (4, 4)
 
 
+class WithoutGradients(torch.optim.SGD):
+    """Evolution strategies step without gradients."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(0.1)
+
+
+def test_a_step_without_gradients_is_no_update_unless_the_optimizer_may_do_without(model, rollout):
+    """It raised the version, and with it emptied the prefix cache."""
+    start = rollout.weights()
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        optimizer = make(model.parameters(), lr=0.1)
+        with attach(optimizer, rollout) as attachment:
+            optimizer.step()
+            optimizer.step()
+        assert (rollout.told, attachment.steps, rollout.weights()) == ([], 0, start)
+    other = WithoutGradients(model.parameters(), lr=0.1)
+    with attach(other, rollout):
+        other.step()
+    assert [each[0] for each in rollout.told] == ["before", "after"]
+    backward(model)
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attach(still, rollout):
+        still.step()
+    assert len(rollout.told) == 4
+
+
 @pytest.mark.parametrize("mode", ["recompute", KVCacheManagementMode.RECOMPUTE])
 def test_the_mode_reaches_the_rollout_as_a_member(model, rollout, mode):
+    backward(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(optimizer, rollout, mode=mode):
         optimizer.step()
@@ -102,6 +132,7 @@ def test_a_closure_evaluated_many_times_is_one_step(model, rollout):
 
 
 def test_a_scheduler_that_wraps_step_changes_nothing(model, rollout):
+    backward(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attach(optimizer, rollout)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
@@ -264,6 +295,7 @@ def test_a_with_block_detaches_also_after_an_exception(model, rollout):
 
 
 def test_the_same_pair_is_attached_once_and_again_after_detach(model, rollout):
+    backward(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = attach(optimizer, rollout)
     with pytest.raises(ValueError, match=r"attached to this rollout already.*detach\(\)"):
@@ -275,6 +307,7 @@ def test_the_same_pair_is_attached_once_and_again_after_detach(model, rollout):
 
 
 def test_one_optimizer_may_tell_two_rollouts(model, rollout):
+    backward(model)
     other = FakeRollout(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attach(optimizer, rollout)
@@ -290,6 +323,7 @@ def test_an_optimizer_of_other_parameters_is_refused_with_the_cure(rollout):
 
 
 def test_an_optimizer_that_steps_a_part_of_the_model_is_accepted(model, rollout):
+    backward(model)
     optimizer = torch.optim.SGD([model.bias, nn.Parameter(torch.zeros(1))], lr=0.1)
     attach(optimizer, rollout)
     optimizer.step()
@@ -381,7 +415,7 @@ def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_t
     with pytest.raises(ValueError, match=r"FakeZero steps 2 parameters.*of DeepSpeed, pass the engine"):
         attach(critic, rollout)
     del unknown.bit16_groups
-    with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*rollout.weights_updated\(\) after every engine.step"):
+    with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*manager.weights_updated\(\) after every engine.step"):
         attach(unknown, rollout)
 
 

@@ -323,7 +323,7 @@ def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> list[str]:
             f"no sequence of max_sequence_length={kv.max_sequence_length:,} fits the pool of {kv.tokens:,} tokens: longer "
             "requests are refused; raise kv_cache_memory_gb"
         )
-    elif kv.tokens < kv.max_requests * LENGTH:
+    elif kv.tokens < kv.max_requests * min(LENGTH, kv.max_sequence_length):
         advice.append(
             f"the pool holds {kv.tokens // kv.max_requests:,} tokens for each of max_requests={kv.max_requests}: beyond "
             "that samples are preempted and computed again; raise kv_cache_memory_gb or lower max_requests"

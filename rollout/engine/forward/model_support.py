@@ -260,8 +260,9 @@ def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedSta
     if logits is None or logits.ndim != 3 or logits.shape[1] != 1:
         shown = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise UnsupportedModelError(
-            f"{type(model).__name__} gives {shown} for logits_to_keep=[{PROBE_TOKENS - 1}]: it must be a causal language "
-            "model (…ForCausalLM) that honours logits_to_keep"
+            f"{type(model).__name__} gives {shown} where the last token's logits [1, 1, vocabulary] are wanted: it must "
+            "be a causal language model with its head, as AutoModelForCausalLM.from_pretrained loads it, that honours "
+            "logits_to_keep"
         )
     return watcher
 

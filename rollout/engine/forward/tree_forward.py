@@ -97,6 +97,11 @@ class TreeAttachment:
         self.detach()
 
 
+def is_attached() -> bool:
+    """Whether some model of this process has tree attention."""
+    return bool(_layers)
+
+
 def _own_of(config: Any) -> str | None:
     name: str | None = getattr(config, _FIELD)
     return None if name is None else name.removeprefix(PREFIX)

@@ -177,7 +177,11 @@ def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 built = Path(scratch) / "kernels.so"
-                _log.info("compiling the CPU kernels for this processor with %s into %s", compiler.version, path)
+                # Above INFO: with default logging the process would seem to hang.
+                _log.warning(
+                    "compiling the CPU kernels for this processor with %s into %s: once per machine, a minute or two",
+                    compiler.version, path,
+                )  # fmt: skip
                 began = time.monotonic()
                 _compile(compiler, built)
                 _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)

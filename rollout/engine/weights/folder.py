@@ -80,7 +80,7 @@ def load_model(
 ) -> tuple[nn.Module, Any]:
     """The model of a folder, as `save_pretrained` leaves it, and its tokenizer; of a vision model its processor.
 
-    Nothing is looked for elsewhere: a name that is no folder is an error, not a download.
+    Nothing is looked for elsewhere: a name that is not a folder is an error, not a download.
 
     Args:
         tokenizer: a tokenizer, or the folder of one; None: the model's folder, where it has one.
@@ -92,7 +92,8 @@ def load_model(
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
-        what = "has no config.json" if path.is_dir() else "is no folder"
+        hub = f"a model of the Hub comes by `hf download {folder} --local-dir FOLDER`"
+        what = "has no config.json" if path.is_dir() else f"is not a folder; {hub}"
         raise ConfigError(f"model={str(folder)!r}: {what}; pass the folder that save_pretrained() wrote")
     try:
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)

@@ -12,7 +12,13 @@ from rollout.config import InferenceConfig
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.fingerprints import Fingerprints
 from rollout.engine.weights.source import fully_sharded_since, refuse_sharded_since, weights_of
-from rollout.errors import EngineStateError, WeightsChangedError
+from rollout.errors import ConfigError, EngineStateError, WeightsChangedError
+
+ANNOUNCE = (
+    "call attach(optimizer, manager) of trainer_hooks.optimizer once, which announces every step, or "
+    "manager.weights_updated() after each change"
+)
+"""How a trainer announces that the weights have changed, for messages."""
 
 
 class WeightsGuard:
@@ -47,7 +53,7 @@ class WeightsGuard:
         self.source: Weights = weights_of(
             self._given,
             dtype=dtype_named(config.inference_dtype),
-            device=None if config.inference_device is None else torch.device(config.inference_device),
+            device=None if config.inference_device is None else _device(config.inference_device),
             mapped=config.virtual_memory,
         )
         self.model = self.source.trained
@@ -119,15 +125,14 @@ class WeightsGuard:
             changed, stale = self._fingerprints.changed(), self.source.stale()
         if changed:
             raise WeightsChangedError(
-                f"{_some(changed)} changed since policy version {version} without a step of an attached "
-                "optimizer: call rollout.weights_updated() where that was meant, or undo it; "
-                "InferenceConfig.weight_fingerprints='off' looks no more",
+                f"{_some(changed)} changed since policy version {version} without a step of an attached optimizer: "
+                f"{ANNOUNCE}, or undo the change; InferenceConfig(weight_fingerprints='off') checks nothing",
                 tuple(changed),
             )
         if stale:
             raise WeightsChangedError(
                 f"the copy that samples is not what the trainer has, at policy version {version}: "
-                f"{_some(stale)}; call rollout.weights_updated(), which copies anew",
+                f"{_some(stale)}; {ANNOUNCE}, which copies again",
                 tuple(stale),
             )
 
@@ -164,6 +169,18 @@ class WeightsGuard:
 def dtype_named(name: str | None) -> torch.dtype | None:
     """`torch.float32` of "float32"; None of None."""
     return None if name is None else getattr(torch, name)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    # torch raises an AssertionError without CUDA.
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"InferenceConfig.inference_device={name!r}: must be a device that torch has here, such as 'cpu' or 'cuda:0', "
+            f"or None ({reason})"
+        ) from exc
 
 
 def _some(names: Sequence[str]) -> str:

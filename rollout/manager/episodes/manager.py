@@ -30,7 +30,7 @@ from rollout.manager.episodes.goal import PlayGoal
 from rollout.manager.pacing import StalenessPacer
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, warn_of_equal_samples
+from rollout.sampling_params import SamplingParams, hints_at_options, one_each, warn_of_equal_samples
 
 DRIVE_S = 0.02
 """Longest time that the steps for `sample` keep the caller's event loop from other work."""
@@ -103,7 +103,7 @@ class ManagerEpisodes(ManagerControl):
         if session is not None:
             return await session.sample(prompt, sampling_params)
         self._refuse_in_group("sample")
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         if params.n != 1:
             raise InvalidRequestError(f"n={params.n} in sample(): one completion per call; gather() several calls")
         if self._closed:
@@ -135,6 +135,7 @@ class ManagerEpisodes(ManagerControl):
 
     # --- episodes -------------------------------------------------------------------------------------------------
 
+    @hints_at_options
     def run(
         self,
         tasks: Iterable[Any],
@@ -192,7 +193,7 @@ class ManagerEpisodes(ManagerControl):
         """
         self._refuse_in_group("run")
         check_on_error(on_error)
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         warn_of_equal_samples(params, n)
         most = _room(tasks, min_groups, max_groups, params, n)
         if environment is not None and environments is not None:

@@ -16,7 +16,7 @@ from rollout.manager.scoring.batch import PromptTask, Reward, ScoredBatch, Score
 from rollout.manager.scoring.goal import ScoredGoal
 from rollout.manager.submission import prompts_of, submit
 from rollout.requests.prompt import Prompt
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, hints_at_options, one_each
 
 
 class ManagerScoring(ManagerEpisodes):
@@ -26,6 +26,7 @@ class ManagerScoring(ManagerEpisodes):
     _rewards: dict[int, list[float | None]]
     """Of groups that have ended, were kept, and are not handed out."""
 
+    @hints_at_options
     def generate_scored(
         self,
         tasks: Iterable[Prompt | PromptTask],
@@ -79,7 +80,7 @@ class ManagerScoring(ManagerEpisodes):
         self._refuse_in_group("generate_scored")
         check_on_error(on_error)
         check_call("reward", reward, 1, "it gets the list of a group's samples and returns a list of numbers, one each")
-        params = sampling_params or SamplingParams()
+        (params,) = one_each(sampling_params, 1)
         most, bound = _most_groups(groups, max_groups), most_discarded(groups, max_discarded)
         discarded: list[float | None] = []
         begun: list[int] = []
