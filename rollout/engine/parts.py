@@ -66,7 +66,6 @@ from rollout.threads.interrupts import interrupt_deferred
 from rollout.threads.turns import Turns
 from rollout.tracing.recorder import EngineTap
 
-VERIFY_TOKENS = 12
 CUDA_STEP_TOKENS = 8192
 """`InferenceConfig.max_tokens_per_step` on CUDA, if it is None."""
 _log = logging.getLogger(__name__)
@@ -226,7 +225,7 @@ class EngineParts:
             room = min(self.max_sequence_length, blocks // self.cache.num_groups * self.config.block_size_tokens)
             peers = self.peers
             all_ranks = bool if peers is None else lambda holds: peers.least(int(holds)) == 1
-            self.controller.verify_model(min(VERIFY_TOKENS, room), all_ranks)
+            self.controller.verify_model(room, all_ranks)
         config = self.config
         # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
         if self.peers is None:
