@@ -77,8 +77,14 @@ class DynamicInferenceEngine(GroupMember):
         yield f"  holds: {self.holds.describe()}; lock: {self._lock.describe()}; turn: {self.turns.describe()}"
         yield from self._scheduler_lines()
 
+    @property
+    def resized(self) -> bool:
+        """Whether the model has got another vocabulary since the engine was built; then `rebuild` is due."""
+        return self._guard.resized(self.controller.layout.vocab_size) is not None and self.weights.sampled is self.model
+
     def rebuild(self) -> None:
-        """Build all parts but the weights again, of the model as it is now, whose device and dtype may have changed.
+        """Build all parts but the weights again, of the model as it is now, whose device, dtype or vocabulary may have
+        changed.
 
         Every rank calls it inside `whole_weights()`. Unfinished samples go on; their KV is computed again.
 

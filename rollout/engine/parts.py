@@ -433,9 +433,9 @@ class EngineParts:
 
         Raises:
             WeightsChangedError: some are not what they were at the last update; names them.
-            EngineStateError: they were sharded, or moved to another device or dtype, after the engine was built.
+            EngineStateError: they were sharded, moved or resized after the engine was built.
         """
-        self._guard.check(self.context.scheduler.version)
+        self._guard.check(self.context.scheduler.version, self.controller.layout.vocab_size)
 
 
 def step_tokens(config: InferenceConfig, model: Any, device: torch.device) -> int:
