@@ -280,7 +280,9 @@ def test_a_manager_takes_new_ids_in_prompts_once_the_new_weights_are_announced()
     rows = {tuple(batch[row].prompt_tokens): batch[row] for row in range(len(batch))}
     assert rows[tuple(prompt)].generated_tokens == [prompt[0]] * 8
     batch = rollout.generate([prompt, PROMPTS[2]], greedily(8))
-    assert [batch[row].generated_tokens for row in range(2)] == [greedy(model, each, 8) for each in (prompt, PROMPTS[2])]
+    assert [batch[row].generated_tokens for row in range(2)] == [
+        greedy(model, each, 8) for each in (prompt, PROMPTS[2])
+    ]
 
 
 @pytest.mark.parametrize("copied", [False, True])
