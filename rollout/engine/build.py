@@ -57,7 +57,6 @@ from rollout.state import KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred
 from rollout.tracing.recorder import EngineTap
 
-VERIFY_TOKENS = 12
 CUDA_STEP_TOKENS = 8192
 """`InferenceConfig.max_tokens_per_step` on CUDA, if it is None."""
 
@@ -144,7 +143,7 @@ def build(base: EngineBase) -> EngineParts:
     parts = _assemble(base, config, model, longest, cache, states, context, controller)
     if config.verify_model:
         room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
-        controller.verify_model(min(VERIFY_TOKENS, room), peers.all_hold)
+        controller.verify_model(room, peers.all_hold)
     # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))

@@ -12,6 +12,7 @@ from torch import nn
 
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import ModelLayout
+from rollout.engine.forward.originals import foreign_part
 from rollout.engine.forward.trial_forwards import difference
 from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.engine.sampling.constraints import Constraints
@@ -26,6 +27,10 @@ from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
+
+VERIFY_TOKENS = 12
+FOREIGN_TOKENS = 4096
+"""As many at most where parts of the model are not transformers' own."""
 
 
 class TextGenerationController:
@@ -253,24 +258,41 @@ class TextGenerationController:
             for module in training:
                 module.training = False
             with torch.no_grad():
-                logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0, -1]
+                # Of all positions, as what honours `logits_to_keep` is verified too, but not thousands.
+                kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
+                logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
         finally:
             for module in training:
                 module.training = True
         return logits
 
-    def verify_model(self, length: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-        """Compare `length` tokens in chunks through the paged path with the model's own forward, along the same routes.
+    def verify_model(self, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
+        """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
 
         This catches state that travels between positions by other ways than attention, and on a GPU kernels and graphs that
-        compute something else: its last token is a decode step.
+        compute something else: its last token is a decode step. Where attention or positions are not transformers' own,
+        they may differ from ours only far into a sequence, or beside a long one: both are compared too.
 
         Args:
+            room: most tokens of a sequence.
             all_ranks: whether something holds on each of the ranks that compute a forward together, which all ask at once.
 
         Raises:
             UnsupportedModelError: they differ, here or on one of those ranks.
         """
+        short = min(room, VERIFY_TOKENS)
+        self._verify(short, all_ranks)
+        foreign = foreign_part(self.model, self.layout.layer_of)
+        if foreign is not None and room > short:
+            longest = min(room, FOREIGN_TOKENS)
+            # Recurrent layers take sequences of one length together; the other sequence takes a block.
+            if not self.layout.states and longest >= short + self.runner.table.block_size:
+                self._verify(short, all_ranks, foreign, longest - 1)
+            self._verify(longest, all_ranks, foreign)
+
+    def _verify(
+        self, length: int, all_ranks: Callable[[bool], bool], foreign: str = "", beside: int | None = None
+    ) -> None:
         if length < 2:
             return
         tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
@@ -285,7 +307,7 @@ class TextGenerationController:
             return all_ranks(found <= tolerance)
 
         def measured() -> float:
-            return difference(self.runner, tokens, cuts, self.forward_logits, fine)
+            return difference(self.runner, tokens, cuts, self.forward_logits, fine, beside)
 
         worst = measured()
         passed = fine(worst)
@@ -297,19 +319,30 @@ class TextGenerationController:
             if passed and graphs is not None:
                 graphs.give_up(f"a replayed step differs from the forward by {worst:.3g} of the largest logit")
         if not passed and self.runner.fused is not None and not self.runner.exact:
-            _log.warning(
-                "%s: the fused forward differs from the model's own by %.3g of the largest logit, so the model's own "
-                "runs; please report it",
-                type(self.model).__name__,
-                worst,
-            )
+            by_fused = worst
             self.runner.drop_fused("it differs from the model's own forward")
             worst = measured()
             passed = fine(worst)
+            if passed:
+                _log.warning(
+                    "%s: the fused forward differs from the model's own by %.3g of the largest logit, so the model's own "
+                    "runs; please report it",
+                    type(self.model).__name__,
+                    by_fused,
+                )
         if not passed and worst <= tolerance:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: on another rank of the group the paged path differs from the model's own "
                 "forward; the error of that rank says by how much"
+            )
+        if not passed and foreign:
+            where = f"{length} tokens" if beside is None else f"{length} tokens beside a sequence of {beside + 1}"
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: {foreign} is not transformers' own, and the model's forward of {where} "
+                f"differs from ours by {worst:.3g} of the largest logit (allowed: {tolerance:g}). The engine serves causal "
+                "attention, in windows that the mask or an argument shows, and rotary positions that are the same in "
+                "sequences of any length: load the model with attn_implementation='sdpa', or lower "
+                "InferenceConfig.max_sequence_length to where they are the same"
             )
         if not passed:
             implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)

@@ -113,7 +113,7 @@ class DynamicInferenceEngine:
         yield from self.inspection.describe()
 
     def rebuild(self) -> None:
-        """Build the parts again from the model as it is now, whose device and dtype may have changed.
+        """Build the parts again from the model as it is now, whose device, dtype or vocabulary may have changed.
 
         Every rank calls it inside `guard.whole()`. Unfinished samples continue; their KV is computed again.
 
@@ -394,7 +394,7 @@ class DynamicInferenceEngine:
 
     def check_weights(self) -> None:
         """Refuse weights that changed without an announced update; see `WeightsGuard.check`."""
-        self.guard.check(self.policy_version)
+        self.guard.check(self.policy_version, self.controller.layout.vocab_size)
 
     def load_weights(self, folder: str | PathLike[str]) -> int:
         """Load the weights of a folder; returns the number of tensors."""

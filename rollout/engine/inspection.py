@@ -57,6 +57,12 @@ class Inspection:
         """Whether a step has something left to do or to hand out, with the adapters that act now."""
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._switches.variant))
 
+    @property
+    def resized(self) -> bool:
+        """Whether the model has another vocabulary since the engine was built; then `rebuild` is due."""
+        changed = self._guard.resized(self._controller.layout.vocab_size) is not None
+        return changed and self._guard.source.sampled is self._guard.model
+
     def refuse_when_nothing_can_run(self) -> None:
         """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now, or for nothing."""
         if not self._ledger.live or self.has_unfinished:

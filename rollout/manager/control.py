@@ -390,11 +390,13 @@ class ManagerControl:
         return batch
 
     def _follow_sharding(self) -> None:
-        """Sample with weights that the trainer has sharded by FSDP2 since the manager was built; every rank comes here."""
-        if not self.engine.guard.sharded_since():
+        """Sample with weights that the trainer has sharded by FSDP2, or a vocabulary it has resized, since the manager was
+        built; every rank comes here."""
+        sharded = self.engine.guard.sharded_since()
+        if not sharded and not self.engine.inspection.resized:
             return
         self._ensure_running()
-        if not self._loop.gathering.collective:
+        if sharded and not self._loop.gathering.collective:
             self._loop.gathering = Gathering(self.engine, self._backend.barrier, World.of_torch())
         with self._loop.gathering.held():
             self._loop.gathering.ensure()

@@ -22,7 +22,15 @@ from rollout.manager.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import greedy, make_model, make_tokenizer
-from tests.rollouts import assert_nothing_leaked, completions, group_ids, logprob_error, make_rollout, update
+from tests.rollouts import (
+    assert_nothing_leaked,
+    completions,
+    group_ids,
+    logprob_error,
+    make_rollout,
+    trainer_logprobs_of,
+    update,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -348,3 +356,28 @@ def test_a_state_is_for_a_rollout_with_nothing_in_flight(uninterrupted):
     rollout.abort(ids)
     rollout.load_state_dict(state)
     assert rollout.groups_in_flight == len(inside(state)["groups"])
+
+
+# --- KV after a restart -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["offload", "persist", "recompute"])
+def test_a_restored_run_computes_its_kv_under_the_present_weights_and_the_labels_say_so(mode: str) -> None:
+    model = make_model("qwen3")
+    rollout = make_rollout(model, kv_cache_management_mode=mode, max_requests=4)
+    rollout.submit([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    rollout.generate([[6, 7]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), min_groups=1)
+    with rollout.suspended():
+        update(model, rollout, size=0.005)
+    state = rollout.state_dict()
+    restored = make_rollout(copy.deepcopy(model), kv_cache_management_mode=mode, max_requests=4)
+    restored.load_state_dict(state)
+    ends = [each.generate([], min_groups=each.groups_in_flight) for each in (rollout, restored)]
+    for batch in ends:
+        assert {*batch.policy_versions[batch.response_mask.bool()].tolist()} == {0, 1}, "who sampled each token"
+    with torch.no_grad():
+        difference = (trainer_logprobs_of(restored.model, ends[1]) - ends[1].logprobs).abs()
+    assert difference[ends[1].policy_versions == 1].max() < 1e-4
+    kept, computed_again = ({*batch.kv_versions[0].tolist()} for batch in ends)
+    assert computed_again == {1}
+    assert kept == ({1} if mode == "recompute" else {0, 1})

@@ -8,7 +8,8 @@ forward of the model, meanwhile or between two of ours, finds the model's own at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from rollout.threads.interrupts import interruptible, uninterrupted
 
 IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
+TREE_PREFIX = "rollout_tree_"
+"""Of the names of implementations in a model that tree attention is attached to; that of the model's own follows."""
 SINKS = "s_aux"
 """Argument by which layers pass their attention sinks, [H]."""
 
@@ -98,6 +101,17 @@ def rollout_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, rollout_attention)
+
+
+def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function that an attention layer calls for an implementation: as the file that defines it looks it up."""
+    files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
+    interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
+    eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
+    function: Callable[..., tuple[Tensor, Tensor | None]] = (interface or AttentionInterface()).get_interface(
+        implementation, eager
+    )
+    return function
 
 
 def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:

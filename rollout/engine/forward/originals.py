@@ -9,13 +9,17 @@ every twenty functions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import repeat
 from operator import is_
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
+
+from torch import nn
+
+from rollout.engine.forward.attention import TREE_PREFIX, attention_of
 
 PACKAGES = ("transformers", "torch", "peft")
 """Packages whose functions and decorators count as original."""
@@ -105,6 +109,40 @@ class Originals:
                 self.function(module, name)
 
 
+def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
+    """What decides which positions attend to which, and how, and is not transformers' own; None: nothing.
+
+    That is: an attention function, the forward of an attention layer or of a module around it, or the forward of a module
+    without parameters, as a rotary embedding is. Projections, norms and experts see one position at a time.
+    """
+    layers = set(attention_layers)
+    for layer in layers:
+        own = getattr(getattr(layer, "config", None), "_attn_implementation", None) or "eager"
+        function = attention_of(layer, own.removeprefix(TREE_PREFIX))
+        # Kernels of a hub have a slash in their names.
+        if "/" not in own and not _packaged(getattr(function, "func", function)):
+            return f"attention {own!r}"
+    for name, module in model.named_modules():
+        container = type(module).forward is nn.Module.forward
+        if container or (any(True for _ in module.parameters()) and layers.isdisjoint(module.modules())):
+            continue
+        try:
+            if not _packaged(module.forward):
+                raise Replaced
+            Originals().methods(type(module), "forward")
+        except Replaced:
+            return f"{type(module).__name__} ({name or 'the model'})"
+    return None
+
+
+def _packaged(function: Any) -> bool:
+    """Whether a function and its decorators come from a package; accelerate wraps the forward of a whole model."""
+    codes = [getattr(function, "__code__", None)]
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        codes.append(getattr(function, "__code__", None))
+    return all(_of_a_package(code, (*PACKAGES, "accelerate")) for code in codes)
+
+
 def _own_code(function: Any, module: ModuleType) -> CodeType | None:
     """Code of a function under its decorators; None if it, or a decorator, comes from an unexpected file."""
     while hasattr(function, "__wrapped__"):
@@ -115,8 +153,8 @@ def _own_code(function: Any, module: ModuleType) -> CodeType | None:
     return code if code is not None and code.co_filename == module.__file__ and _of_a_package(code) else None
 
 
-def _of_a_package(code: CodeType | None) -> bool:
-    folders = (_folder(name) for name in PACKAGES if name in sys.modules)
+def _of_a_package(code: CodeType | None, packages: Iterable[str] = PACKAGES) -> bool:
+    folders = (_folder(name) for name in packages if name in sys.modules)
     return code is not None and any(code.co_filename.startswith(folder) for folder in folders)
 
 

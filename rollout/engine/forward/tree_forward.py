@@ -9,8 +9,6 @@ not changed.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -20,14 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rollout.engine.forward.attention import configs_of
+from rollout.engine.forward.attention import TREE_PREFIX, attention_of, configs_of
 from rollout.engine.forward.model_support import inspect_model
 from rollout.engine.kernels.tree_attention import Scores, tree_attention
 from rollout.engine.multimodal.families import family_of
 from rollout.errors import UnsupportedModelError
-
-PREFIX = "rollout_tree_"
-"""Of the implementations' names; the name of the model's own follows."""
 
 _FIELD = "_attn_implementation_internal"
 _layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
@@ -104,12 +99,12 @@ def is_attached() -> bool:
 
 def _own_of(config: Any) -> str | None:
     name: str | None = getattr(config, _FIELD)
-    return None if name is None else name.removeprefix(PREFIX)
+    return None if name is None else name.removeprefix(TREE_PREFIX)
 
 
 def _registered(own: str) -> str:
     """Name of the implementation that stands before `own`; registered with attention and mask on first use."""
-    name = PREFIX + own
+    name = TREE_PREFIX + own
     AttentionInterface.register(name, partial(_attention, own))
     masks = AttentionMaskInterface()
     if own in masks.valid_keys():
@@ -128,7 +123,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The function registered with transformers' `AttentionInterface`."""
     if not _is_tree(attention_mask):
-        return _own_attention(own, module)(module, query, key, value, attention_mask, **arguments)
+        return attention_of(module, own)(module, query, key, value, attention_mask, **arguments)
     assert attention_mask is not None
     if module not in _layers:
         raise UnsupportedModelError(
@@ -170,14 +165,3 @@ def _is_tree(mask: Tensor | None) -> bool:
         and mask.ndim == 4
         and mask.shape[:3] in ((1, 1, 2), (1, 1, 3))
     )
-
-
-def _own_attention(own: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention that `module` would call without ours: as the file that defines it looks it up."""
-    files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
-    interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
-    eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
-    function: Callable[..., tuple[Tensor, Tensor | None]] = (interface or AttentionInterface()).get_interface(
-        own, eager
-    )
-    return function

@@ -27,14 +27,18 @@ def difference(
     cuts: Sequence[int],
     own: Callable[[list[int]], Tensor],
     fine: Callable[[float], bool],
+    beside: int | None = None,
 ) -> float:
     """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and `own(tokens)`, over the
     largest of these (at least 1).
 
+    Args:
+        beside: see `paged_logits`.
+
     If that is not `fine` and the model has routers, the two are compared along the same routes, with `own` taking those of
     the chunks, whose scores count too: by how much the chosen ones are lower, over the largest score.
     """
-    found = _over_largest(paged_logits(runner, tokens, *cuts), own(tokens))
+    found = _over_largest(paged_logits(runner, tokens, *cuts, beside=beside), own(tokens))
     if fine(found):
         return found
     routes = Routes()
@@ -51,21 +55,32 @@ def _over_largest(logits: Tensor, expected: Tensor) -> float:
     return float((logits.float() - expected).abs().max()) / max(1.0, float(expected.abs().max()))
 
 
-def paged_logits(runner: ModelRunner, tokens: list[int], *cuts: int, routes: Routes | None = None) -> Tensor:
+def paged_logits(
+    runner: ModelRunner, tokens: list[int], *cuts: int, routes: Routes | None = None, beside: int | None = None
+) -> Tensor:
     """[V] logits after `tokens`, in chunks that end at `cuts`, in the first blocks and state slot (all free).
 
     Args:
         routes: gets the routes of all tokens; None: they are not recorded.
+        beside: position of a token of another sequence that every forward computes too; None: it computes none.
     """
     size = runner.table.block_size
     blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
     runner.move_states([(-1, 0)])
     logits = torch.empty(0, device="cpu")
     for start, end in pairwise((0, *cuts, len(tokens))):
-        rows = _rows(runner, np.array([0, end - start]), np.arange(start, end), blocks[None])
+        count, tables, positions, ids = end - start, blocks[None], np.arange(start, end), tokens[start:end]
+        offsets = np.array([0, count])
+        if beside is not None:
+            # What it attends to is of no interest.
+            width = max(len(blocks), beside // size + 1)
+            tables = np.full((2, width), len(blocks), np.int64)
+            tables[0, : len(blocks)] = blocks
+            offsets, positions, ids = np.append(offsets, count + 1), np.append(positions, beside), [*ids, 0]
+        rows = _rows(runner, offsets, positions, tables)
         with nullcontext() if routes is None else routes.of_forward(runner):
-            logits = runner.forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
-    _zero(runner, blocks)
+            logits = runner.forward(np.asarray(ids, np.int64), rows, np.array([count - 1]))[0]
+    _zero(runner, blocks if beside is None else np.append(blocks, len(blocks)))
     return logits.clone()
 
 

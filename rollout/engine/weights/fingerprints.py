@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SAMPLES = 64
 """Elements compared per tensor. A change of one element in SAMPLES is detected with high probability."""
@@ -46,6 +47,25 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, another tensor as it is; its memory is shared."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
+    """What can be read of a tensor: itself, or the tensors that a wrapper subclass (quantised, say) is made of.
+
+    Of another subclass that cannot be read, a stand-in of its identity and version.
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        yield name, tensor
+    elif is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from plain_parts(f"{name}.{part}", getattr(tensor, part))
+    else:
+        try:
+            list(samples_of([(name, tensor)], 0))
+        except (NotImplementedError, TypeError, RuntimeError):
+            version = 0 if tensor.is_inference() else tensor._version
+            tensor = torch.tensor([id(tensor), version])
+        yield name, tensor
 
 
 def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
@@ -127,7 +147,7 @@ class Fingerprints:
 
     @torch.no_grad()
     def _now(self) -> dict[_Kind, _Part]:
-        tensors = self._tensors()
+        tensors = [part for named in self._tensors() for part in plain_parts(*named)]
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
         dtypes = {name: tensor.dtype for name, tensor in tensors}
         parts: dict[_Kind, list[Named]] = {}

@@ -105,18 +105,31 @@ class WeightsGuard:
         self.source.changed()
         self._take_fingerprints()
 
-    def check(self, version: int) -> None:
+    def resized(self, vocabulary: int) -> int | None:
+        """Tokens of the model's vocabulary; None: still `vocabulary`."""
+        now = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        return None if now == vocabulary else now
+
+    def check(self, version: int, vocabulary: int) -> None:
         """Compare the weights with their fingerprints. The first call takes them: a checkpoint may be loaded before it.
 
         Args:
             version: the policy version, for the message.
+            vocabulary: tokens of the model's when the engine was built.
 
         Raises:
             WeightsChangedError: some are not what they were at the last update; names them.
-            EngineStateError: they were sharded, or moved to another device or dtype, after the engine was built.
+            EngineStateError: they were sharded, moved to another device or dtype, or got another vocabulary, after the
+                engine was built.
         """
         refuse_sharded_since(self.source)
         self._refuse_moved()
+        if (now := self.resized(vocabulary)) is not None:
+            raise EngineStateError(
+                f"{type(self.model).__name__} had a vocabulary of {vocabulary} tokens when the rollout was built, and has "
+                f"{now}: build another after resize_token_embeddings() (RolloutManager.generate follows it by itself, where "
+                "the module samples and no copy of it; DynamicInferenceEngine by engine.rebuild())"
+            )
         if self._fingerprints is None:
             return
         with self._locked():

@@ -343,3 +343,71 @@ def test_an_adapter_that_is_merged_twice_is_named() -> None:
         layer.base_layer.weight.data += layer.get_delta_weight("default")
         with pytest.raises(WeightsChangedError, match=r"layers\.0\.self_attn\.q_proj\.base_layer\.weight changed"):
             rollout.generate(PROMPTS, greedily(2))
+
+
+# --- tensor subclasses ------------------------------------------------------------------------------------------------
+
+
+class Opaque(torch.Tensor):
+    """A weight of eight bits, a wrapper that runs linear layers, and next to nothing else."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Opaque:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.data8, self.scale = data, scale
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> nn.Parameter:
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        return nn.Parameter(cls((weight.detach() / scale).round().to(torch.int8), scale), requires_grad=False)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            inputs, weight, *bias = args
+            return func(inputs, weight.data8.to(weight.scale.dtype) * weight.scale, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data8, args[0].scale)
+        raise NotImplementedError(f"{cls.__name__} dispatch: attempting to run unimplemented operator {func}")
+
+
+class Quantised(Opaque):
+    """The same, which shows its parts, as torchao's do."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: Any) -> Quantised:
+        return cls(**parts)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_tensor_subclasses_are_compared_by_what_they_are_made_of(full: bool) -> None:
+    model = make_model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = Quantised.of(layer.mlp.up_proj.weight)
+    rollout = make_rollout(model, weight_fingerprints="full" if full else "sampled")
+    assert rollout.generate(PROMPTS, greedily(4)).metadata == [None]
+    model.model.layers[1].mlp.up_proj.weight.scale.mul_(2)
+    with pytest.raises(WeightsChangedError, match=r"layers\.1\.mlp\.up_proj\.weight\.scale changed"):
+        rollout.generate(PROMPTS, greedily(4))
+    rollout.weights_updated()
+    rollout.generate(PROMPTS, greedily(4))
+
+
+def test_a_tensor_subclass_that_cannot_be_read_is_compared_by_identity() -> None:
+    model = make_model("qwen3")
+    model.model.layers[1].mlp.up_proj.weight = Opaque.of(of(model))
+    rollout = make_rollout(model)
+    for _ in range(2):
+        rollout.generate(PROMPTS, greedily(4))
+    model.model.layers[1].mlp.up_proj.weight = Opaque.of(of(make_model("qwen3", 1)))
+    with pytest.raises(WeightsChangedError, match=r"layers\.1\.mlp\.up_proj\.weight changed"):
+        rollout.generate(PROMPTS, greedily(4))

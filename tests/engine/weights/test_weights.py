@@ -20,7 +20,7 @@ from rollout.engine.weights.source import weights_of
 from rollout.engine.weights.zero3 import PartitionedWeights
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError, WeightsChangedError
 from rollout.sampling_params import SamplingParams
-from tests.engines import at_random, greedily, make_engine, token_ids
+from tests.engines import assert_greedy, at_random, greedily, make_engine, token_ids
 from tests.models import greedy, make_model, trainer_logprobs
 from tests.rollouts import make_rollout, update
 
@@ -255,3 +255,45 @@ def test_partitioned_weights_without_that_context_or_without_the_engine_are_refu
     next(model.parameters()).ds_id = 0
     with pytest.raises(UnsupportedModelError, match=r"Qwen3ForCausalLM is partitioned.*deepspeed\.initialize"):
         weights_of(model)
+
+
+# --- a vocabulary that grows ------------------------------------------------------------------------------------------
+
+
+def grown(model: Any) -> list[int]:
+    """Resize the embeddings by 9 tokens; returns a prompt of new ones."""
+    before = model.config.vocab_size
+    model.resize_token_embeddings(before + 9, mean_resizing=False)
+    return [before + 8, 5, before, 7]
+
+
+def test_a_manager_takes_new_ids_in_prompts_once_the_new_weights_are_announced() -> None:
+    model = make_model("qwen3")
+    rollout = make_rollout(model)
+    rollout.submit([PROMPTS[0]], greedily(24))
+    rollout.generate([PROMPTS[1]], greedily(4), min_groups=1)
+    prompt = grown(model)
+    with pytest.raises(WeightsChangedError, match=r"weights_updated\(\)"):
+        rollout.generate([prompt], greedily(4))
+    rollout.weights_updated()
+    batch = rollout.generate([prompt], greedily(8, logit_bias={prompt[0]: 1e9}))
+    rows = {tuple(batch[row].prompt_tokens): batch[row] for row in range(len(batch))}
+    assert rows[tuple(prompt)].generated_tokens == [prompt[0]] * 8
+    batch = rollout.generate([prompt, PROMPTS[2]], greedily(8))
+    assert [batch[row].generated_tokens for row in range(2)] == [
+        greedy(model, each, 8) for each in (prompt, PROMPTS[2])
+    ]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_engine_refuses_a_grown_vocabulary_and_names_the_cure(copied: bool) -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model, inference_dtype="bfloat16" if copied else None)
+    prompt, size = grown(model), model.config.vocab_size
+    engine.weights_updated()
+    with pytest.raises(EngineStateError, match=rf"of {size - 9} tokens.* has {size}: build another after resize"):
+        engine.generate([prompt], greedily(4))
+    if not copied:
+        engine.rebuild()
+        (request,) = engine.generate([prompt], greedily(8))
+        assert_greedy(model, request)
