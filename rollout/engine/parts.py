@@ -24,7 +24,6 @@ from rollout.engine.expert_parallel.lockstep import Lockstep
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.adapters import LoraAdapters
 from rollout.engine.forward.attention import Installation
-from rollout.engine.forward.cuda_switches import refuse_unknown_parts
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import (
@@ -131,7 +130,6 @@ class EngineParts:
         return self.group if self.lockstep is None else self.lockstep.group
 
     def _build(self) -> None:
-        refuse_unknown_parts()
         model, clock = self.weights.sampled, self._clock
         collapse(model.parameters())
         tokenizer, allocate = self._made_with
@@ -180,8 +178,8 @@ class EngineParts:
             min(self.config.step_tokens, self.max_sequence_length),
             together=None if self.leader is None else self.leader.encode,
         )
-        # Collectives inside a forward are not captured.
-        captured = self.config.cuda_graphs and routers is None and self.peers is None
+        # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
+        captured = self.config.cuda_graphs and routers is None and self.peers is None and self.weights.fixed_addresses
         graphed_rows = self.config.max_requests * captured * (self.states is None)
         copies = autocast_copies(self.config, self.weights, layout.device, self.context.room)
         runner = ModelRunner(
@@ -194,7 +192,6 @@ class EngineParts:
             split=self.peers is not None or self.weights.tensor_parallel_mesh is not None,
             exact=self.config.exact,
             graphed_rows=0 if self.config.exact else graphed_rows,
-            moving_weights=not self.weights.fixed_addresses,
             routers=routers,
             adapters=self.adapters,
             leader=self.leader,
