@@ -147,7 +147,7 @@ class InferenceConfig(Options):
     """On CUDA, under autocast: while the engine generates, keep copies of the float32 weights in autocast's dtype. Captured
     steps read them instead of casting the weights each time (`autocast_copy_bytes` of the statistics; a suspend frees them).
     The results are the same to the bit. None: if a full step and CUDA graphs have their memory beside them; for these and
-    the copies the KV pool gives up to half of its blocks. True: wherever their memory can be had. False: every step casts."""
+    copies the KV pool gives up to half of its blocks. True: always. False: every step casts."""
 
     verify_model: bool = True
     """At construction, compare a few tokens computed through the paged path with the model's own forward."""
