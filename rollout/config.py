@@ -114,8 +114,8 @@ class InferenceConfig(Options):
     """Record one GENERATED_TOKEN event per token, at a cost in Python time per token."""
 
     fused_forward: bool = True
-    """Run decoders of known families through a fused forward that reads the module's parameters in place: C++ on a CPU,
-    with LoRA too, Triton on CUDA (Llama, Mistral, Qwen2, Qwen3). False: run the module's own forward."""
+    """On a CPU, run decoders of known families, LoRA included, through a fused C++ forward that reads the parameters
+    of the module in place. False: run the module's own forward, as on CUDA."""
 
     exact: bool = False
     """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a
@@ -131,12 +131,11 @@ class InferenceConfig(Options):
     the output is that of plain decoding."""
 
     cuda_graphs: bool = True
-    """On CUDA, capture decode steps and prefill chunks of up to 4,096 tokens as CUDA graphs and replay them. False: run the
-    module's forward in every step."""
+    """On CUDA, capture decode steps as CUDA graphs and replay them. False: run the module's forward in every step."""
 
     release_cuda_graphs: bool = False
     """Free the memory of CUDA graphs (`graph_bytes` of the statistics) at every suspend that takes the KV cache off the
-    device. They are captured again when they are needed: a fraction of a second per batch size."""
+    device. They are captured again when they are needed, which takes seconds."""
 
     virtual_memory: bool = True
     """On CUDA, map the KV pool by the driver's virtual memory calls: a suspend gives all of it back to the driver, and it
@@ -144,10 +143,10 @@ class InferenceConfig(Options):
     allocator, its cache emptied at a suspend; gathered weights have no fixed addresses."""
 
     autocast_weight_copies: bool | None = None
-    """On CUDA, under autocast: while the engine generates, keep copies of the float32 weights in autocast's dtype, which
-    steps read instead of casting the weights each time (`autocast_copy_bytes` of the statistics; a suspend frees them). The
-    results are the same to the bit. None: where a full step and CUDA graphs have their memory beside them; for these and the
-    copies the KV pool gives up to half of its blocks. True: wherever their memory can be had. False: every step casts."""
+    """On CUDA, under autocast: while the engine generates, keep copies of the float32 weights in autocast's dtype. Captured
+    steps read them instead of casting the weights each time (`autocast_copy_bytes` of the statistics; a suspend frees them).
+    The results are the same to the bit. None: if a full step and CUDA graphs have their memory beside them; for these and
+    copies the KV pool gives up to half of its blocks. True: always. False: every step casts."""
 
     verify_model: bool = True
     """At construction, compare a few tokens computed through the paged path with the model's own forward."""
@@ -201,13 +200,13 @@ class InferenceConfig(Options):
             self.kv_cache_host_memory_gb is None or keeps,
             "None without enable_prefix_caching, or with prefix_caching_eviction_policy='ref_zero': nothing is kept then",
         )
-        reads = (self.cuda_graphs or self.fused_forward) and not (self.exact or self.record_routes)
+        reads = self.cuda_graphs and not (self.exact or self.record_routes)
         reads = reads and self.inference_dtype in (None, "float32")
         self._check(
             "autocast_weight_copies",
             reads or not self.autocast_weight_copies,
             "None with exact=True or record_routes=True, with a copy of another dtype (inference_dtype), and without "
-            "cuda_graphs and fused_forward: nothing reads copies then",
+            "cuda_graphs: nothing reads copies then",
         )
         self._check("fused_forward", not self.exact or self.fused_forward, "True with exact=True")
         self._check(

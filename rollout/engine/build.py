@@ -21,7 +21,6 @@ from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.paged_forward import run_exactly
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.adapters import LoraAdapters
-from rollout.engine.forward.cuda_switches import refuse_unknown_parts
 from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import (
@@ -127,7 +126,6 @@ def build(base: EngineBase) -> EngineParts:
         UnsupportedModelError, InvalidRequestError: the engine cannot serve this model.
         ConfigError: not with this configuration.
     """
-    refuse_unknown_parts()
     model, config, peers = base.guard.source.sampled, base.config, base.peers
     collapse(model.parameters())
     layout = inspect_model(model, config.max_sequence_length)
@@ -244,8 +242,8 @@ def _runner(
         min(config.step_tokens, longest),
         together=None if peers.leader is None else peers.leader.encode,
     )
-    # Collectives inside a forward are not captured.
-    captured = config.cuda_graphs and routers is None and peers.everyone is None
+    # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
+    captured = config.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
     graphed_rows = config.max_requests * captured * (states is None)
     runner = ModelRunner(
         model,
@@ -257,7 +255,6 @@ def _runner(
         split=peers.everyone is not None or weights.tensor_parallel_mesh is not None,
         exact=config.exact,
         graphed_rows=0 if config.exact else graphed_rows,
-        moving_weights=not weights.fixed_addresses,
         routers=routers,
         adapters=base.adapters,
         leader=peers.leader,

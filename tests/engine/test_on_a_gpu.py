@@ -18,8 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import exact
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import prefix_sharing
-from rollout.engine.forward.cuda_switches import SWITCHES, VARIABLE
+from rollout.engine.forward import cuda_graphs
 from rollout.engine.scheduling import run_ahead
 from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.sampling_params import SamplingParams
@@ -66,7 +65,7 @@ def captured(engine: DynamicInferenceEngine) -> int:
     graphs = engine.controller.runner.graphs
     assert graphs is not None
     assert not graphs.why_not
-    return len(graphs._graphs)
+    return len(graphs.captured)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,6 @@ def test_graphs_run_under_autocast_and_follow_the_weights(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_steps_that_read_copies_of_the_weights_give_the_bits_of_those_that_cast(where: str) -> None:
-    """The fused forward under an autocast around the call, and the module's own where it enters autocast itself."""
     values, held = [], []
     for copies in (True, False):
         model = deep_model(torch.float32, layers=4)
@@ -192,19 +190,6 @@ def test_windows_prefixes_mixed_steps_and_preemption_give_the_tokens_of_the_modu
     assert len(done) == 4
     for request in done.values():
         assert_greedy(name, request, tolerance=1e-3)
-
-
-@pytest.mark.parametrize("part", SWITCHES)
-def test_without_a_part_of_the_captured_path_the_tokens_are_the_same(part: str, monkeypatch) -> None:
-    monkeypatch.setattr(prefix_sharing, "WORTHWHILE", 1)
-    found = []
-    for off in ("", part):
-        monkeypatch.setenv(VARIABLE, off)
-        engine = engine_of(deep_model(torch.float32, layers=4))
-        requests = engine.generate([token_ids(size, size) for size in (530, 700, 20)], at_random(40, n=4))
-        assert captured(engine)
-        found.append([request.generated_tokens for request in requests])
-    assert found[0] == found[1]
 
 
 def test_a_decode_step_never_waits_for_the_device_but_for_its_tokens() -> None:
@@ -288,8 +273,9 @@ def test_a_suspend_and_a_resume_on_another_stream_keep_the_order_of_the_steps(mo
         assert_greedy("qwen3", request, tolerance=1e-3)
 
 
-def test_an_engine_steps_beside_a_thread_that_uses_the_device() -> None:
-    engine = engine_of(make_model("qwen3").cuda())
+def test_an_engine_steps_beside_a_thread_that_uses_and_waits_for_the_device(monkeypatch: Any) -> None:
+    monkeypatch.setattr(cuda_graphs, "RETRY_STEPS", 4)
+    engine = engine_of(make_model("qwen3").cuda(), verify_model=False)
     over = threading.Event()
     failed: list[BaseException] = []
 
@@ -301,6 +287,13 @@ def test_an_engine_steps_beside_a_thread_that_uses_the_device() -> None:
                 layer(torch.rand(64, 512, device="cuda")).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                try:
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
+                except RuntimeError as exc:
+                    # CUDA refuses to wait for a device while any thread captures on it.
+                    if "captur" not in str(exc):
+                        raise
         except BaseException as exc:  # noqa: BLE001 - to be seen by the test
             failed.append(exc)
 
@@ -312,9 +305,10 @@ def test_an_engine_steps_beside_a_thread_that_uses_the_device() -> None:
         over.set()
         thread.join(60)
     assert not failed
-    assert captured(engine)
     for request in requests:
         assert_greedy("qwen3", request, tolerance=1e-3)
+    engine.generate([token_ids(9)], greedily(20))
+    assert captured(engine), "as soon as the thread is gone"
 
 
 @pytest.fixture
@@ -330,15 +324,15 @@ def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize(("name", "fused"), [("gemma3", False), ("gemma3", True), ("qwen3", True)])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
 def test_fsdp2_weights_are_captured_once_over_steps_of_training(
-    name: str, fused: bool, policy: MixedPrecisionPolicy, one_rank: DeviceMesh
+    name: str, policy: MixedPrecisionPolicy, one_rank: DeviceMesh
 ) -> None:
     model, alone = make_model(name).cuda(), make_model(name).cuda()
     for unit in (*model.model.layers, model):
         fully_shard(unit, mesh=one_rank, mp_policy=policy)
     optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
-    engine = engine_of(model, fused_forward=fused)
+    engine = engine_of(model)
     assert isinstance(engine.weights, MappedWeights)
     kept: list[Any] = []
     addresses: set[tuple[int, ...]] = set()
@@ -349,7 +343,7 @@ def test_fsdp2_weights_are_captured_once_over_steps_of_training(
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert captured(engine)
         assert engine.controller.runner.graphs is not None
-        kept.append(dict(engine.controller.runner.graphs._graphs))
+        kept.append(dict(engine.controller.runner.graphs._graphs[None]))
         if policy.param_dtype is None:
             assert_greedy(alone, request, tolerance=1e-3)
         for each, step in ((model, optimizer), (alone, optimizer_alone)):
@@ -406,14 +400,13 @@ def test_exact_mode_is_exact_at_real_depth_and_vocabulary(dtype: torch.dtype, gr
             assert torch.equal(own.cpu(), torch.tensor(request.generated_log_probs))
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_runs_of_steps_are_the_bits_of_those_steps(dtype: torch.dtype, fused: bool, monkeypatch: Any) -> None:
+def test_runs_of_steps_are_the_bits_of_those_steps(dtype: torch.dtype, monkeypatch: Any) -> None:
     """All samples end together: a batch that shrinks has another graph, and so other bits."""
     monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
     model, found, most = deep_model(dtype, layers=4), [], 0
     for ahead in (False, True):
-        engine = engine_of(model, fused_forward=fused, enable_prefix_caching=False)
+        engine = engine_of(model, enable_prefix_caching=False)
         for seed in range(5):
             engine.add_request(token_ids(60 + seed, seed), at_random(80, n=2, temperature=0.8))
         ended = []
@@ -431,9 +424,11 @@ def test_rows_that_end_within_runs_leave_the_others_what_they_draw(monkeypatch: 
     monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
     model, found = make_model("qwen3", head_dim=16).cuda(), []
     params = at_random(40, n=2, ignore_eos=False, stop_token_ids=list(range(3, 8)))
-    for off in ("runs", ""):
-        monkeypatch.setenv(VARIABLE, off)
-        requests = engine_of(model).generate([token_ids(9 + seed, seed) for seed in range(6)], params)
+    for ahead in (False, True):
+        engine = engine_of(model)
+        if not ahead:
+            engine.controller.runner.runs = None
+        requests = engine.generate([token_ids(9 + seed, seed) for seed in range(6)], params)
         found.append([(each.generated_tokens, each.finish_reason, each.policy_spans) for each in requests])
     assert found[0] == found[1]
     assert {reason for _, reason, _ in found[0]} == {"stop", "length"}

@@ -165,8 +165,6 @@ def captured(engine: DynamicInferenceEngine) -> dict[str, Any]:
     graphs = engine.controller.runner.graphs
     if graphs is None:
         return {"graphs": 0, "why_not": "no CUDA device, Triton, or fixed addresses"}
-    fused = sum(size.fused is not None for size in graphs._graphs)
-    shares, chunks = (sum(bool(getattr(size, name)) for size in graphs._graphs) for name in ("shares", "tokens"))
-    counts = {"graphs": len(graphs._graphs), "fused_graphs": fused, "sharing_graphs": shares, "chunk_graphs": chunks}
+    counts = {"graphs": len(graphs.captured)}
     copies = engine.controller.runner.copies.nbytes
     return counts | {"why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes), "copies_gib": gib(copies)}

@@ -1,4 +1,4 @@
-"""Stages `poison` and `memory`: what a failed capture leaves behind, and whether the KV pool comes back."""
+"""Stage `memory`: does the KV pool come back? And, of stage `kernels`, what a failed capture leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages `env`, `speed`, `ways`: rates of the machine and of decode steps."""
+"""Stage `speed`: rates of the machine and of decode steps."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
 """Bytes a second that a device reads, for the floor of a decode step; `env` says what this one does."""
 CASES = ((64, 1024), (256, 1024), (64, 4096))
 """(sequences, tokens of each)."""
+AUTOCAST: dict[str, dict[str, Any]] = {
+    "copies of the weights": {},
+    "cast in every step": {"autocast_weight_copies": False},
+}
+"""Options of engines under autocast."""
 NEW = 190
 PROFILED, TIMED, IN_RUNS = 4, 48, 80
 """Steps that are profiled, timed one by one, and timed in runs."""
@@ -41,7 +46,7 @@ def seconds(run: Run, work: Callable[[], object], repeats: int = 10) -> float:
     return statistics.median(times[2:])
 
 
-def env(run: Run) -> None:
+def machine(run: Run) -> None:
     """Versions, what torch offers, and rates of the machine: copies, matrix products, pinned memory."""
     run.say(
         "versions", torch=torch.__version__, cuda=torch.version.cuda, transformers=transformers.__version__,
@@ -72,36 +77,18 @@ def env(run: Run) -> None:
 
 
 def speed(run: Run) -> None:
-    """Decode steps of every size and case in bf16: milliseconds, what device and host did in them, the floor of bytes."""
+    """Rates of the machine, and decode steps of every size and case in bf16; of float32 under autocast in one case."""
+    machine(run)
+    cases = CASES if run.large else ((2, 16),)
     for size in run.sizes:
         model = run.model(size)
-        for batch, context in CASES if run.large else ((2, 16),):
+        for batch, context in cases:
             decode_steps(run, model, size, batch, context, "bf16")
         del model
         run.collect()
-
-
-def speed_small(run: Run) -> None:
-    """Decode steps of the first size in its first case."""
-    model = run.model(run.sizes[0])
-    batch, context = CASES[0] if run.large else (2, 16)
-    decode_steps(run, model, run.sizes[0], batch, context, "bf16")
-
-
-def ways(run: Run) -> None:
-    """The step of float32 weights under autocast: by the option, around the call, and inside of the forward."""
-    size, (batch, context) = run.sizes[0], CASES[0] if run.large else (2, 16)
-    kind = run.device.type
-    model = run.model(size, torch.float32)
-    decode_steps(run, model, size, batch, context, "fp32, autocast_dtype", autocast_dtype="bfloat16")
-    casting = {"autocast_dtype": "bfloat16", "autocast_weight_copies": False}
-    decode_steps(run, model, size, batch, context, "fp32, autocast_dtype, cast in every step", **casting)
-    with torch.autocast(kind, torch.bfloat16):
-        decode_steps(run, model, size, batch, context, "fp32, autocast around the call")
-    decode_steps(run, model, size, batch, context, "fp32, a bf16 copy", inference_dtype="bfloat16")
-    # accelerate makes one context at `prepare`, in which every forward runs.
-    model.forward = torch.autocast(kind, torch.bfloat16)(model.forward)
-    decode_steps(run, model, size, batch, context, "fp32, autocast in the forward")
+    model = run.model(run.sizes[0], torch.float32)
+    for label, options in AUTOCAST.items():
+        decode_steps(run, model, run.sizes[0], *cases[0], f"fp32, {label}", autocast_dtype="bfloat16", **options)
 
 
 def decode_steps(

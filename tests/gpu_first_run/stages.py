@@ -11,20 +11,15 @@ from contextlib import suppress
 
 import torch
 
-from tests.gpu_first_run import exact_mode, exactness, memory, speed
+from tests.gpu_first_run import exactness, memory, speed
 from tests.gpu_first_run.findings import Run
-from tests.gpu_first_run.fused import families, fused
 from tests.gpu_first_run.gpu_tests import gpu_tests
 from tests.gpu_first_run.limits import LIMITS
-from tests.gpu_first_run.sanitize import sanitize
 from tests.gpu_first_run.tune import tune
-from tests.gpu_first_run.without import without
 
 STAGES: dict[str, Callable[[Run], None]] = {
-    "env": speed.env, "kernels": exactness.kernels, "poison": memory.poison, "truth": exactness.truth,
-    "speed_small": speed.speed_small, "tune": tune, "ways": speed.ways, "fused": fused,
-    "families": families, "exact": exact_mode.exact_mode, "memory": memory.memory, "speed": speed.speed, "without": without,
-    "sanitize": sanitize, "tests": gpu_tests,
+    "tests": gpu_tests, "kernels": exactness.kernels, "truth": exactness.truth, "memory": memory.memory,
+    "speed": speed.speed, "tune": tune,
 }  # fmt: skip
 
 

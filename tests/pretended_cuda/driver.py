@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rollout.engine.forward import chunk_state, cuda_graphs, fused_checks, prefix_sharing
+from rollout.engine.forward import fused_checks
 from rollout.engine.kernels import triton_paged
 from rollout.engine.scheduling import run_ahead, scheduler
 from tests.pretended_cuda import graphs, interpreted
@@ -175,11 +175,9 @@ def install() -> PretendedCuda:
     _follow_threads(mode)
     # No mode but this device's is active.
     fused_checks._torch_mode_active = lambda: False
-    prefix_sharing.WORTHWHILE = 1
     # A step takes seconds: the interpreter runs the programs of a launch one after the other.
     run_ahead.LONGEST_S, scheduler.MOST = 1e9, 3  # type: ignore[attr-defined]
     triton_paged.PROGRAMS = 3
-    chunk_state.SIZES = cuda_graphs.SIZES = (32, 64, 128)  # type: ignore[attr-defined]
     return mode
 
 

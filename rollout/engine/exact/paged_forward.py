@@ -63,8 +63,7 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
             graphed_rows,
             CudaDevice(device),
             TritonDecode(paged, cache),
-            forward,
-            alone=True,
+            forward.decode,
         )
 
 
@@ -75,11 +74,6 @@ class PagedForward(BoundForward):
         paged: writes K and V into their blocks.
         length: most tokens of a sequence. Cosines and sines of so many positions stay at one address, for CUDA graphs.
     """
-
-    numbers: tuple[float, ...] = ()
-    """See `DecodeForward`: what is fixed in a graph is in the signature of the module."""
-    by_kernels = False
-    """Its attention has the arithmetic of the trainer's forward."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, cache: KVCache, paged: TritonPaged, length: int) -> None:
         super().__init__(model, layout, cache, exact=True)
@@ -148,10 +142,9 @@ class PagedForward(BoundForward):
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             layer = layout.layer_of[module]
             slots, attended = groups[cache.group_of(layer)]
-            # Read by address, as a graph does that outlives the pool: the same kernel for both.
-            cells = cache.addresses[2 * layer : 2 * layer + 2]
-            self._paged.write(key, value, *cache.layer(layer), slots, cells=cells)
-            return paged_attention(query, cells, attended, key.shape[1], module.scaling, layout.calls[layer].window)
+            keys, values = cache.layer(layer)
+            self._paged.write(key, value, keys, values, slots)
+            return paged_attention(query, keys, values, attended, module.scaling, layout.calls[layer].window)
 
         hidden = hidden_of(model.model, ids, positions, self._tables, attend)
         if keep is not None:

@@ -252,7 +252,7 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
         return "none: InferenceConfig.cuda_graphs=False"
     if source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None:
         return "none: collectives inside a forward are not captured"
-    if not source.fixed_addresses and runner.fused is None:
+    if not source.fixed_addresses:
         return "none: gathered weights lie at other addresses each time"
     if runner.states is not None:
         return "none: a model with recurrent states runs its own forward in every step"
@@ -302,7 +302,7 @@ def _kv_part(
 
 def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> list[str]:
     advice = []
-    if model.fused is False:
+    if model.fused is False and model.device == "cpu":
         advice.append(
             f"the module's own forward runs, because {model.why_not_fused}; the fused one is several times as fast"
         )
@@ -341,8 +341,7 @@ Row = tuple[str, str]
 
 def _model_rows(model: ModelPart) -> Sequence[Row]:
     size = f"{short_count(model.parameters)} parameters in {model.dtype} ({binary_bytes(model.parameter_bytes)})"
-    on_gpu = "exact mode's, in Triton" if model.exact.startswith("on") else "fused Triton"
-    fused = "fused C++" if model.device == "cpu" else on_gpu
+    fused = "fused C++" if model.device == "cpu" else "exact mode's, in Triton"
     forward = fused if model.fused else f"the module's own: {model.why_not_fused}"
     return [
         ("model", f"{model.name}, {size} on {model.device}"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,9 @@ class Device(Protocol):
     def graph_bytes(self) -> int:
         """Device memory that the captures since the last `forget` have taken."""
 
+    def window(self) -> AbstractContextManager[object]:
+        """A block in which several captures follow one another."""
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run `work` `WARM_UP_RUNS` times, then record it without running it; returns the function that replays it.
 
@@ -51,11 +54,19 @@ class CudaDevice:
         self._leaked: list[Any] = []
         """Pools of failed captures, whose reference by the capture only we can drop."""
         self._bytes = 0
+        self._caches = True
+        """Whether memory of an earlier step may be cached."""
 
     @property
     def graph_bytes(self) -> int:
         """Driver memory taken by graphs: their pool and the instantiated graphs."""
         return self._bytes
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Free the memory that the warm-up of the first capture has cached; see `Device`."""
+        self._caches = True
+        yield
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Warm up and capture `work` as a CUDA graph; returns its replay. See `Device`."""
@@ -68,9 +79,11 @@ class CudaDevice:
                         work()
             finally:
                 current.wait_stream(self._stream)
-            torch.cuda.synchronize()
-            # The allocator cannot release cached memory during a capture.
-            torch.cuda.empty_cache()
+            if self._caches:
+                # The allocator cannot release cached memory during a capture.
+                self._caches = False
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info()
             with _own_cublas_workspace(), _no_collection():
                 graph = self._record(work)
@@ -133,6 +146,12 @@ class CudaDevice:
 
     def _index(self) -> int:
         return torch.cuda.current_device() if self._device.index is None else self._device.index
+
+
+def disturbed(exc: BaseException) -> bool:
+    """Whether a capture failed because of what another thread did: CUDA forbids to wait for a device, whatever the thread,
+    while one of its streams is captured, and what is captured then is invalid."""
+    return "previous error during capture" in f"{exc}"
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:

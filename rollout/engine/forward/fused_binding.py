@@ -28,7 +28,6 @@ class Bound:
 
     Args:
         exact: refuse what exact mode has no training forward for.
-        kv_dtype: of keys and values; None: that of the parameters.
         states: of recurrent layers; None: the model has none.
 
     Attributes:
@@ -49,11 +48,9 @@ class Bound:
         cache: KVCache,
         *,
         exact: bool = False,
-        kv_dtype: torch.dtype | None = None,
         states: StatePool | None = None,
     ) -> None:
         self._checks = Checks()
-        self._kv_dtype = kv_dtype
         self._exact = exact
         self._states = states
         self._layout = layout
@@ -210,9 +207,7 @@ class Bound:
         self._embedded = embedding
         self.dtype = embedding.weight.dtype
         require(self.dtype in _DTYPES, f"its dtype is {self.dtype}")
-        require(
-            self._layout.kv_dtype == cache.dtype == (self._kv_dtype or self.dtype), "its KV cache has another dtype"
-        )
+        require(self._layout.kv_dtype == cache.dtype == self.dtype, "its KV cache has another dtype")
         self.narrow = int(self.dtype == torch.bfloat16)
 
     def _attention_in_common(self, config: Any, first: Any, count: int) -> None:

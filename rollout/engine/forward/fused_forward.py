@@ -105,33 +105,16 @@ class BoundForward(ABC):
 
     def _bind(self) -> None:
         try:
-            self._bound, why = (
-                Bound(
-                    self._model,
-                    self._layout,
-                    self._cache,
-                    exact=self._exact,
-                    kv_dtype=self._kv_dtype(),
-                    states=self._states,
-                ),
-                "",
-            )
-            self._take(self._bound)
+            bound = Bound(self._model, self._layout, self._cache, exact=self._exact, states=self._states)
+            self._bound, why = bound, ""
         except (Unfusable, Replaced, AttributeError) as exc:
             self._bound, why = None, str(exc)
         if why and why != self._why:
             _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
         self._why = why
 
-    def _take(self, bound: Bound) -> None:  # noqa: B027 - most forwards read what is bound
-        """Prepare for a module as it was found; raises `Unfusable` for what this forward does not compute."""
-
     def _bypassed(self) -> str | None:
         return bypassed(self._layout.device)
-
-    def _kv_dtype(self) -> torch.dtype | None:
-        """Dtype of keys and values; None: that of the parameters."""
-        return None
 
 
 class FusedForward(BoundForward):

@@ -5,33 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from rollout.engine.kernels.triton_paged import power_of_two
-
-LEAST_LENGTH = 1024
-"""Least length in tokens of a graph whose launches have a program for each part there could be; longer ones are powers of
-two, and so have fewer idle programs."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+"""Rows that decode steps are padded to; beyond, multiples of 128."""
 GRAPH_BYTES = 2**23
 """Of one graph, until some were measured: some 1,600 kernels, of which the driver keeps about 5 KiB each."""
 LEAST_LACKING = 2**26
 """Bytes that are kept free more at least, once a capture has found no memory."""
 
 
-def padded_rows(count: int) -> int:
-    """Rows of the graph for `count` rows: 1, 2, 4, then multiples of 8 to 64, then multiples of 32."""
-    if count <= 4:
-        return 1 << (count - 1).bit_length()
-    unit = 8 if count <= 64 else 32
-    return -(-count // unit) * unit
-
-
 def row_sizes(most: int) -> list[int]:
-    """What up to `most` rows are padded to."""
-    return sorted({padded_rows(count) for count in range(1, most + 1)})
-
-
-def padded_length(tokens: int) -> int:
-    """Length of the graph for sequences of up to `tokens` tokens."""
-    return max(LEAST_LENGTH, power_of_two(tokens))
+    """Rows of the graphs for steps of up to `most` rows."""
+    sizes = [*SIZES, *range(SIZES[-1] + 128, most + 128, 128)]
+    return sizes[: 1 + next(place for place, size in enumerate(sizes) if size >= most)]
 
 
 class GraphMemory:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.cuda_switches import switched_on
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import downloading, upload
 from rollout.engine.sampling.sampler import sample
@@ -43,11 +42,10 @@ class GraphedRuns:
         self._forward = forward
         self._graphs = graphs
         self._device = device
-        self._on = switched_on("runs")
 
     def ready(self, module_epoch: int) -> bool:
         """Whether steps of the model may be replayed; the first one of a run says whether they are."""
-        return self._on and not self._graphs.why_not
+        return not self._graphs.why_not
 
     def decode(
         self,

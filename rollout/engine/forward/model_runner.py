@@ -21,7 +21,6 @@ from rollout.engine.expert_parallel.lockstep import Lockstep
 from rollout.engine.forward.adapters import LoraAdapters, Names
 from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
 from rollout.engine.forward.cuda_capture import CudaDevice
-from rollout.engine.forward.cuda_forward import CudaForward
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.decode_runs import DecodeRuns, RunForward
@@ -65,8 +64,6 @@ class ModelRunner:
         exact: run nothing but `fused`, which on a GPU is set after construction (`exact.paged_forward`), and report
             log-probs by torch's own log-softmax.
         graphed_rows: on CUDA, most rows of a decode step that is replayed as a graph; 0: no graphs but those of exact mode.
-        moving_weights: the modules' hooks gather weights, at other addresses each time: graphs are captured of the fused
-            forward alone, which runs no hooks, and anew where weights have moved.
         autocast: the dtype of an autocast that all forwards run under; None: the caller's, if any.
         routers: record what these routers choose in the cache, which has room for it; None: nothing is recorded.
         vision: the images of the sequences.
@@ -91,7 +88,6 @@ class ModelRunner:
         fused: bool = True,
         exact: bool = False,
         graphed_rows: int = 0,
-        moving_weights: bool = False,
         autocast: torch.dtype | None = None,
         routers: Routers | None = None,
         adapters: LoraAdapters,
@@ -120,16 +116,10 @@ class ModelRunner:
         if fused and self._library is not None:
             self.fused = FusedForward(model, layout, cache, self._library, exact=exact, states=states)
         # Graphs need a separate workspace, which `release_workspace` must not free.
-        if self.paged is not None and not exact and (kernels := triton_paged.load(layout.device)) is not None:
-            kernels.shares, chunked = self.paged.shares, self.paged.chunks
-            decode, on_gpu, device = TritonDecode(kernels, cache), None, layout.device
-            if fused:
-                self.fused = on_gpu = CudaForward(model, layout, cache, self._attention, decode, copies)
-            if graphed_rows:
-                self.graphs = GraphedDecode(
-                    model, layout, cache, graphed_rows, CudaDevice(device), decode, on_gpu, alone=moving_weights,
-                    chunked=chunked, copies=copies,
-                )  # fmt: skip
+        if graphed_rows and self.paged is not None and not exact:
+            decode = TritonDecode(self.paged.with_own_workspace(), cache)
+            device = CudaDevice(layout.device)
+            self.graphs = GraphedDecode(model, layout, cache, graphed_rows, device, decode, copies=copies)
         self.exact = exact
         self.installation = Installation(model, autocast)
         self.order = StreamOrder(layout.device)
@@ -237,9 +227,10 @@ class ModelRunner:
     def why_not_fused(self) -> str | None:
         """Why a step runs the module's own forward in the model's present state; None: it runs the fused one."""
         if self.fused is None:
-            on_cpu, device = self.layout.device.type == "cpu", self.layout.device
-            if self.paged is None and self._library is None:
-                return cpu_library.status().described if on_cpu else f"Triton does not run on {device}"
+            if self.layout.device.type != "cpu":
+                return "the fused forward is for CPUs"
+            if self._library is None:
+                return cpu_library.status().described
             if self._split:
                 return "its weights are split over ranks, and the fused forward reads whole matrices"
             if self._routers is not None:
@@ -253,8 +244,6 @@ class ModelRunner:
         self.fused, self._dropped = None, why
         if self.graphs is None:
             self.runs = None
-        else:
-            self.graphs.fused = None
 
     def refuse_inexact(self) -> None:
         """Refuse a model, or a state of it, that the fused forward does not serve.
@@ -336,7 +325,7 @@ class ModelRunner:
                 self.refuse_inexact()
             if self.graphs is not None and (images is None or images.only_shifts):
                 epoch = self.installation.module_epoch
-                replayed = self.graphs.run(ids, rows, keep, epoch, rotary, fused=fused is not None)
+                replayed = self.graphs.run(ids, rows, keep, epoch, rotary)
                 if replayed is not None:
                     return replayed
             if fused is not None:

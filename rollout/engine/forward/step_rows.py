@@ -20,5 +20,4 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
     width = -(-(int((step.starts + step.counts).max()) + max(0, step.ahead - 1)) // table.block_size)
     tables, *others = table.block_tables(step.rows, width)
     ids = table.tokens[step.rows[entries], positions].astype(np.int64)
-    lines = step.rows.astype(np.int64)
-    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others), lines=lines)
+    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))

@@ -24,9 +24,6 @@ class PagedRows:
     """[P], last position that each attends to, if not its own: within an image that sees itself in both directions."""
     others: tuple[NDArray[np.int64], ...] = ()
     """Like `tables`, of each further group of layers (`memory.layer_groups`)."""
-    lines: NDArray[np.int64] | None = None
-    """[R], all different: a number that a sequence keeps from step to step, so that its block table can stay where it is on
-    a device. None: not known."""
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -48,8 +45,7 @@ class PagedRows:
         chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])
         seen = None if self.seen is None else self.seen[chosen]
         tables, others = self.tables[entries], tuple(each[entries] for each in self.others)
-        lines = None if self.lines is None else self.lines[entries]
-        part = PagedRows(offsets, self.positions[chosen], tables, self.block_size, seen, others, lines)
+        part = PagedRows(offsets, self.positions[chosen], tables, self.block_size, seen, others)
         return part, chosen
 
     def groups(self) -> list[PagedRows]:

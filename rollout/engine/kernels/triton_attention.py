@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.kernels import decode_parts, flash_prefill
-from rollout.engine.kernels.decode_parts import DecodeParts, SharedPrefixes
+from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules, TorchPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged, serves
@@ -38,17 +37,15 @@ class TritonPagedAttention:
         self._fallback = fallback
         counts, ends = rows.counts, rows.ends
         self._decodes = decodes = _leading(counts == 1)
-        groups = shared_prefixes(rows, decodes if paged.shares else 0)
         self._width = table_columns(int(ends[:decodes].max(initial=1)), rows.block_size)
         tables = np.zeros((len(rows), table_columns(int(ends.max(initial=1)), rows.block_size)), np.int32)
         tables[:, : rows.tables.shape[1]] = rows.tables[:, : tables.shape[1]]
         begins = rows.offsets[decodes:] - rows.offsets[decodes]
-        arrays = (tables, rows.positions[:decodes], begins, (ends - counts)[decodes:], *groups.arrays)
-        self._tables, self._positions, self._begins, self._starts, *shared = upload_together(
+        arrays = (tables, rows.positions[:decodes], begins, (ends - counts)[decodes:])
+        self._tables, self._positions, self._begins, self._starts = upload_together(
             [array.astype(np.int32, copy=False) for array in arrays], device
         )
-        self._shared = SharedPrefixes(*shared) if len(groups.members) else None
-        self._parts = DecodeParts(self._positions, num_parts(rows.positions[:decodes]), self._shared)
+        self._parts = DecodeParts(self._positions, num_parts(rows.positions[:decodes]))
         self._chunks = None
         if not paged.chunks and decodes < len(rows):
             self._chunks = fallback.of(rows.select(np.arange(decodes, len(rows)))[0])
@@ -79,8 +76,7 @@ class TritonPagedAttention:
             out, _ = self._paged.decode_with_lse(
                 query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
                 window, rules["scaling"], softcap=softcap, chunk=chunk, sinks=sinks,
-                # With a window or a chunk, hardly any of the keys are in the prefix.
-                shared=self._shared if window is None and chunk is None else None, parts=self._parts,
+                parts=self._parts,
             )  # fmt: skip
             parts.append(out)
         if decodes < len(query):
@@ -119,52 +115,8 @@ def table_columns(tokens: int, block_size: int) -> int:
     return -(-tokens // (block_size * TABLE_STEP)) * TABLE_STEP
 
 
-@dataclass(frozen=True, eq=False)
-class PrefixGroups:
-    """`SharedPrefixes` on the host."""
-
-    members: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-    @property
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """In the order of `SharedPrefixes`."""
-        return self.members, self.begins, self.lengths
-
-
-def shared_prefixes(rows: PagedRows, decodes: int) -> PrefixGroups:
-    """Groups of adjacent rows, among the first `decodes` rows of one position each, that start with the same blocks.
-
-    A row joins the neighbour with the longer common prefix: the samples of one group rather than all rows with the same
-    system prompt. Prefixes are cut to multiples of `SPLIT` tokens, so that a row is merged from the same parts as alone, and
-    at most one part of its prefix is read again per row.
-    """
-    none = np.zeros(0, np.int64)
-    lengths = np.zeros(decodes, np.int64)
-    if decodes < 2:
-        return PrefixGroups(none, none, lengths)
-    positions, tables = rows.positions[:decodes], rows.tables[:decodes]
-    # Blocks complete before the computed position are never written again.
-    complete = np.minimum(positions[:-1], positions[1:]) // rows.block_size
-    same = (tables[:-1] == tables[1:]) & (np.arange(tables.shape[1]) < complete[:, None])
-    blocks = np.where(same.all(1), same.shape[1], same.argmin(1))
-    split = decode_parts.SPLIT
-    common = np.pad(blocks * rows.block_size // split * split, 1)
-    # Consecutive pairs with prefixes of equal length form a run; a row belongs to the run of its closer neighbour.
-    run = np.cumsum(np.append(True, common[1:] != common[:-1]))
-    closer = np.where(common[:-1] >= common[1:], run[:-1], run[1:])
-    prefix = np.maximum(common[:-1], common[1:])
-    begins = np.flatnonzero(np.append(True, closer[1:] != closer[:-1]))
-    sizes = np.diff(np.append(begins, decodes))
-    shared = (sizes > 1) & (prefix[begins] > 0)
-    mine = np.repeat(shared, sizes)
-    lengths[mine] = prefix[mine]
-    return PrefixGroups(np.flatnonzero(mine), np.append(0, np.cumsum(sizes[shared])), lengths)
-
-
 def num_parts(positions: NDArray[np.int64]) -> int:
-    """Parts of the keys of rows at these positions; a prefix that they share has whole parts."""
+    """Parts of the keys of rows at these positions."""
     return int((positions // decode_parts.SPLIT + 1).sum())
 
 

@@ -154,26 +154,24 @@ def attention(
     # "Block" b begins at token b, and is longer than any sequence.
     begins, table = upload_together([starts.astype(np.int32), starts[:-1].astype(np.int32)], query.device)
     rows = AttendedRows(table[:, None], begins, positions.int(), longest, 1 << 30, 1)
-    cells = torch.empty(2, dtype=torch.int64, device=query.device)
-    for cell, part in zip(cells, (key, value), strict=True):
-        cell.fill_(part.data_ptr())
-    return paged_attention(query, cells, rows, key.shape[1], scaling, window), None
+    return paged_attention(query, key, value, rows, scaling, window), None
 
 
 def paged_attention(
-    query: Tensor, cells: Tensor, rows: AttendedRows, kv_heads: int, scaling: float, window: int | None
+    query: Tensor, keys: Tensor, values: Tensor, rows: AttendedRows, scaling: float, window: int | None
 ) -> Tensor:
     """Attention over blocks of K and V, [P, H, D].
 
     Args:
         query: [P, H, D].
-        cells: [2] int64, addresses (multiples of 16) of K and V, contiguous [tokens, Hkv, D] each; read by the kernel.
+        keys, values: contiguous [..., Hkv, D], from a multiple of 16 bytes on.
     """
     query = _aligned(query)
     count, heads, dim = query.shape
     out = torch.empty_like(query)
     if not count:
         return out
+    kv_heads = keys.shape[-2]
     group, padded = heads // kv_heads, _power_of_two(dim)
     plan = _plan(group, padded, query.dtype)
     tokens = plan.rows // group
@@ -187,7 +185,7 @@ def paged_attention(
     kernels, batch = _kernels(), len(rows.begins) - 1
     with _on(query):
         kernels.attend[(count // tokens + batch, kv_heads, runs)](
-            query, cells, rows.table, rows.begins, rows.positions, peaks, totals, sums,
+            query, keys, values, rows.table, rows.begins, rows.positions, peaks, totals, sums,
             batch, count, run, scaling * _LOG2_E, rows.table.stride(0), rows.block_size, rows.block_tokens,
             group=group, kv_heads=kv_heads, tokens=tokens, rows=plan.rows, span=plan.span, split=SPLIT, window=window or 0,
             dim=dim, padded_dim=padded, widen=_widens(query), num_warps=plan.warps, num_stages=plan.stages,
@@ -256,7 +254,7 @@ def _kernels() -> _Kernels:
 
     attend = compiled(
         code.attend, "num_rows", "num_queries", "run", "table_stride", "block_size", "block_tokens",
-        anywhere=("cells", "table", "begins", "positions"),
+        anywhere=("table", "begins", "positions"),
     )  # fmt: skip
     return _Kernels(
         compiled(code.product, "num_rows", anywhere=("places",)),

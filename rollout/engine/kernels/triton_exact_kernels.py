@@ -131,7 +131,8 @@ def silu_times(gate: tl.tensor, up: tl.tensor, out: tl.tensor, count: tl.tensor,
 
 def attend(
     query: tl.tensor,
-    cells: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
     table: tl.tensor,
     begins: tl.tensor,
     positions: tl.tensor,
@@ -160,9 +161,9 @@ def attend(
 
     The tile is up to `tokens` queries of one row (sequence) of the batch, each with the `group` query heads that share the
     KV head. Row r has the queries begins[r] to begins[r + 1] and its blocks in table[r]; a query sees the positions up to
-    its own, none if that is negative. K and V lie at the two addresses in `cells`, each [tokens, Hkv, D], with a block
-    every `block_tokens` tokens. The state of run s goes to peaks and totals [S, P, H] and sums [S, P, H, D]; runs of which
-    no query sees a key are not written.
+    its own, none if that is negative. Keys and values are [tokens, Hkv, D], with a block every `block_tokens` tokens. The
+    state of run s goes to peaks and totals [S, P, H] and sums [S, P, H, D]; runs of which no query sees a key are not
+    written.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -200,8 +201,8 @@ def attend(
     dims = tl.arange(0, padded_dim)
     places = (index.to(tl.int64) * kv_heads * group + head) * dim
     q = tl.load(query + places[:, None] + dims[None, :], mask=live[:, None] & (dims < dim)[None, :], other=0.0)
-    keys = tl.multiple_of(tl.load(cells).to(query.dtype), 16) + kv_head * dim
-    values = tl.multiple_of(tl.load(cells + 1).to(query.dtype), 16) + kv_head * dim
+    keys += kv_head * dim
+    values += kv_head * dim
     blocks = table + row.to(tl.int64) * table_stride
     if widen:
         q = q.to(tl.float32)

@@ -122,7 +122,6 @@ def attend_chunks(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    cells: tl.tensor,
     table: tl.tensor,
     starts: tl.tensor,
     begins: tl.tensor,
@@ -139,7 +138,6 @@ def attend_chunks(
     value_slot_stride: tl.tensor,
     value_head_stride: tl.tensor,
     table_stride: tl.tensor,
-    moves: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     tokens: tl.constexpr,
@@ -176,10 +174,6 @@ def attend_chunks(
     head = kv_head * group + line % group
     live = (line < tokens * group) & (index < end)
     position = tl.where(live, tl.load(starts + row).to(tl.int32) + index - begin, -1)
-    if moves:
-        # The hint is on the pointer: on the integer it would be lost, and with it the 16-byte loads.
-        keys = tl.multiple_of(tl.load(cells).to(keys.dtype), 16)
-        values = tl.multiple_of(tl.load(cells + 1).to(values.dtype), 16)
     _tile(
         query, keys + kv_head.to(tl.int64) * key_head_stride, values + kv_head.to(tl.int64) * value_head_stride,
         table + row.to(tl.int64) * table_stride, sinks, out, out,
@@ -194,15 +188,10 @@ def attend_parts(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    cells: tl.tensor,
     table: tl.tensor,
     positions: tl.tensor,
     begins: tl.tensor,
     owners: tl.tensor,
-    slots: tl.tensor,
-    members: tl.tensor,
-    bounds: tl.tensor,
-    lengths: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     num_owners: tl.tensor,
@@ -217,11 +206,8 @@ def attend_parts(
     value_slot_stride: tl.tensor,
     value_head_stride: tl.tensor,
     table_stride: tl.tensor,
-    moves: tl.constexpr,
-    mode: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
-    tokens: tl.constexpr,
     rows: tl.constexpr,
     span: tl.constexpr,
     split: tl.constexpr,
@@ -234,63 +220,33 @@ def attend_parts(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Parts of the keys of decoding rows, by a list of them: item i is a part of owners[i], its first begins[owners[i]].
+    """Parts of the keys of decoding rows, by a list of them: item i is a part of row owners[i], its first begins[owners[i]].
 
-    A program takes every so many-th pair of an item and a KV head; the grid is any number of programs. decode: an owner is a
-    row, which has no prefix; tail: the same behind its prefix; prefix: an owner is a group, and an item a part of its prefix
-    for up to `tokens` of its rows. What is computed for row b goes to out [slots, H, Dv] and lse [slots, H], to slots[b] to
-    slots[b + 1], parts of the prefix first.
+    A program takes every so many-th pair of an item and a KV head; the grid is any number of programs. The result of item i
+    goes to out[i, H, Dv] and lse[i, H].
     """
     line = tl.arange(0, rows)
-    if moves:
-        # The hint is on the pointer: on the integer it would be lost, and with it the 16-byte loads.
-        keys = tl.multiple_of(tl.load(cells).to(keys.dtype), 16)
-        values = tl.multiple_of(tl.load(cells + 1).to(values.dtype), 16)
     items = tl.minimum(tl.load(begins + num_owners), capacity)
     for work in range(tl.program_id(0), items * kv_heads, tl.num_programs(0)):
         item = work // kv_heads
         kv_head = work % kv_heads
         owner = tl.load(owners + item)
         part = item - tl.load(begins + owner)
-        if mode == "prefix":
-            begin = tl.load(bounds + owner)
-            first = tl.load(members + begin)
-            length = tl.load(lengths + first)
-            parts = (length + split - 1) // split
-            index = begin + part // parts * tokens + line // group
-            part = part % parts
-            start = part * split
-            live = (line < tokens * group) & (index < tl.load(bounds + owner + 1))
-            index = tl.load(members + index, mask=live, other=0)
-            position = tl.load(positions + index, mask=live, other=-1).to(tl.int32)
-            # A row that ends before this part has no slot for it.
-            position = tl.where(position >= start, position, -1)
-            stop = tl.minimum(tl.minimum(start + split, length), tl.max(position, 0) + 1)
-            slot = tl.load(slots + index, mask=live, other=0) + part
-            lead = first
-        else:
-            last = tl.load(positions + owner).to(tl.int32)
-            if mode == "tail":
-                start = tl.minimum(tl.load(lengths + owner), last + 1) + part * split
-            else:
-                visible = last * 0
-                if window > 0:
-                    visible = tl.maximum(last + 1 - window, visible)
-                if chunk > 0:
-                    visible = tl.maximum(last // chunk * chunk, visible)
-                start = (visible // split + part) * split
-            stop = tl.minimum(start + split, last + 1)
-            index = owner + line * 0
-            position = tl.where(line < group, last, -1)
-            # Its own parts are the last ones of a row.
-            slot = tl.load(slots + owner + 1) - tl.load(begins + owner + 1) + item + line * 0
-            lead = owner
+        last = tl.load(positions + owner).to(tl.int32)
+        visible = last * 0
+        if window > 0:
+            visible = tl.maximum(last + 1 - window, visible)
+        if chunk > 0:
+            visible = tl.maximum(last // chunk * chunk, visible)
+        start = (visible // split + part) * split
+        index = owner + line * 0
+        position = tl.where(line < group, last, -1)
         head = kv_head * group + line % group
         _tile(
             query, keys + kv_head.to(tl.int64) * key_head_stride, values + kv_head.to(tl.int64) * value_head_stride,
-            table + lead.to(tl.int64) * table_stride, query, out, lse,
+            table + owner.to(tl.int64) * table_stride, query, out, lse,
             index.to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride, head, position,
-            start, stop, slot.to(tl.int64) * (kv_heads * group) + head, scale,
+            start, tl.minimum(start + split, last + 1), item.to(tl.int64) * (kv_heads * group) + head, scale,
             key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
             rows, span, block_size, window, chunk, False, True, cap, dim, value_dim, padded_dim, padded_value_dim,
         )  # fmt: skip
@@ -300,7 +256,7 @@ def merge(
     part_out: tl.tensor,
     part_lse: tl.tensor,
     positions: tl.tensor,
-    slots: tl.tensor,
+    begins: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
@@ -310,12 +266,12 @@ def merge(
     value_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Combine the parts slots[b] to slots[b + 1] of row b and one head, in order, and its sink if `sunk`. Grid: B x H."""
+    """Combine the parts begins[b] to begins[b + 1] of row b and one head, in order, and its sink if `sunk`. Grid: B x H."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    first = tl.load(slots + row)
-    parts = tl.minimum(tl.load(slots + row + 1), capacity) - first
+    first = tl.load(begins + row)
+    parts = tl.minimum(tl.load(begins + row + 1), capacity) - first
     dims = tl.arange(0, padded_value_dim)
     peak = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
@@ -348,7 +304,6 @@ def write(
     value: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
-    cells: tl.tensor,
     write_index: tl.tensor,
     key_stride: tl.tensor,
     key_head_stride: tl.tensor,
@@ -360,7 +315,6 @@ def write(
     value_block_stride: tl.tensor,
     value_slot_stride: tl.tensor,
     value_cache_head_stride: tl.tensor,
-    moves: tl.constexpr,
     block_size: tl.constexpr,
     heads: tl.constexpr,
     padded_heads: tl.constexpr,
@@ -374,9 +328,6 @@ def write(
     index = tl.load(write_index + position).to(tl.int64)
     if index < 0:
         return
-    if moves:
-        key_cache = tl.multiple_of(tl.load(cells).to(key_cache.dtype), 16)
-        value_cache = tl.multiple_of(tl.load(cells + 1).to(value_cache.dtype), 16)
     block = index // block_size
     slot = index % block_size
     head = tl.arange(0, padded_heads)[:, None].to(tl.int64)

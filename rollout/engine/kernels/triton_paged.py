@@ -1,14 +1,13 @@
-"""Paged attention in Triton, for CUDA: decode over split keys, ragged prefill, shared prefixes, and the cache write.
+"""Paged attention in Triton, for CUDA: decode over split keys, ragged prefill, and the cache write.
 
 Triton comes with torch on CUDA. `load` imports it and each kernel of `triton_kernels` is compiled when it is first launched,
 never at import; if that fails, `load` warns once and plain torch is used.
 
-K and V are read in place, once for all the query heads that share them. One function does the arithmetic of all three kinds
-of attention: the query heads of a group, times the tokens or samples that read the same blocks, are the rows of a matrix
-product. The keys of a decoding sequence are cut into parts (`decode_parts`), and `merge` combines the parts by their
-log-sum-exp. The split is independent of the batch, so the bits of a row that shares no prefix do not depend on its
-neighbours; a prefix that is read once for several rows goes through another tile. Grids depend on shapes alone and nothing
-waits for the device: every method can be captured in a CUDA graph.
+K and V are read in place, once for all the query heads that share them. One function does the arithmetic of both kinds of
+attention: the query heads of a group, times the tokens of a chunk, are the rows of a matrix product. The keys of a decoding
+sequence are cut into parts (`decode_parts`), and `merge` combines the parts by their log-sum-exp. The split is independent
+of the batch, so the bits of a row do not depend on its neighbours. Grids depend on shapes alone and nothing waits for the
+device: every method can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.kernels import decode_parts
-from rollout.engine.kernels.decode_parts import DecodeParts, PartList, SharedPrefixes, num_splits
+from rollout.engine.kernels.decode_parts import DecodeParts, num_splits
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
@@ -89,27 +88,19 @@ class TritonPaged:
     def __init__(self, kernels: _Kernels) -> None:
         self._kernels = kernels
         self._buffers: list[Tensor] = []
-        self.shares = True
-        """Whether prefixes that rows share may be passed to `decode_with_lse`."""
         self.chunks = True
         """Whether `prefill` may be called."""
 
-    def write(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        write_index: Tensor,
-        *,
-        cells: Tensor | None = None,
-    ) -> None:
+    def with_own_workspace(self) -> TritonPaged:
+        """The same kernels, for calls on another stream or in graphs."""
+        return TritonPaged(self._kernels)
+
+    def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, write_index: Tensor) -> None:
         """Scatter K and V into their slots, in the dtype of the cache.
 
         Args:
             key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating dtype.
             write_index: [P] int32 or int64 slot mapping, block * block_size + offset, all different; negative: not written.
-            cells: see `decode_with_lse`.
         """
         # The kernels assume a last stride of 1.
         key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (key, value))
@@ -119,9 +110,9 @@ class TritonPaged:
             return
         with device_of(key):
             self._kernels.write[(count,)](
-                key, value, key_cache, value_cache, write_index if cells is None else cells, write_index,
+                key, value, key_cache, value_cache, write_index,
                 *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-                moves=cells is not None, block_size=key_cache.shape[1], heads=kv_heads, padded_heads=power_of_two(kv_heads),
+                block_size=key_cache.shape[1], heads=kv_heads, padded_heads=power_of_two(kv_heads),
                 dim=dim, value_dim=value_dim, padded_dim=power_of_two(dim), padded_value_dim=power_of_two(value_dim),
             )  # fmt: skip
 
@@ -138,8 +129,6 @@ class TritonPaged:
         softcap: float | None = None,
         chunk: int | None = None,
         sinks: Tensor | None = None,
-        shared: SharedPrefixes | None = None,
-        cells: Tensor | None = None,
         parts: DecodeParts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of one query per sequence, and the log-sum-exp of its scores.
@@ -149,11 +138,7 @@ class TritonPaged:
             table: [B, width], block ids.
             positions: [B] or [B, 1] int32 or int64; the query sees positions 0 to its own. Negative: a padding row, for
                 which nothing is read.
-            shared: rows whose first tokens lie in the same blocks, which are read once for all of them.
-            cells: [2] int64, the addresses (multiples of 16) of K and V, read when a kernel starts, for captured graphs that
-                outlive a pool: of the caches given, only shape, strides and dtype are used then. None: the caches given are
-                read.
-            parts: of these positions and prefixes, made once for all layers; None: they are made here.
+            parts: of these positions, made once for all layers; None: they are made here.
 
         Returns:
             [B, H, Dv] in the dtype of the query, and [B, H] float32, natural log; zeros and -inf in padding rows.
@@ -164,23 +149,20 @@ class TritonPaged:
         lse = query.new_empty(batch, heads, dtype=torch.float32)
         if not batch:
             return out, lse
-        shares = shared is not None and len(shared.members) > 0
         if parts is None:
-            # A prefix may end inside a SPLIT, which makes one more part.
-            most = num_splits(table.shape[1] * key_cache.shape[1]) + shares
-            parts = DecodeParts(positions, batch * most, shared)
-        listed = parts.rows(shares=shares, window=window, chunk=chunk)
+            parts = DecodeParts(positions, batch * num_splits(table.shape[1] * key_cache.shape[1]))
+        listed = parts.of(window=window, chunk=chunk)
         part_out, part_lse = self._workspace(parts.capacity, heads, value_dim, query.device)
-        call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk, cells)
+        call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk)
+        kv_heads, plan = key_cache.shape[2], call.plan("decode")
         with device_of(query):
-            if shares:
-                assert shared is not None
-                tokens = self._tokens("prefix", call)
-                self._attend_parts("prefix", call, parts, parts.tiles(tokens), listed.slots, shared, part_out, part_lse)
-            mode = "tail" if shares else "decode"
-            self._attend_parts(mode, call, parts, listed.own, listed.slots, shared, part_out, part_lse)
+            self._kernels.attend_parts[(min(parts.capacity * kv_heads, _programs(query.device)),)](
+                query, key_cache, value_cache, table, parts.positions, listed.begins, listed.owners, part_out, part_lse,
+                batch, parts.capacity, call.scale, *call.strides, split=decode_parts.SPLIT, rows=plan.rows, span=plan.span,
+                **call.constants, num_warps=plan.warps, num_stages=plan.stages,
+            )  # fmt: skip
             self._kernels.merge[(batch, heads)](
-                part_out, part_lse, parts.positions, listed.slots, parts.positions if sinks is None else sinks, out, lse,
+                part_out, part_lse, parts.positions, listed.begins, parts.positions if sinks is None else sinks, out, lse,
                 parts.capacity, sunk=sinks is not None, at_once=_MERGED_AT_ONCE, value_dim=value_dim,
                 padded_value_dim=power_of_two(value_dim),
             )  # fmt: skip
@@ -200,7 +182,6 @@ class TritonPaged:
         softcap: float | None = None,
         chunk: int | None = None,
         sinks: Tensor | None = None,
-        cells: Tensor | None = None,
     ) -> Tensor:
         """Attention of chunks of several sequences, whose own K and V are already in the cache.
 
@@ -214,22 +195,20 @@ class TritonPaged:
             table: [R, width], block ids.
             begins: [R + 1] int32 or int64, offset of each chunk in `query`; empty chunks are padding.
             starts: [R] int32 or int64, position of each chunk's first query in its sequence.
-            cells: see `decode_with_lse`.
 
         Returns:
-            [P, H, Dv] in the dtype of the query; with `cells` rows from begins[-1] on are zeros, otherwise undefined.
+            [P, H, Dv] in the dtype of the query; rows from begins[-1] on are undefined.
         """
-        # What is behind the last chunk goes through the rest of a model in a captured step.
-        make = query.new_empty if cells is None else query.new_zeros
-        out = make(query.shape[0], query.shape[1], value_cache.shape[3])
+        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
         if len(query) and len(starts):
-            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk, cells)
-            plan, tokens = call.plan("prefill"), self._tokens("prefill", call)
+            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk)
+            plan = call.plan("prefill")
+            tokens = plan.rows // call.group
             with device_of(query):
                 self._kernels.attend_chunks[(len(query) // tokens + len(starts), key_cache.shape[2])](
-                    query, key_cache, value_cache, begins if cells is None else cells, table, starts, begins,
+                    query, key_cache, value_cache, table, starts, begins,
                     begins if sinks is None else sinks, out, len(starts), call.scale, *call.strides,
-                    moves=cells is not None, tokens=tokens, sunk=sinks is not None,
+                    tokens=tokens, sunk=sinks is not None,
                     rows=plan.rows, span=plan.span, **call.constants, num_warps=plan.warps, num_stages=plan.stages,
                 )  # fmt: skip
         return out
@@ -242,33 +221,6 @@ class TritonPaged:
     def clear(self) -> None:
         """Free the workspace. CUDA graphs captured with it must not be replayed any more."""
         self._buffers.clear()
-
-    def _attend_parts(
-        self,
-        mode: str,
-        call: _Call,
-        parts: DecodeParts,
-        listed: PartList,
-        slots: Tensor,
-        shared: SharedPrefixes | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        kv_heads, unused, plan = call.key_cache.shape[2], parts.positions, call.plan(mode)
-        most = parts.capacity * kv_heads
-        programs = most if parts.spread else min(most, _programs(out.device))
-        members, bounds, lengths = (unused,) * 3 if shared is None else (shared.members, shared.begins, shared.lengths)
-        self._kernels.attend_parts[(programs,)](
-            call.query, call.key_cache, call.value_cache, unused if call.cells is None else call.cells, call.table,
-            parts.positions, listed.begins, listed.owners, slots, members, bounds, lengths, out, lse,
-            len(listed.begins) - 1, parts.capacity, call.scale, *call.strides, moves=call.cells is not None, mode=mode,
-            tokens=self._tokens(mode, call), split=decode_parts.SPLIT, rows=plan.rows, span=plan.span, **call.constants,
-            num_warps=plan.warps, num_stages=plan.stages,
-        )  # fmt: skip
-
-    def _tokens(self, mode: str, call: _Call) -> int:
-        """Tokens, or rows of the batch, of one tile."""
-        return call.plan(mode).rows // call.group if mode in ("prefix", "prefill") else 1
 
     def _workspace(self, slots: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
         # [slots, H, Dv] and [slots, H] float32. Outgrown buffers are kept for captured graphs.
@@ -290,7 +242,6 @@ class _Call:
     scaling: float
     softcap: float | None
     chunk: int | None
-    cells: Tensor | None
 
     @property
     def group(self) -> int:
@@ -390,7 +341,7 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     whole = dtype.itemsize == 4
     width, heads = power_of_two(dim), power_of_two(group)
     narrow, wide = width <= 128, width > 256
-    if mode in ("decode", "tail"):
+    if mode == "decode":
         if wide:
             return _Plan(max(16, heads), 16 if whole else 32, 8, 2)
         return _Plan(max(16, heads), 64 if narrow and not whole else 32, 4, 2 if whole else 3)
@@ -398,8 +349,8 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
         return _Plan(max(16 if wide else 32, heads), 32 if narrow else 16, 8, 1)
     if wide:
         return _Plan(max(32, heads), 32, 8, 2)
-    if mode == "prefix" or not narrow:
-        return _Plan(max(64, heads), 64 if narrow else 32, 4 if narrow else 8, 3)
+    if not narrow:
+        return _Plan(max(64, heads), 32, 8, 3)
     return _Plan(128, 64, 8, 3)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.memory.block_pool import Allocate, BlockPool, zeros
-from rollout.engine.memory.buffers import staged, upload
+from rollout.engine.memory.buffers import upload
 from rollout.engine.memory.layer_groups import LayerGroups
 
 
@@ -61,8 +61,7 @@ class KVCache(BlockPool):
         groups: of the layers; a block of this pool is then a page of one group. None: it holds all layers.
 
     Attributes:
-        addresses: [2 * layers] int64 on the device, addresses of K and V of each layer, K first. Captured graphs, which
-            outlive a pool, read them there.
+        addresses: of K and V of each layer, K first, which captured graphs have fixed; empty without a pool.
     """
 
     def __init__(
@@ -82,9 +81,7 @@ class KVCache(BlockPool):
         self._groups = groups
         self._shapes = [(s.num_kv_heads, width) for s in layers for width in (s.head_dim, s.value_dim)]
         self._layers: list[tuple[Tensor, Tensor]] = []
-        # A tensor created in inference mode could not be written outside it.
-        with torch.inference_mode(False):
-            self.addresses = torch.zeros(len(self._shapes), dtype=torch.int64, device=device)
+        self.addresses: tuple[int, ...] = ()
         widths = [block_size * heads * width for heads, width in self._shapes]
         if groups is not None:
             # The layers of a group are as many as the places, and all of one size.
@@ -127,17 +124,16 @@ class KVCache(BlockPool):
         kv_parts = self._parts[: self._num_parts]
         if self._groups is not None:
             kv_parts = [kv_parts[2 * place + half] for place in self._groups.place_of for half in range(2)]
-        addresses = np.array([part.data_ptr() for part in kv_parts], np.int64)
-        self.addresses.copy_(staged(addresses, self.device), non_blocking=True)
         shaped = [
             part.view(num_blocks, self.block_size, heads, width)
             for part, (heads, width) in zip(kv_parts, self._shapes, strict=True)
         ]
         self._layers = list(zip(shaped[::2], shaped[1::2], strict=True))
+        self.addresses = tuple(part.data_ptr() for part in shaped)
 
     def drop(self) -> int:
         """Free the device memory, losing its content; returns the bytes freed."""
-        self._layers = []
+        self._layers, self.addresses = [], ()
         return super().drop()
 
     def write_routes(self, slots: Tensor, layer: int, experts: Tensor) -> None:

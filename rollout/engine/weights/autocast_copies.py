@@ -1,7 +1,7 @@
 """Copies of float32 weights in autocast's dtype, at fixed addresses, for steps that would cast the weights each time.
 
 Under autocast a matrix product casts its weight in every forward: eight bytes of traffic for each parameter, where its copy
-has two. The copy is the cast, so that results are the same to the bit. Which parameters are cast is learned from forwards.
+has two. The copy is the cast, so that results are the same to the bit. Every float32 matrix but those of embeddings has one.
 
 Always true: after `refresh` of a module epoch every copy is the cast of its parameter as it is in that epoch, however it
 was changed: in place, through `param.data`, by `load_state_dict` or a merge of adapters. A module epoch ends whenever the
@@ -56,8 +56,6 @@ class AutocastCopies:
         self._room = room
         self._epoch = -1
         self._dtype: torch.dtype | None = None
-        self._wanted: dict[nn.Parameter, None] = {}
-        """What autocast was seen to cast; more than `_copies` until the next refresh."""
         self._flat: Tensor | None = None
         self._copies: dict[nn.Parameter, Tensor] = {}
         self._refused = False
@@ -70,21 +68,22 @@ class AutocastCopies:
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory that the next refresh takes; without copies eager steps need it, for casts that autocast keeps."""
-        return max(0, _place(self._wanted, self._dtype)[1] - self.nbytes)
+        """Device memory that the next refresh takes; 0 until a capture under autocast has asked for a copy."""
+        return 0 if self._dtype is None else max(0, _place(self._matrices(), self._dtype)[1] - self.nbytes)
 
-    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """The copy of a parameter in autocast's `dtype`; the parameter, if it has none or autocast would not cast it."""
-        if self._memory is None or type(parameter) is not nn.Parameter or not self._fits(parameter):
+    def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The copy of a parameter in autocast's `dtype`; the parameter, if it has none.
+
+        The first call for a dtype makes the copies: an autocast inside the module's forward is not known before.
+        """
+        if self._memory is None or not self._fits(parameter):
             return parameter
         if dtype != self._dtype:
-            # One dtype at a time. What is captured with copies of the other is still valid, until they are refreshed.
-            self._dtype, self._wanted = dtype, {}
-        copy = self._copies.get(parameter)
-        if copy is not None and copy.dtype == dtype:
-            return copy
-        self._wanted[parameter] = None
-        return parameter
+            # One dtype at a time.
+            self._drop()
+            self._dtype, self._refused, self._epoch = dtype, False, -1
+            self._fill()
+        return self._copies.get(parameter, parameter)
 
     def substituted(self) -> AbstractContextManager[object]:
         """A context in which matrix products under autocast read the copies in the place of their parameters.
@@ -96,23 +95,23 @@ class AutocastCopies:
     def refresh(self, module_epoch: int) -> None:
         """Bring the copies up to date with the parameters, on the current stream; before a step runs.
 
-        Where they changed, became more or were released, `layout` may be another one afterwards.
+        Where parameters were replaced or the copies released, `layout` may be another one afterwards.
 
         Args:
             module_epoch: changes whenever the trainer may have modified the module.
         """
-        known = self._flat is not None and len(self._wanted) == len(self._copies)
-        if (known and module_epoch == self._epoch) or not self._wanted or self._refused:
+        if self._dtype is None or self._refused or (self._flat is not None and module_epoch == self._epoch):
             return
-        present = set(self._model.parameters())
-        self._wanted = {each: None for each in self._wanted if each in present and self._fits(each)}
+        self._fill()
+        # Last: after an exception on the way, the next step of the epoch does all of it again.
+        self._epoch = module_epoch
+
+    def _fill(self) -> None:
         if self._flat is None or self._outline() != self.layout:
             self._lay_out()
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._copies.values()), list(self._copies))
-        # Last: after an exception on the way, the next step of the epoch does all of it again.
-        self._epoch = module_epoch
 
     def release(self) -> None:
         """Give the memory back. Nothing may run that reads the copies until `refresh` was called."""
@@ -124,13 +123,19 @@ class AutocastCopies:
 
     def _outline(self) -> tuple[object, ...]:
         address = None if self._flat is None else self._flat.data_ptr()
-        return address, self._dtype, tuple((id(each), each.shape) for each in self._wanted)
+        return address, self._dtype, tuple((id(each), each.shape) for each in self._matrices())
+
+    def _matrices(self) -> dict[nn.Parameter, None]:
+        """Parameters that have a copy. A matrix that an embedding shares with a product is one."""
+        modules = (module for module in self._model.modules() if not isinstance(module, nn.Embedding))
+        own = (each for module in modules for each in module._parameters.values() if each is not None)
+        return {each: None for each in own if each.ndim == 2 and self._fits(each)}
 
     def _lay_out(self) -> None:
         assert self._dtype is not None
         assert self._memory is not None
         self._drop()
-        places, size = _place(self._wanted, self._dtype)
+        places, size = _place(self._matrices(), self._dtype)
         if not size:
             return
         try:
@@ -218,10 +223,10 @@ class _Substituted(TorchFunctionMode):
         return self._copies.cast(argument, torch.get_autocast_dtype(argument.device.type))
 
 
-def _place(parameters: Mapping[nn.Parameter, None], dtype: torch.dtype | None) -> tuple[dict[nn.Parameter, int], int]:
+def _place(parameters: Mapping[nn.Parameter, None], dtype: torch.dtype) -> tuple[dict[nn.Parameter, int], int]:
     """First byte of the copy of each parameter, and the bytes of all."""
     places, end = {}, 0
     for each in parameters:
         places[each] = end
-        end += -(-each.numel() * (dtype or each.dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        end += -(-each.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     return places, end

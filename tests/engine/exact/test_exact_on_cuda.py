@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from rollout import UnsupportedModelError, exact
 from rollout.engine.exact import kernels as exact_kernels
 from rollout.engine.exact.paged_forward import PagedForward
-from rollout.engine.forward import cuda_graphs, graph_sizes
+from rollout.engine.forward import cuda_graphs
 from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.kernels import triton_exact, triton_paged
 from rollout.engine.kernels.triton_exact import AttendedRows
@@ -81,7 +82,7 @@ def served() -> Iterator[None]:
             patched.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
             patched.setitem(exact_kernels.BY_DEVICE, "cpu", triton_exact)
             patched.setattr(triton_exact, "SPLIT", 64)
-            patched.setattr(graph_sizes, "LEAST_LENGTH", 64)
+            patched.setattr(cuda_graphs, "STATE_LENGTH", 64)
         yield
 
 
@@ -158,7 +159,6 @@ def test_attention_has_the_same_bits_packed_in_chunks_decoded_and_however_its_pa
         slots = [table[at // size] * size + at % size for at in range(lengths[0])]
         # A part that is multiplied by 0 must not be NaN; what no query sees may be.
         pool[name][slots] = part[: lengths[0]]
-    cells = torch.tensor([pool["key"].data_ptr(), pool["value"].data_ptr()], device=DEVICE)
     blocks = torch.from_numpy(table[None].astype(np.int32)).to(DEVICE)
     last = lengths[0] - 1
     for spread in (0, 2**40):
@@ -168,7 +168,7 @@ def test_attention_has_the_same_bits_packed_in_chunks_decoded_and_however_its_pa
         at, begins = [0, last, 33, 34, 35], torch.tensor([0, 1, 2, 5], dtype=torch.int32, device=DEVICE)
         seen = torch.tensor([-1, *at[1:]], dtype=torch.int32, device=DEVICE)
         rows = AttendedRows(blocks.expand(3, -1), begins, seen, last + 100, size, size)
-        found = triton_exact.paged_attention(query[at], cells, rows, kv_heads, 0.2, window)
+        found = triton_exact.paged_attention(query[at], pool["key"], pool["value"], rows, 0.2, window)
         assert not found[0].any()
         assert torch.equal(found[1:], whole[at[1:]])
 
@@ -183,6 +183,9 @@ class Rerun:
 
     def __init__(self) -> None:
         self.replays = 0
+
+    def window(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def capture(self, work: Any) -> Any:
         def replay() -> None:
@@ -204,7 +207,7 @@ def graphed(engine: Any) -> Any:
     if INTERPRETED:
         kernels = TritonDecode(triton_paged.load(DEVICE), engine.cache)
         runner.graphs = cuda_graphs.GraphedDecode(
-            runner.model, runner.layout, engine.cache, 8, Rerun(), kernels, runner.fused, alone=True
+            runner.model, runner.layout, engine.cache, 4, Rerun(), kernels, runner.fused.decode
         )
     return runner.graphs
 
@@ -327,7 +330,7 @@ def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(
     dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In 16 bits tensor cores multiply, and loads of a tile are of 16 bytes, though the pool is found by its address."""
+    """In 16 bits tensor cores multiply, and loads of a tile are of 16 bytes."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from rollout.engine.kernels import triton_exact_kernels as code  # needs Triton
 
@@ -342,7 +345,8 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(
             tile.warps, tile.stages,
         ),
         "attend": (
-            {"query": kind, "cells": "*i64", "peaks": "*fp32", "totals": "*fp32", "sums": "*fp32", "scale": "fp32"}
+            dict.fromkeys(("query", "keys", "values"), kind) | dict.fromkeys(("peaks", "totals", "sums"), "*fp32")
+            | {"scale": "fp32"}
             | dict.fromkeys(("table", "begins", "positions"), "*i32"),
             {"group": 2, "kv_heads": 8, "tokens": plan.rows // 2, "rows": plan.rows, "span": plan.span,
              "split": triton_exact.SPLIT, "window": 0, "dim": 128, "padded_dim": 128, "widen": False},

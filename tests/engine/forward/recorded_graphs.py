@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,24 +12,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rollout.engine.forward.chunk_state import ChunkInputs
 from rollout.engine.forward.cuda_capture import WARM_UP_RUNS
 from rollout.engine.forward.decode_state import DecodeInputs
 from rollout.engine.memory.kv_cache import KVCache
 from tests.capturable import Capturable
 
-POOLS: dict[int, tuple[Tensor, Tensor]] = {}
-"""Address of a layer's K in a pool that exists → its K and V."""
 
-
-@torch.library.custom_op("rollout_tests::decode", mutates_args=())
+@torch.library.custom_op("rollout_tests::decode", mutates_args=("keys", "values"))
 def decode(
-    cells: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, seen: Tensor, tables: Tensor,
-    scaling: float, window: int, softcap: float, chunk: int, sinks: Tensor | None, shared: list[Tensor],
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, seen: Tensor, tables: Tensor,
+    scaling: float, window: int, softcap: float, chunk: int, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Write and attend, row by row, in the pool that is at the address in `cells` now; a prefix by its first row's table."""
-    keys, values = POOLS[int(cells[0])]
-    assert int(cells[1]) == values.data_ptr()
+    """Write and attend, row by row."""
     out = torch.zeros(*query.shape[:2], values.shape[3])
     block_size, groups = keys.shape[1], query.shape[1] // keys.shape[2]
     for row in range(len(query)):
@@ -38,14 +32,6 @@ def decode(
             continue
         for cache, own in ((keys, key), (values, value)):
             cache.flatten(0, 1)[int(slots[row])] = own[row]
-    tables = tables.clone()
-    if shared:
-        members, begins, lengths = shared
-        for low, high in pairwise(begins.tolist()):
-            for member in members[low:high].tolist():
-                tables[member, : int(lengths[member]) // block_size] = tables[int(members[low])][
-                    : int(lengths[member]) // block_size
-                ]
     for row in range(len(query)):
         last = int(seen[row])
         if last < 0:
@@ -68,34 +54,23 @@ class Plain:
 
     nbytes = 1000
 
-    def __init__(self, cache: KVCache, *, shares: bool = False) -> None:
+    def __init__(self, cache: KVCache) -> None:
         self.rows = self.released = 0
-        self.shares = shares
         self._cache = cache
 
     def release(self) -> None:
         self.released += 1
 
     def __call__(
-        self, layer: int, inputs: DecodeInputs | ChunkInputs, query: Tensor, key: Tensor, value: Tensor, *,
+        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, *,
         scaling: float, window: int | None, softcap: float | None, chunk: int | None, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         self.rows = len(inputs.ids)
-        cells = self._cache.addresses[2 * layer : 2 * layer + 2]
         slots, tables = inputs.groups[self._cache.group_of(layer)]
-        if isinstance(inputs, ChunkInputs):
-            places = torch.arange(len(inputs.ids))
-            row = torch.searchsorted(inputs.begins[1:], places, right=True).clamp(max=len(tables) - 1)
-            seen = inputs.starts[row] + places - inputs.begins[row]
-            arrays = (slots, torch.where(places < inputs.begins[-1], seen, -1), tables[row])
-            return decode(
-                cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks, []
-            )
-        arrays = (slots, inputs.seen, tables)
-        shared = [] if inputs.shared is None or window else list(vars(inputs.shared).values())
         return decode(
-            cells, query, key, value, *arrays, scaling, window or 0, softcap or 0.0, chunk or 0, sinks, shared
-        )
+            query, key, value, *self._cache.layer(layer), slots, inputs.seen, tables, scaling, window or 0, softcap or 0.0,
+            chunk or 0, sinks,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,13 +116,16 @@ class Record(Capturable):
 class Recorder:
     """A device whose records are made of the operations of torch."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.captures = self.replays = self.forgotten = 0
+    def __init__(self) -> None:
+        self.captures = self.replays = self.forgotten = self.windows = 0
         self.graph_bytes = 0
-        self._cache = cache
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        self.windows += 1
+        yield
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._find_pool()
         for _ in range(WARM_UP_RUNS):
             work()
         with (record := Record()):
@@ -159,13 +137,5 @@ class Recorder:
         self.forgotten += 1
 
     def _replay(self, record: Record) -> None:
-        self._find_pool()
         self.replays += 1
         record()
-
-    def _find_pool(self) -> None:
-        POOLS.clear()
-        if self._cache.on_device:
-            for index in range(len(self._cache.addresses) // 2):
-                keys, values = self._cache.layer(index)
-                POOLS[keys.data_ptr()] = keys, values

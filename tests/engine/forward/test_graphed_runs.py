@@ -1,6 +1,6 @@
 """Tests of runs of decode steps that are replays of one graph, on a pretended device.
 
-The draw is that of the CPU. test_cuda_forward.py has runs of the kernels of Triton, test_on_a_gpu.py those of a GPU.
+The draw is that of the CPU. test_triton_steps.py has runs of the kernels of Triton, test_on_a_gpu.py those of a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import cuda_graphs
 from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.cuda_switches import VARIABLE
 from rollout.engine.forward.decode_runs import DecodeRuns
 from rollout.engine.forward.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.kernels import decode_parts
@@ -40,11 +39,10 @@ def engine_for(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Reco
     engine = make_engine(model, fused_forward=False, **({"kv_cache_blocks": 120} | options))
     engine.context.scheduler.clock = lambda: 0.0
     runner = engine.controller.runner
-    recorder = Recorder(engine.cache)
+    recorder = Recorder()
     runner.graphs = GraphedDecode(
-        runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache),
-        chunked=False,
-    )  # fmt: skip
+        runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache)
+    )
     runner.runs = DecodeRuns(
         GraphedRuns(runner.forward, runner.graphs, runner.layout.device), runner.table, runner.cache, runner.sampling,
         runner.adapters, runner.installation, engine.lifecycle.lock.asked,
@@ -160,7 +158,7 @@ def test_a_run_is_as_long_as_its_graph_has_room_for(monkeypatch: pytest.MonkeyPa
     assert_same(ours, wanted)
     assert made == [1, 1, 8, 16, 14], "up to 16 and 32 positions, and to the end"
     graphs = engine.controller.runner.graphs
-    assert sorted(size.parts for size in graphs._graphs) == [1, 2, 4, 8]
+    assert graphs._parts == 8
     assert graphs.last is not None
     graphs.release()
     assert graphs.last is None, "it would keep what the graphs have read"
@@ -185,16 +183,13 @@ def test_a_run_without_memory_is_made_again_in_a_smaller_pool() -> None:
     assert {key: each[0] for key, each in ours.items()} == {key: each[0] for key, each in wanted.items()}
 
 
-@pytest.mark.parametrize("off", ["switched off", "not captured"])
-def test_without_graphs_or_by_the_switch_steps_are_made_one_at_a_time(off: str, monkeypatch, caplog) -> None:
-    monkeypatch.setenv(VARIABLE, "runs" if off == "switched off" else "")
+def test_without_graphs_steps_are_made_one_at_a_time(monkeypatch, caplog) -> None:
     engine, recorder = engine_for(small())
-    if off == "not captured":
-        monkeypatch.setattr(recorder, "capture", lambda work: 1 / 0)
+    monkeypatch.setattr(recorder, "capture", lambda work: 1 / 0)
     ours, made = results(engine, greedily(12), prompts=1)
     assert max(made) == 1
     assert len(ours[0, 0][0]) == 12
-    assert bool(recorder.replays) == (off == "switched off")
+    assert not recorder.replays
 
 
 def test_runs_of_any_length_equal_their_steps_whatever_happens_between_them() -> None:

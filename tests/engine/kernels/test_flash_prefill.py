@@ -63,7 +63,7 @@ class Flash(ModuleType):
 class NotAsked:
     """Triton's kernels, of which nothing may be asked but decoding."""
 
-    shares = chunks = True
+    chunks = True
 
     def __init__(self) -> None:
         self.prefilled = 0

@@ -1,41 +1,22 @@
-"""Tests of a step's attention through the Triton kernels: row assignment, shared prefixes, tokens of a whole engine.
+"""Tests of a step's attention through the Triton kernels: row assignment, tokens of a whole engine.
 
 The kernels run in Triton's interpreter, in a process of its own (tests/engine/test_in_tritons_interpreter.py), and on a GPU.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.decode_kernels import TritonDecode
-from rollout.engine.kernels import triton_paged
-from rollout.engine.kernels.decode_parts import SPLIT, SharedPrefixes
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace, write_slots
-from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAttention, shared_prefixes
+from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged, load
 from rollout.engine.memory.buffers import ALIGNMENT, packed, upload_together
-from tests.capturable import Capturable
-from tests.engines import assert_greedy, finish, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
 from tests.interpreter import INTERPRETED, combined
 from tests.models import make_model
-
-try:
-    import triton
-    import triton.backends.compiler
-    import triton.compiler
-    import triton.language
-except ImportError:
-    triton = None
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -68,77 +49,6 @@ def prefix(blocks: int, first: int = 0) -> list[int]:
     return list(range(first, first + blocks))
 
 
-def groups_of(ends: list[int], prefixes: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """Members of each group, and each row's shared tokens."""
-    found = shared_prefixes(step([1] * len(ends), ends, prefixes), len(ends))
-    borders = found.begins.tolist()
-    members = [found.members[low:high].tolist() for low, high in pairwise(borders)]
-    return members, found.lengths.tolist()
-
-
-# --- which rows share -------------------------------------------------------------------------------------------------
-
-
-def test_the_samples_of_a_prompt_share_its_whole_parts() -> None:
-    assert groups_of([700, 530, 600], [prefix(33)] * 3) == ([[0, 1, 2]], [512] * 3)
-
-
-def test_rows_with_less_than_a_part_in_common_share_nothing() -> None:
-    assert groups_of([300, 300], [prefix(SPLIT // BLOCK - 1)] * 2) == ([], [0, 0])
-    assert groups_of([300, 300], [[], []]) == ([], [0, 0])
-    assert groups_of([900], [prefix(40)]) == ([], [0])
-    none = shared_prefixes(step([5], [5], [[]]), 0)
-    assert [len(array) for array in none.arrays] == [0, 0, 0]
-
-
-def test_a_block_that_is_still_written_to_is_not_shared() -> None:
-    # Position 256 begins block 16; at position 255 block 15 is not complete.
-    assert groups_of([257, 300], [prefix(16)] * 2) == ([[0, 1]], [256, 256])
-    assert groups_of([256, 300], [prefix(16)] * 2) == ([], [0, 0])
-
-
-def test_samples_stay_together_rather_than_with_all_that_have_their_system_prompt() -> None:
-    system, one, other = prefix(16), prefix(32), [*prefix(16), *prefix(16, first=50)]
-    ends = [600] * 6
-    members, lengths = groups_of(ends, [one, one, one, other, other, system])
-    assert members == [[0, 1, 2], [3, 4]]
-    assert lengths == [512] * 5 + [0]
-    assert groups_of(ends, [system] * 6) == ([[0, 1, 2, 3, 4, 5]], [256] * 6)
-    members, lengths = groups_of(ends, [system, system, one, one, system, system])
-    assert members == [[0, 1], [2, 3], [4, 5]]
-    assert lengths == [256, 256, 512, 512, 256, 256]
-
-
-def test_groups_that_follow_each_other_are_two() -> None:
-    members, lengths = groups_of([600] * 5, [prefix(32), prefix(32), [], prefix(32, 40), prefix(32, 40)])
-    assert members == [[0, 1], [3, 4]]
-    assert lengths == [512, 512, 0, 512, 512]
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    depths=st.lists(st.integers(0, 48), max_size=8),
-    ends=st.lists(st.integers(1, 1000), min_size=9, max_size=9),
-    seed=st.integers(0, 99),
-)
-def test_whatever_is_shared_is_the_same_in_every_table_of_a_group(depths, ends, seed):
-    rows = [prefix(min(depth, -(-end // BLOCK))) for depth, end in zip(depths, ends, strict=False)]
-    if not rows:
-        return
-    made = step([1] * len(rows), ends[: len(rows)], rows, seed)
-    found = shared_prefixes(made, len(rows))
-    assert sorted(set(found.members.tolist())) == found.members.tolist()
-    assert set(np.flatnonzero(found.lengths).tolist()) == set(found.members.tolist())
-    for low, high in pairwise(found.begins):
-        members = found.members[low:high]
-        assert len(members) >= 2
-        (length,) = set(found.lengths[members].tolist())
-        assert length % SPLIT == 0
-        assert length <= made.positions[members].min()
-        tables = made.tables[members, : length // BLOCK]
-        assert (tables == tables[0]).all()
-
-
 def test_arrays_go_up_together_each_at_an_aligned_place() -> None:
     arrays = [np.arange(size, dtype=np.int32) for size in (3, 16, 0, 17)] + [np.arange(6, dtype=np.int32).reshape(2, 3)]
     flat, begins = packed(arrays)
@@ -155,23 +65,19 @@ def test_arrays_go_up_together_each_at_an_aligned_place() -> None:
 class Asked:
     """Stands in for the kernels and says what it was asked."""
 
-    shares = True
-
     def __init__(self, *, chunks: bool = True) -> None:
         self.chunks = chunks
-        self.calls: list[tuple[str, int, int, bool]] = []
+        self.calls: list[tuple[str, int, int]] = []
 
-    def decode_with_lse(
-        self, query, keys, values, table, positions, window, scaling, *, softcap, chunk, sinks, shared, parts
-    ):
+    def decode_with_lse(self, query, keys, values, table, positions, window, scaling, *, softcap, chunk, sinks, parts):
         assert len(table) == len(positions) == len(query)
-        self.calls.append(("decode", len(query), table.shape[1], isinstance(shared, SharedPrefixes)))
+        self.calls.append(("decode", len(query), table.shape[1]))
         return torch.zeros_like(query), torch.zeros(0)
 
     def prefill(self, query, keys, values, table, begins, starts, window, scaling, *, softcap, chunk, sinks):
         assert len(table) == len(starts) == len(begins) - 1
         assert int(begins[-1]) == len(query)
-        self.calls.append(("prefill", len(query), table.shape[1], False))
+        self.calls.append(("prefill", len(query), table.shape[1]))
         return torch.ones_like(query)
 
 
@@ -187,32 +93,25 @@ def asked(rows: PagedRows, *, dim: int = 16, chunks: bool = True, **rules: int) 
 
 def test_leading_rows_of_one_position_decode_and_all_others_prefill() -> None:
     calls, out = asked(step([1, 1, 40, 1], [20, 100, 300, 7], [[]] * 4))
-    assert calls == [("decode", 2, TABLE_STEP, False), ("prefill", 41, 2 * TABLE_STEP, False)]
+    assert calls == [("decode", 2, TABLE_STEP), ("prefill", 41, 2 * TABLE_STEP)]
     assert (out[:2] == 0).all()
     assert (out[2:] == 1).all()
-    assert asked(step([1, 1], [20, 100], [[]] * 2))[0] == [("decode", 2, TABLE_STEP, False)]
-    assert asked(step([9], [20], [[]]))[0] == [("prefill", 9, TABLE_STEP, False)]
+    assert asked(step([1, 1], [20, 100], [[]] * 2))[0] == [("decode", 2, TABLE_STEP)]
+    assert asked(step([9], [20], [[]]))[0] == [("prefill", 9, TABLE_STEP)]
 
 
 def test_chunks_are_left_to_torch_where_prefill_does_not_work_and_decodes_are_not() -> None:
     rows = step([1, 1, 40, 7, 1], [20, 100, 300, 7, 9], [[]] * 5)
     torch.manual_seed(0)
     calls, out = asked(rows, chunks=False)
-    assert calls == [("decode", 2, TABLE_STEP, False)]
+    assert calls == [("decode", 2, TABLE_STEP)]
     torch.manual_seed(0)
     query, cache = torch.randn(50, 4, 16), torch.randn(1000, BLOCK, 2, 16)
     own = cache.flatten(0, 1)[torch.from_numpy(rows.slots)]
     plain = TorchPagedAttention(rows, torch.device("cpu"), Workspace())(query, own, own, cache, cache, scaling=0.3)
     assert (out[:2] == 0).all()
     torch.testing.assert_close(out[2:], plain[2:])
-    assert asked(step([1, 1], [20, 100], [[]] * 2), chunks=False)[0] == [("decode", 2, TABLE_STEP, False)]
-
-
-def test_prefixes_are_shared_but_not_by_layers_with_a_window_or_chunks() -> None:
-    rows = step([1, 1], [700, 700], [prefix(40)] * 2)
-    assert asked(rows)[0] == [("decode", 2, 3 * TABLE_STEP, True)]
-    assert asked(rows, window=64)[0] == [("decode", 2, 3 * TABLE_STEP, False)]
-    assert asked(rows, chunk=64)[0] == [("decode", 2, 3 * TABLE_STEP, False)]
+    assert asked(step([1, 1], [20, 100], [[]] * 2), chunks=False)[0] == [("decode", 2, TABLE_STEP)]
 
 
 def test_heads_the_kernels_do_not_take_are_left_to_torch() -> None:
@@ -220,53 +119,6 @@ def test_heads_the_kernels_do_not_take_are_left_to_torch() -> None:
     assert calls == []
     assert out.shape == (4, 4, 8)
     assert out.isfinite().all()
-
-
-# --- compiled for a device that is not there ---------------------------------------------------------------------------
-
-
-def compiled(
-    kernel: Callable[..., None], types: dict[str, str], constants: dict[str, object], warps: int, stages: int
-) -> str:
-    """PTX for an H200, as for addresses and strides that 16 divides."""
-    names = list(inspect.signature(kernel).parameters)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name].startswith("*") or name.endswith("stride")]
-    source = triton.compiler.ASTSource(
-        triton.jit(kernel), signature, {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
-@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
-def test_caches_found_by_their_address_are_read_as_fast_as_others(monkeypatch, tmp_path):
-    """A pointer made of a number is one that no power of two is known to divide, unless the kernel says so.
-
-    Then every element was loaded by itself and nothing came ahead of its use, with the right result.
-    """
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from rollout.engine.kernels import triton_kernels  # needs Triton
-
-    plan = triton_paged._plan("decode", 6, 128, torch.bfloat16)
-    types = {"scale": "fp32", "out": "*fp32", "lse": "*fp32", "cells": "*i64"}
-    types |= dict.fromkeys(("query", "keys", "values"), "*bf16")
-    lists = ("begins", "owners", "slots", "members", "bounds", "lengths")
-    types |= dict.fromkeys(("table", "positions", *lists), "*i32")
-    constants = {
-        "mode": "decode", "kv_heads": 2, "group": 6, "tokens": 1, "rows": plan.rows,
-        "span": plan.span, "split": SPLIT, "block_size": BLOCK, "window": 0, "chunk": 0, "cap": 0.0, "dim": 128,
-        "value_dim": 128, "padded_dim": 128, "padded_value_dim": 128,
-    }  # fmt: skip
-    loads = []
-    for moves in (False, True):
-        ptx = compiled(triton_kernels.attend_parts, types, constants | {"moves": moves}, plan.warps, plan.stages)
-        loads.append([ptx.count(kind) for kind in ("cp.async.cg", "ld.global.v4", "ld.global.b16")])
-    assert loads[0] == loads[1]
-    assert loads[0][0] > 0
-    assert loads[0][2] == 0
 
 
 # --- in the interpreter, and on a device ------------------------------------------------------------------------------
@@ -343,47 +195,3 @@ def test_an_engine_on_the_paged_kernels_gives_the_tokens_of_generate(paged, name
     assert len(done) == 3
     for request in done.values():
         assert_greedy(model if INTERPRETED else name, request, tolerance=1e-4 if INTERPRETED else 1e-3)
-
-
-class Rerun:
-    """A device whose records are the work itself."""
-
-    graph_bytes = 0
-
-    def __init__(self) -> None:
-        self.captures = 0
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.captures += 1
-        with Capturable():
-            work()
-        return work
-
-    def forget(self) -> None:
-        pass
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-def test_the_paged_kernels_of_graphs_find_a_pool_that_has_moved(paged):
-    def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        pools.append(torch.zeros(numel, dtype=dtype))
-        return pools[-1]
-
-    pools: list[torch.Tensor] = []
-    model = make_model("qwen3", num_hidden_layers=1)
-    engine = make_engine(model, fused_forward=False, allocate=elsewhere)
-    runner, device = engine.controller.runner, Rerun()
-    runner.graphs = GraphedDecode(
-        runner.model, runner.layout, engine.cache, 8, device, TritonDecode(paged, engine.cache)
-    )
-    for seed in range(3):
-        engine.add_request(token_ids(7 + seed, seed), greedily(4))
-    steps(engine, 2)
-    pass_suspended(engine, "offload")
-    pools[0].fill_(torch.nan)
-    done = finish(engine)
-    assert len(pools) == 2
-    assert device.captures == 1
-    assert len(done) == 3
-    for request in done.values():
-        assert_greedy(model, request, tolerance=1e-4)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.engine.kernels import decode_parts, triton_paged
-from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, SharedPrefixes, num_splits
+from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, num_splits
 from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from tests.gpu_first_run.findings import Run
@@ -132,12 +132,11 @@ def decode(
     window: int | None = None,
     scaling: float = 0.3,
     softcap: float | None = None,
-    shared: SharedPrefixes | None = None,
     parts: DecodeParts | None = None,
 ) -> tuple[Tensor, Tensor]:
     return paged.decode_with_lse(
         query.to(DEVICE), pool.keys.to(DEVICE), pool.values.to(DEVICE), table.to(DEVICE),
-        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, shared=shared, parts=parts,
+        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, parts=parts,
     )  # fmt: skip
 
 
@@ -248,19 +247,17 @@ def test_a_sequence_gets_the_same_bits_alone_and_among_many(paged, dtype):
 
 
 @on_the_device
-@pytest.mark.parametrize("shares", [False, True])
-def test_bits_depend_neither_on_the_number_of_programs_nor_on_room_in_the_list(paged, shares, monkeypatch):
+def test_bits_depend_neither_on_the_number_of_programs_nor_on_room_in_the_list(paged, monkeypatch):
     monkeypatch.setattr(decode_parts, "SPLIT", 16)
     pool = Pool(17)
-    common = pool.row(16)
     positions = [27, -1, 60, 16]
-    rows = [pool.row(position + 1, prefix=common if position >= 0 else ()) for position in positions]
+    rows = [pool.row(position + 1) for position in positions]
     query, table = pool.query(4), pool.table(rows)
-    shared = groups_of([[0, 2, 3], []], [16, 0, 16, 16]) if shares else None
-    expected = decode(paged, pool, query, table, positions, shared=shared)
-    for room, spread in ((8, False), (8, True), (30, False)):
-        parts = DecodeParts(torch.tensor(positions, device=DEVICE), room, shared, spread=spread)
-        found = decode(paged, pool, query, table, positions, shared=shared, parts=parts)
+    expected = decode(paged, pool, query, table, positions)
+    for room, programs in ((8, 3), (8, 100), (30, 5)):
+        monkeypatch.setattr(triton_paged, "_programs", lambda _, count=programs: count)
+        parts = DecodeParts(torch.tensor(positions, device=DEVICE), room)
+        found = decode(paged, pool, query, table, positions, parts=parts)
         assert all(map(torch.equal, found, expected))
 
 
@@ -289,33 +286,6 @@ def test_parts_attended_to_by_themselves_merge_into_the_whole(paged):
     )
     torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, whole_lse, atol=1e-5, rtol=1e-5)
-
-
-@on_the_device
-@pytest.mark.parametrize("shares", [False, True])
-def test_caches_are_read_and_written_at_the_addresses_in_the_cells(paged, shares):
-    pool = Pool(16)
-    prefix = pool.row(32)
-    rows = [pool.row(41, prefix=prefix), pool.row(300, prefix=prefix)]
-    query, keys, values, table = (
-        tensor.to(DEVICE) for tensor in (pool.query(2), pool.keys, pool.values, pool.table(rows))
-    )
-    positions = torch.tensor([40, 299], device=DEVICE)
-    shared = groups_of([[0, 1]], [32, 32]) if shares else None
-    expected = paged.decode_with_lse(query, keys, values, table, positions, None, 0.3, shared=shared)
-    # The kernels are given the shape of what is somewhere else by now.
-    elsewhere = [
-        torch.empty_strided(cache.shape, cache.stride(), device=DEVICE).fill_(torch.nan) for cache in (keys, values)
-    ]
-    cells = torch.tensor([keys.data_ptr(), values.data_ptr()], device=DEVICE)
-    actual = paged.decode_with_lse(query, *elsewhere, table, positions, None, 0.3, shared=shared, cells=cells)
-    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
-    index = torch.tensor([pool.nobodys * pool.block_size + 3, -1], device=DEVICE, dtype=torch.int32)
-    own = [pool.normal(2, pool.kv_heads, pool.dim).to(DEVICE) for _ in range(2)]
-    paged.write(*own, *elsewhere, index, cells=cells)
-    for cache, other, new in zip((keys, values), elsewhere, own, strict=True):
-        assert torch.equal(cache[pool.nobodys, 3], new[0])
-        assert other.isnan().all()
 
 
 # --- prefill ----------------------------------------------------------------------------------------------------------
@@ -419,61 +389,6 @@ def test_prefill_leaves_what_is_behind_the_last_chunk_alone(paged):
     assert torch.equal(padded[:10], expected)
 
 
-# --- shared prefixes --------------------------------------------------------------------------------------------------
-
-
-def groups_of(members: Sequence[Sequence[int]], lengths: Sequence[int]) -> SharedPrefixes:
-    begins = torch.tensor([0, *[len(group) for group in members]]).cumsum(0)
-    flat = torch.tensor([member for group in members for member in group], dtype=torch.int32)
-    return SharedPrefixes(*[tensor.int().to(DEVICE) for tensor in (flat, begins, torch.tensor(lengths))])
-
-
-@on_the_device
-@pytest.mark.parametrize(
-    ("window", "shape"),
-    combined([None, 1, 70, 290], [(32, 2, DTYPES[0]), (272, 3, DTYPES[0]), (256, 3, DTYPES[1])]),
-)
-def test_a_shared_prefix_is_read_from_the_first_rows_table_and_nothing_else_changes(paged, shape, window):
-    prefix, group, dtype = shape
-    pool = Pool(prefix, group=group, kv_heads=1, dtype=dtype)
-    common = pool.row(prefix)
-    # Rows 4, 1, 5 and 0 are a group, in this order; 2 and 3 are in none; 0 is padding.
-    positions = [-1, prefix, 40, -1, prefix + 3, prefix + 20]
-    rows = [
-        pool.row(position + 1, prefix=common if index in (1, 4, 5) else ()) for index, position in enumerate(positions)
-    ]
-    query = pool.query(6)
-    expected, expected_lse = decode(paged, pool, query, pool.table(rows), positions, window)
-    # A prefix block in any table but the first member's is NaN now.
-    hidden = [
-        [pool.nobodys] * len(common) + row[len(common) :] if index in (1, 5) else row for index, row in enumerate(rows)
-    ]
-    shared = groups_of([[4, 1, 5, 0], []], [prefix, prefix, 0, 0, prefix, prefix])
-    actual, lse = decode(paged, pool, query, pool.table(hidden), positions, window, shared=shared)
-    assert_close(actual, expected.cpu().double(), dtype)
-    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
-    for row, position in enumerate(positions):
-        if position >= 0:
-            assert_close(actual[row], pool.attention(query[row], rows[row], position, window, 0.3, None)[0], dtype)
-
-
-@on_the_device
-def test_many_groups_each_have_their_own_prefix_and_more_rows_than_a_tile(paged):
-    pool = Pool(11, group=4, kv_heads=1, block_size=8)
-    prefixes = [pool.row(8), pool.row(40)]
-    members = [list(range(20)), list(range(20, 32))]
-    rows = [pool.row(45 + index % 3, prefix=prefixes[index >= 20]) for index in range(32)]
-    positions = [44 + index % 3 for index in range(32)]
-    query = pool.query(32)
-    lengths = [8] * 20 + [40] * 12
-    shared = groups_of(members, lengths)
-    arguments = (query, pool.keys, pool.values, pool.table(rows), torch.tensor(positions))
-    on_device = [argument.to(DEVICE) for argument in arguments]
-    actual, _ = paged.decode_with_lse(*on_device, None, 0.3, softcap=5.0, shared=shared)
-    exact = [pool.attention(query[row], rows[row], positions[row], None, 0.3, 5.0)[0] for row in range(32)]
-    assert_close(actual, torch.stack(exact), pool.dtype)
-
-
 # --- the cache write --------------------------------------------------------------------------------------------------
 
 
@@ -531,20 +446,17 @@ def test_a_workspace_that_grew_keeps_the_old_one_for_graphs_until_it_is_cleared(
 
 @on_the_device
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
-@pytest.mark.parametrize("shares", [False, True])
-def test_a_captured_decode_follows_its_buffers(paged, shares):
+def test_a_captured_decode_follows_its_buffers(paged):
     pool = Pool(15, kv_heads=2, dim=64, dtype=torch.float16)
-    common = pool.row(272)
     positions = [280, 300, 290]
-    rows = [pool.row(position + 1, prefix=common) for position in positions]
+    rows = [pool.row(position + 1) for position in positions]
     query, keys, values, table, where = (
         tensor.to(DEVICE)
         for tensor in (pool.query(3), pool.keys, pool.values, pool.table(rows), torch.tensor(positions))
     )
-    shared = groups_of([[0, 1, 2]], [272] * 3) if shares else None
 
     def step() -> tuple[Tensor, Tensor]:
-        return paged.decode_with_lse(query, keys, values, table, where, None, 0.2, shared=shared)
+        return paged.decode_with_lse(query, keys, values, table, where, None, 0.2)
 
     step()
     torch.cuda.synchronize()
@@ -566,7 +478,7 @@ def test_a_trial_of_these_kernels_passes(kind, dtype, caplog):
     own = load(DEVICE)
     assert own is not None
     assert tried_out(own, [kind], dtype, 7, DEVICE) is own
-    assert own.shares
+    assert own.chunks
     assert not caplog.records
 
 
@@ -615,7 +527,7 @@ def test_a_plan_of_parts_depends_on_the_length_alone() -> None:
     assert [num_splits(tokens) for tokens in (0, 1, SPLIT, SPLIT + 1, 10 * SPLIT)] == [0, 1, 1, 2, 10]
 
 
-@pytest.mark.parametrize("mode", ["decode", "tail", "prefix", "prefill"])
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_size_the_kernels_serve_has_a_tile_that_holds_its_group_and_cuts_a_part_evenly(mode, dtype):
     for group in range(1, triton_paged.MAX_GROUP + 1):

@@ -24,7 +24,7 @@ class Kernels:
     """`TritonPaged` in plain torch, of which one mode may be broken."""
 
     def __init__(self, broken: str = "", error: Exception | None = None) -> None:
-        self.shares = self.chunks = True
+        self.chunks = True
         self.tried: list[str] = []
         self._broken, self._error = broken, error
 
@@ -34,11 +34,11 @@ class Kernels:
         keys += self._broken_in("write")
 
     def decode_with_lse(self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, last: Tensor,
-                        window: None, scale: float, *, shared: Any) -> tuple[Tensor, None]:  # fmt: skip
+                        window: None, scale: float) -> tuple[Tensor, None]:  # fmt: skip
         out = torch.stack([
             self._attend(query[row], keys, values, table[row], int(last[row]), scale) for row in range(len(query))
         ])  # fmt: skip
-        return out + self._broken_in("decode" if shared is None else "shared prefixes"), None
+        return out + self._broken_in("decode"), None
 
     def prefill(self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, begins: Tensor, starts: Tensor,
                 window: None, scale: float) -> Tensor:  # fmt: skip
@@ -71,21 +71,19 @@ def test_kernels_that_are_right_are_used(block_size: int) -> None:
     kernels = Kernels()
     kinds = [Heads(4, 2, 16, 16), Heads(6, 2, 24, 40)]
     assert tried_out(kernels, kinds, torch.float32, block_size, CPU) is kernels
-    assert kernels.shares
     assert kernels.chunks
-    assert kernels.tried == ["write", "decode", "shared prefixes", "prefill"] * 2
+    assert kernels.tried == ["write", "decode", "prefill"] * 2
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of resource: shared memory\nRequired: 300000")])
-@pytest.mark.parametrize("mode", ["write", "decode", "prefill", "shared prefixes"])
+@pytest.mark.parametrize("mode", ["write", "decode", "prefill"])
 def test_kernels_that_raise_or_err_are_not_used(mode: str, error: Exception | None, caplog: Any) -> None:
     kernels = Kernels(mode, error)
     used = tried_out(kernels, [Heads(4, 2, 16, 16)], torch.float32, 16, CPU)
     reason = "differs from plain torch by 0.1" if error is None else "out of resource: shared memory"
     assert reason in caplog.text
     assert "300000" not in caplog.text
-    assert (used is kernels) == (mode in ("prefill", "shared prefixes"))
-    assert kernels.shares == (mode != "shared prefixes")
+    assert (used is kernels) == (mode == "prefill")
     assert kernels.chunks == (mode != "prefill")
 
 

@@ -14,21 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.forward.chunk_state import ChunkState
 from rollout.engine.forward.decode_state import DecodeState
 from rollout.engine.kernels import (
     triton_attention,
     triton_exact,
-    triton_experts,
-    triton_layers,
     triton_paged,
 )
-from rollout.engine.kernels.cpu_forward import Activation, NormKind, RotaryKind
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_exact import AttendedRows
-from rollout.engine.kernels.triton_layers import HeadNorms, Norms, NormWeights, Place
 from rollout.engine.kernels.triton_paged import TritonPaged
 from rollout.engine.memory.buffers import packed
 from tests.triton_launches import recorded
@@ -98,68 +93,17 @@ def test_eager_steps_of_any_rows_launch_the_same_attention(paged, monkeypatch) -
 
 def test_captured_steps_of_any_size_launch_the_same_attention(paged) -> None:
     keys, values = pool()
-    addresses = torch.zeros(8, dtype=torch.int64)
-    decodes, chunks = DecodeState(32, COLUMNS, BLOCK, CPU), ChunkState(512, COLUMNS, CPU)
+    state = DecodeState(32, COLUMNS, BLOCK, CPU)
     with recorded() as asked:
-        for layer in range(3):
-            cells = addresses[2 * layer : 2 * layer + 2]
-            for count, capacity, shares in (
-                (1, 16, False),
-                (2, 16, True),
-                (16, 1000, True),
-                (24, 7, False),
-                (32, 1, True),
-            ):
-                inputs = decodes.inputs(count, COLUMNS, capacity, shares=shares)
-                slots, table = inputs.groups[0]
-                own = of_heads(count, KV_HEADS)
-                paged.write(own, own, keys, values, slots, cells=cells)
-                paged.decode_with_lse(
-                    of_heads(count, HEADS), keys, values, table, inputs.seen, None, 0.1, shared=inputs.shared, cells=cells,
-                    parts=inputs.parts,
-                )  # fmt: skip
-            for tokens in (256, 384):
-                step = chunks.inputs(tokens)
-                slots, table = step.groups[0]
-                paged.write(of_heads(tokens, KV_HEADS), of_heads(tokens, KV_HEADS), keys, values, slots, cells=cells)
-                paged.prefill(
-                    of_heads(tokens, HEADS), keys, values, table, step.begins, step.starts, None, 0.1, cells=cells
-                )
-    assert variants(asked) == {"write": 1, "attend_parts": 3, "merge": 1, "attend_chunks": 1}
-
-
-def test_layers_of_any_rows_launch_the_same_kernels() -> None:
-    weight, caches = NormWeights(torch.zeros(48, dtype=BF16), None), pool()
-    heads, norms = HeadNorms(*torch.zeros(2, DIM, dtype=BF16)), Norms(NormKind.RMS, 1e-6)
-    sizes = KV_HEADS * DIM, HEADS * DIM
-    with recorded(triton_layers.load) as asked:
-        layers = triton_layers.load()
-        for count in (1, 2, 7, 16, 33):
-            hidden = torch.zeros(count, 48, dtype=BF16)
-            layers.add_norm(hidden, hidden.clone(), None, weight, norms, BF16)
-            turned, slots = torch.zeros(count, DIM, dtype=BF16), torch.zeros(count, dtype=torch.int32)
-            for packed_together in (False, True):
-                whole = torch.zeros(count, 2 * sizes[0] + sizes[1], dtype=BF16)
-                parts = whole.split([sizes[1], sizes[0], sizes[0]], 1)
-                query, key, value = (
-                    (each if packed_together else each.contiguous()).view(count, -1, DIM) for each in parts
-                )
-                layers.rotate_and_write(
-                    query, key, value, heads, norms, (turned, turned), RotaryKind.HALVES, Place(*caches, None), slots
-                )
-            layers.activate(hidden, hidden, Activation.SILU)
-            layers.add_scaled(hidden, hidden, 0.5)
-    assert variants(asked) == dict.fromkeys(("add_norm", "rotate_and_write", "activate", "add_scaled"), 1)
-
-
-def test_experts_launch_three_sizes_of_blocks_for_any_rows() -> None:
-    gate_up, down = torch.zeros(4, 64, 48, dtype=BF16), torch.zeros(4, 48, 32, dtype=BF16)
-    with recorded(triton_experts.load) as asked:
-        for count in (1, 2, 7, 16, 33, 64, 90, 500):
-            hidden, shares = torch.zeros(count, 48, dtype=BF16), torch.zeros(count, 2, dtype=BF16)
-            chosen = torch.arange(2 * count).view(count, 2) % 4
-            triton_experts.load()(hidden, shares, chosen, gate_up, down, Activation.SILU)
-    assert variants(asked) == {"gate_and_up": 3, "shared_down": 3}
+        for count, capacity in ((1, 16), (2, 16), (16, 1000), (24, 7), (32, 1)):
+            inputs = state.inputs(count, capacity)
+            slots, table = inputs.groups[0]
+            own = of_heads(count, KV_HEADS)
+            paged.write(own, own, keys, values, slots)
+            paged.decode_with_lse(
+                of_heads(count, HEADS), keys, values, table, inputs.seen, None, 0.1, parts=inputs.parts
+            )
+    assert variants(asked) == {"write": 1, "attend_parts": 1, "merge": 1}
 
 
 def test_exact_mode_launches_the_same_kernels_for_decoding_chunks_and_training(monkeypatch) -> None:
@@ -178,5 +122,5 @@ def test_exact_mode_launches_the_same_kernels_for_decoding_chunks_and_training(m
                 # Of a step, wherever its arrays lie.
                 table, begins = torch.zeros(1, 34, dtype=torch.int32)[:, 1:], torch.zeros(3, dtype=torch.int32)[1:]
                 rows = AttendedRows(table, begins, at.int(), longest, BLOCK, BLOCK)
-                triton_exact.paged_attention(query, torch.zeros(3, dtype=torch.int64)[1:], rows, KV_HEADS, 0.1, None)
+                triton_exact.paged_attention(query, *pool(), rows, 0.1, None)
     assert variants(asked) == dict.fromkeys(("product", "rms_norm", "rotate", "silu_times", "attend", "fold"), 1)

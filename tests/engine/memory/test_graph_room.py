@@ -13,7 +13,6 @@ from rollout.engine.forward import graph_sizes
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.forward.graph_sizes import GraphMemory
 from rollout.engine.memory.arena import Arena
-from rollout.engine.memory.kv_cache import KVCache
 from tests.engine.forward.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import BLOCKS, PAGE, CachingAllocator, Driver
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
@@ -21,27 +20,29 @@ from tests.engines import assert_greedy, finish, greedily, make_engine, steps, t
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 GRAPH = 30 * PAGE
-"""What a capture takes."""
+"""What the first capture takes, whose memory the others use; each of these takes a page."""
+SIZES = 4
+"""For steps of up to 8 rows."""
 
 
 class Capturing(Recorder):
     """Captures take memory of a pretended device, and give it back when they are forgotten."""
 
-    def __init__(self, cache: KVCache, allocator: CachingAllocator) -> None:
-        super().__init__(cache)
+    def __init__(self, allocator: CachingAllocator) -> None:
+        super().__init__()
         self._allocator = allocator
-        self._held: list[list[int]] = []
+        self._held: list[tuple[list[int], int]] = []
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        segment = self._allocator.take(GRAPH)
-        self._held.append(segment)
-        self.graph_bytes += GRAPH
+        size = PAGE if self._held else GRAPH
+        self._held.append((self._allocator.take(size), size))
+        self.graph_bytes += size
         return super().capture(work)
 
     def forget(self) -> None:
         super().forget()
-        for segment in self._held:
-            segment[1] -= GRAPH
+        for segment, size in self._held:
+            segment[1] -= size
         self._held.clear()
         self._allocator.empty()
         self.graph_bytes = 0
@@ -60,10 +61,8 @@ def on(driver: Driver, allocator: CachingAllocator) -> tuple[DynamicInferenceEng
         "qwen3", allocate=arena.allocate, kv_cache_blocks=BLOCKS, fused_forward=False, release_cuda_graphs=True
     )
     engine.cache._release = arena.release
-    runner, recorder = engine.controller.runner, Capturing(engine.cache, allocator)
-    runner.graphs = GraphedDecode(
-        runner.model, runner.layout, engine.cache, 8, recorder, Plain(engine.cache), chunked=False
-    )
+    runner, recorder = engine.controller.runner, Capturing(allocator)
+    runner.graphs = GraphedDecode(runner.model, runner.layout, engine.cache, 8, recorder, Plain(engine.cache))
     # Torch counts the pool of graphs as free, although nothing else can have it.
     engine.context._spare = lambda: driver.total - driver.used + recorder.graph_bytes
     return engine, recorder
@@ -93,14 +92,14 @@ def test_a_resume_leaves_the_room_that_graphs_have_had_to_those_that_are_capture
     engine, recorder = on(driver, allocator)
     whole = engine.cache.device_bytes
     generate(engine)
-    assert recorder.captures == 1
+    assert recorder.captures == SIZES
     if not counted:
         engine.context.to_come = lambda: recorder.graph_bytes
     # Adam's states are born, and leave the pool and half a graph.
     with caplog.at_level(logging.WARNING):
         suspend_while(engine, lambda: allocator.take(driver.total - driver.used - whole - GRAPH // 2))
         generate(engine)
-    assert (recorder.captures == 2) == counted
+    assert (recorder.captures == 2 * SIZES) == counted
     assert ("no memory to capture" in caplog.text) != counted
     assert (engine.cache.num_blocks < BLOCKS) == counted
 
@@ -115,13 +114,14 @@ def test_after_a_capture_without_memory_the_pool_leaves_it_at_the_next_resume(
     with caplog.at_level(logging.WARNING):
         generate(engine)
     assert recorder.captures == 0
-    assert "no memory to capture decode steps of 4 rows until the next suspend, after which the KV pool leaves" in (
-        caplog.text
+    assert (
+        "no memory to capture decode steps of 1, 2, 4, 8 rows until the next suspend, after which the KV pool leaves"
+        in (caplog.text)
     )
     suspend_while(engine, lambda: None)
     assert engine.cache.num_blocks < BLOCKS
     generate(engine)
-    assert recorder.captures == 1
+    assert recorder.captures == SIZES
     assert engine.context.room() >= 0
 
 

@@ -130,10 +130,11 @@ def lives_at_fixed_addresses(rank: int) -> dict[str, Any]:
     model, alone = sharded(make_model("llama")), make_model("llama")
     optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
     told: dict[str, Any] = {"used": set(), "addresses": set(), "same": []}
-    with mapped_weights() as driver, a_manager(model, coordinator=False, fused_forward=False) as rollout:
+    options = {"fused_forward": False, "kv_cache_management_mode": "persist"}
+    with mapped_weights() as driver, a_manager(model, coordinator=False, **options) as rollout:
         attach(optimizer, rollout)
         runner, cache = rollout.engine.controller.runner, rollout.engine.cache
-        recorder = Recorder(cache)
+        recorder = Recorder()
         runner.graphs = GraphedDecode(runner.model, runner.layout, cache, 16, recorder, Plain(cache))
         for step in range(3):
             told["used"].add(driver.used)
@@ -157,7 +158,7 @@ def lives_at_fixed_addresses(rank: int) -> dict[str, Any]:
             torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
             optimizer_alone.step()
             optimizer_alone.zero_grad()
-        told["captured anew"] = recorder.captures - len(runner.graphs._graphs)
+        told["captured anew"] = recorder.windows - 1
         told["replays"] = recorder.replays
         told["explained"] = rollout.explain().model.weights
     return told | {"version": rollout.policy_version, "bytes": sum(each.nbytes for each in alone.parameters())}

@@ -1,0 +1,224 @@
+"""Tests of engines whose captured decode steps run on the Triton kernels: against the module's forward and `generate`.
+
+They run in Triton's interpreter, in a process of its own (see tests/engine/test_in_tritons_interpreter.py), and on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward.cuda_graphs import GraphedDecode
+from rollout.engine.forward.decode_kernels import TritonDecode
+from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.graphed_runs import LEAD, GraphedRuns
+from rollout.engine.forward.trial_forwards import paged_logits
+from rollout.engine.kernels import decode_parts
+from rollout.engine.kernels.triton_paged import load
+from rollout.engine.memory.arena import PoolMemory
+from rollout.engine.memory.block_pool import zeros
+from rollout.engine.scheduling import run_ahead
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
+from tests.capturable import Capturable
+from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.interpreter import INTERPRETED
+from tests.models import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:TRITON_DEFAULT_FP_FUSION")
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+NAMES = ["qwen3", "llama", "gemma2", "mistral"]
+
+
+def on_the_device(function: Any) -> Any:
+    if INTERPRETED:
+        return function
+    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
+    return pytest.mark.gpu(function)
+
+
+class Rerun:
+    """A device whose records are the work itself."""
+
+    graph_bytes = 0
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        yield
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.captures += 1
+        work()
+        with Capturable():
+            work()
+        return lambda: self._replay(work)
+
+    def forget(self) -> None:
+        pass
+
+    def _replay(self, work: Callable[[], None]) -> None:
+        self.replays += 1
+        work()
+
+
+def small(name: str, **changes: Any) -> Any:
+    """A model whose heads the kernels take; interpreted programs are slow, so it has few layers and heads there."""
+    few: dict[str, Any] = {"num_attention_heads": 3}
+    if name != "gpt2":
+        few |= {"num_key_value_heads": 1, "head_dim": 16}
+    if INTERPRETED:
+        few["num_hidden_layers"] = 2 if name == "gemma2" else 1
+    return make_model(name, **(few | changes)).to(DEVICE)
+
+
+def engine_of(model: Any, **options: Any) -> DynamicInferenceEngine:
+    """An engine on the Triton kernels, captured decode steps included."""
+    options = {"block_size_tokens": 8, "max_tokens_per_step": 16, "max_requests": 2, "fused_forward": False} | options
+    engine = make_engine(model, **options)
+    if INTERPRETED:
+        runner, cache = engine.controller.runner, engine.cache
+        kernels, runner.paged = load(DEVICE), load(DEVICE)
+        assert kernels is not None
+        decode = TritonDecode(kernels, cache)
+        runner.copies = AutocastCopies(runner.model, DEVICE, PoolMemory(zeros), lambda: math.inf)
+        runner.graphs = GraphedDecode(runner.model, runner.layout, cache, 2, Rerun(), decode, copies=runner.copies)
+        runner.runs = DecodeRuns(
+            GraphedRuns(runner.forward, runner.graphs, DEVICE), runner.table, cache, runner.sampling, runner.adapters,
+            runner.installation, engine.lifecycle.lock.asked,
+        )  # fmt: skip
+    return engine
+
+
+def captured(engine: DynamicInferenceEngine) -> list[int]:
+    """Rows of the graphs."""
+    graphs = engine.controller.runner.graphs
+    assert graphs is not None
+    assert not graphs.why_not
+    return graphs.captured
+
+
+@on_the_device
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_eager_and_captured_steps_are_the_modules(name) -> None:
+    engine, tokens = engine_of(small(name)), token_ids(11, 1)
+    # A prompt, a chunk that goes on from it, and a captured step.
+    logits = paged_logits(engine.controller.runner, tokens, 6, 10)
+    torch.testing.assert_close(logits, engine.controller.forward_logits(tokens), atol=1e-5, rtol=1e-4)
+    assert captured(engine) == [1, 2]
+
+
+@on_the_device
+@pytest.mark.skipif(INTERPRETED, reason="too slow where programs are interpreted")
+@pytest.mark.parametrize("name", NAMES)
+def test_eager_and_captured_steps_give_the_tokens_of_generate(name) -> None:
+    model = small(name)
+    engine = engine_of(model)
+    for seed in range(2):
+        engine.add_request(token_ids(4 + 15 * seed, seed), greedily(40))
+    done = finish(engine)
+    assert captured(engine) == [1, 2]
+    for request in done.values():
+        assert_greedy(model, request, tolerance=1e-3)
+
+
+@on_the_device
+def test_runs_of_steps_queued_on_the_device_are_those_steps(monkeypatch) -> None:
+    """A row ends within the run, another crosses blocks and parts of keys, whose lists are made on the device."""
+    monkeypatch.setattr(decode_parts, "SPLIT", 16)
+    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
+    model, found, lengths = small("qwen3"), [], []
+    tokens, stops = (6, range(3, 50)) if INTERPRETED else (60, range(3, 6))
+    for ahead in (False, True):
+        engine = engine_of(model)
+        engine.add_request(token_ids(13, 1), at_random(tokens))
+        engine.add_request(token_ids(3, 2), at_random(tokens, ignore_eos=False, stop_token_ids=list(stops)))
+        ended: list[Any] = []
+        while engine.has_unfinished:
+            ended += engine.step(ahead=ahead)
+            lengths.append(engine.parts.stepper.made)
+        found.append({each.request_id: each.merge() for each in ended})
+        assert captured(engine) == [1, 2]
+    assert max(lengths) > LEAD, "no run was made"
+    for key, wanted in found[0].items():
+        ours = found[1][key]
+        assert (ours.generated_tokens, ours.finish_reason) == (wanted.generated_tokens, wanted.finish_reason)
+        assert ours.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-5)
+    assert found[0][1].finish_reason == "stop"
+
+
+@on_the_device
+def test_heads_that_the_attention_kernels_do_not_take_run_eagerly_with_plain_attention() -> None:
+    model, tokens = make_model("gpt2", num_attention_heads=6, n_layer=1).to(DEVICE), token_ids(6, 1)
+    engine = engine_of(model)
+    for _ in range(2):
+        logits = paged_logits(engine.controller.runner, tokens, 5)
+        torch.testing.assert_close(logits, engine.controller.forward_logits(tokens), atol=1e-5, rtol=1e-4)
+    graphs = engine.controller.runner.graphs
+    assert graphs is None or not graphs.captured
+
+
+@on_the_device
+def test_weights_changed_in_place_are_read_by_the_graphs_there_are() -> None:
+    model = small("llama")
+    engine = engine_of(model)
+    engine.generate([token_ids(3, 1)], greedily(3))
+    graphs = engine.controller.runner.graphs
+    before = dict(graphs._graphs[None])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
+    engine.weights_updated()
+    (request,) = engine.generate([token_ids(3, 1)], greedily(3))
+    assert all(graphs._graphs[None][rows] is graph for rows, graph in before.items())
+    assert_greedy(model, request, tolerance=1e-5 if INTERPRETED else 1e-3)
+
+
+@on_the_device
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_under_autocast_logits_are_those_of_the_module_under_autocast(name) -> None:
+    # The interpreter multiplies the bits of bfloat16 as integers.
+    model, dtype = small(name), torch.float16 if INTERPRETED else torch.bfloat16
+    tokens = token_ids(6, 1)
+    with torch.autocast(DEVICE.type, dtype):
+        found = []
+        for copied in (True, False):
+            engine = engine_of(model)
+            runner = engine.controller.runner
+            if not copied:
+                runner.copies = runner.graphs._copies = NO_COPIES
+            found.append(paged_logits(runner, tokens, 3, 5))
+            assert (engine.stats()["autocast_copy_bytes"] > 0) == copied
+            expected = engine.controller.forward_logits(tokens)
+    assert torch.equal(*found), "the copy is the cast"
+    scale, bound = float(expected.abs().max()), 5e-3 if INTERPRETED else 5e-2
+    assert float((found[0] - expected).abs().max()) < scale * bound
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_the_kernels_of_graphs_read_a_pool_that_has_moved() -> None:
+    def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pools.append(torch.zeros(numel, dtype=dtype))
+        return pools[-1]
+
+    pools: list[torch.Tensor] = []
+    model = small("qwen3")
+    engine = engine_of(model, allocate=elsewhere)
+    for seed in range(2):
+        engine.add_request(token_ids(7 + seed, seed), greedily(4))
+    steps(engine, 2)
+    pass_suspended(engine, "offload")
+    pools[0].fill_(torch.nan)
+    done = finish(engine)
+    assert len(pools) == 2
+    assert len(done) == 2
+    for request in done.values():
+        assert_greedy(model, request, tolerance=1e-4)
