@@ -25,7 +25,6 @@ from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.adapters import LoraAdapters
 from rollout.engine.forward.attention import Installation
 from rollout.engine.forward.cuda_switches import refuse_unknown_parts
-from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import (
     DEFAULT_LENGTH,
@@ -33,6 +32,7 @@ from rollout.engine.forward.model_support import (
     refuse_growing_rope,
     refuse_packed_temperature,
 )
+from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.forward.routers import routers_of
 from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
 from rollout.engine.kernels import triton_exact
@@ -304,9 +304,9 @@ class EngineParts:
             self.context, self._ledger, self._admission, self._lifecycle, clock
         )
         self._staleness = Staleness(self.config, scheduler, self._ledger, self._admission, failures)
-        forward = ForwardKey(model, self.controller.layout.device, self._autocast)
+        watch = ModelWatch(model, self.controller.layout.device, self._autocast)
         self._stepper = Stepper(
-            scheduler, self.controller, self._ledger, failures, forward, variant, self.stats, self.tap, self._make_room,
+            scheduler, self.controller, self._ledger, failures, watch, variant, self.stats, self.tap, self._make_room,
             self._lock,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from traceback import clear_frames
 
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.failures import FailureContainment
-from rollout.engine.forward.forward_key import ForwardKey
+from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.ledger import Ledger
 from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.multimodal.vision import EncodingError
@@ -40,7 +40,7 @@ class Stepper:
     _controller: TextGenerationController
     _ledger: Ledger
     _failures: FailureContainment
-    _forward: ForwardKey
+    _watch: ModelWatch
     _variant: Callable[[], Variant]
     _stats: Callable[[], dict[str, float]]
     _tap: EngineTap
@@ -79,10 +79,10 @@ class Stepper:
         """Take note of the adapters and forward settings that act now; returns the variant. KV of others is not shared."""
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._variant()
-        forward = self._forward.look(installation.module_epoch)
         if variant != scheduler.variant:
             # What a forward has bound of the model may be of the other adapters.
             installation.module_epoch += 1
+        forward = self._watch.look(installation.module_epoch)
         if (variant, forward) != (scheduler.variant, scheduler.forward):
             scheduler.switch(variant, forward)
             self._controller.runner.vision.features.clear()

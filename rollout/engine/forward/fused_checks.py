@@ -67,7 +67,7 @@ class Checks:
             f"the forward of {name} was replaced",
         )
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            require(_only_gathers(hook) or _only_marks(hook), f"{name} has forward hooks")
+            require(_only_gathers(hook) or only_marks(hook), f"{name} has forward hooks")
         require(not is_parametrized(module), f"{name} is parametrised")
         self.originals.methods(_kind(module), "forward", "__call__")
         self._dicts.append(module.__dict__)
@@ -115,7 +115,7 @@ def _only_gathers(hook: Any) -> bool:
     return policy.output_dtype in (None, policy.param_dtype)
 
 
-def _only_marks(hook: Any) -> bool:
+def only_marks(hook: Any) -> bool:
     """Whether a hook is the one of `gradient_checkpointing_enable`, which sets `requires_grad` of the embedding's output."""
     home, name = str(getattr(hook, "__module__", "")), getattr(hook, "__name__", "")
     return home.startswith(("transformers.", "peft.")) and name in (
