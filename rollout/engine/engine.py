@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.diagnosis import answer_signal, watch
 from rollout.engine.admission import prompt_of, refuse_what_is_not_served
+from rollout.engine.forward.model_support import inspect_model
 from rollout.engine.group_member import GroupMember
 from rollout.engine.holds import Holds
 from rollout.engine.ledger import Ledger
@@ -29,7 +31,7 @@ from rollout.engine.prefill import Prefill, Take, Wanted
 from rollout.engine.scheduling.adapters import described
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.scheduling.sequences import Sequence as Sample
-from rollout.errors import InvalidRequestError, RequestError, UnsupportedModelError
+from rollout.errors import EngineStateError, InvalidRequestError, RequestError, UnsupportedModelError
 from rollout.requests.images import ImagePrompt
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -113,6 +115,46 @@ class DynamicInferenceEngine(GroupMember):
                     cache.keep_host_blocks(host_slots)
                 raise
             self._guard.rebuild_due = False
+
+    def changed_settings(self) -> list[str]:
+        """Names of settings that masks may be made of and that changed since the engine was built."""
+        self.weights.follow()
+        return self._stepper.watch.changed_settings()
+
+    def follow_model(self) -> None:
+        """Build the engine again if windows, chunks or masks of attention layers have changed since it was built.
+
+        Every way to `step` calls it, with whole weights, wherever the caller had the module.
+
+        Raises:
+            UnsupportedModelError: the attention layers now do something that the engine does not support.
+            EngineStateError: settings have changed, and ranks compute each forward together.
+        """
+        if self.installation.active or not self.weights.ready:
+            return
+        if not (names := ", ".join(self.changed_settings())):
+            return
+        if self.peers is not None:
+            raise EngineStateError(
+                f"{names} of {type(self.model).__name__} changed after the rollout was built, and the {self.peers.name} "
+                "computes forwards together: undo it, or call manager.close() and build another on every rank"
+            )
+        with plain_tensors(), self._under_autocast():
+            try:
+                layout = inspect_model(self.weights.sampled, self.config.max_sequence_length)
+            except UnsupportedModelError as exc:
+                raise UnsupportedModelError(f"{names} changed after the rollout was built; undo it: {exc}") from exc
+        if layout.masks != self.controller.layout.masks:
+            self.rebuild()
+        else:
+            self._stepper.watch.accept_settings()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A block of steps with our attention installed, after `follow_model`."""
+        self.follow_model()
+        with self.installation:
+            yield
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -297,6 +339,7 @@ class DynamicInferenceEngine(GroupMember):
                 self._guard.refuse_scattered()
                 with interruptible():
                     self.weights.gather()
+            self.follow_model()
             with plain_tensors():
                 self._stepper.step(ahead=ahead)
                 if self._lifecycle.cause_of_death is not None:
@@ -321,9 +364,9 @@ class DynamicInferenceEngine(GroupMember):
             self._lifecycle.refuse_unless_running()
             self._refuse_alone()
             self.check_weights()
-            numbers = self._add_all(prompts, sampling_params)
-            mine = set(numbers)
-            with self.whole_weights(), self.installation:
+            with self.whole_weights(), self.stepping():
+                numbers = self._add_all(prompts, sampling_params)
+                mine = set(numbers)
                 while not mine.isdisjoint(self._ledger.live):
                     self.refuse_when_nothing_can_run()
                     self._step(ahead=True)
@@ -373,7 +416,7 @@ class DynamicInferenceEngine(GroupMember):
         with self.turns.taken(), plain_tensors():
             self._lifecycle.refuse_unless_running()
             self.check_weights()
-            with self.whole_weights(), self.installation, self._lock:
+            with self.whole_weights(), self._lock, self.stepping():
                 self._lifecycle.refuse_unless_running()
                 variant = self._stepper.follow_forward()
                 Prefill(self.config, self.controller.runner, self.context, self._admission).run(wanted, take)

@@ -290,7 +290,7 @@ class EngineParts:
         return pool_memory(device, virtual=self.config.virtual_memory)
 
     def _assemble(self, model: nn.Module) -> None:
-        scheduler, clock = self.context.scheduler, self._clock
+        scheduler, clock, layout = self.context.scheduler, self._clock, self.controller.layout
         adapters = self._adapters = AdapterSwitches(model)
         installation = self.installation
 
@@ -304,7 +304,7 @@ class EngineParts:
             self.context, self._ledger, self._admission, self._lifecycle, clock
         )
         self._staleness = Staleness(self.config, scheduler, self._ledger, self._admission, failures)
-        watch = ModelWatch(model, self.controller.layout.device, self._autocast)
+        watch = ModelWatch(model, layout.device, self._autocast, layout.layer_of)
         self._stepper = Stepper(
             scheduler, self.controller, self._ledger, failures, watch, variant, self.stats, self.tap, self._make_room,
             self._lock,

@@ -25,6 +25,7 @@ class Stepper:
     """Makes the steps of one engine; the caller holds the engine's lock.
 
     Args:
+        watch: compares what the model computes.
         variant: reads which adapters of the model are active.
         stats: for the message of an error that must not happen.
         tap: hears of every step while a trace is recorded.
@@ -40,7 +41,7 @@ class Stepper:
     _controller: TextGenerationController
     _ledger: Ledger
     _failures: FailureContainment
-    _watch: ModelWatch
+    watch: ModelWatch
     _variant: Callable[[], Variant]
     _stats: Callable[[], dict[str, float]]
     _tap: EngineTap
@@ -82,7 +83,7 @@ class Stepper:
         if variant != scheduler.variant:
             # What a forward has bound of the model may be of the other adapters.
             installation.module_epoch += 1
-        forward = self._watch.look(installation.module_epoch)
+        forward = self.watch.look(installation.module_epoch)
         if (variant, forward) != (scheduler.variant, scheduler.forward):
             scheduler.switch(variant, forward)
             self._controller.runner.vision.features.clear()

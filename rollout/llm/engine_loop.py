@@ -173,6 +173,7 @@ class EngineLoop:
         with engine.locked():
             if engine.state is EngineState.RUNNING and not engine.holds.forbid_steps and not engine.has_unfinished:
                 engine.check_weights()
+                engine.follow_model()
 
     def wake(self) -> None:
         """Look at the engine again: its state has changed, or it has new work."""
@@ -246,7 +247,7 @@ class EngineLoop:
                 self._delivery.tell(engine.take_ended(), everything=True)
                 return
             with ExitStack() as installed:
-                installed.enter_context(engine.installation)
+                installed.enter_context(engine.stepping())
                 while True:
                     ended = engine.step(ahead=True)
                     self._apply()

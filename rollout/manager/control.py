@@ -374,16 +374,17 @@ class ManagerControl:
             )
         return batch
 
-    def _follow_sharding(self) -> None:
-        """Sample with weights that the trainer has sharded by FSDP2 since the manager was built; every rank comes here."""
-        if not self.engine.sharded_since():
+    def _follow_model(self) -> None:
+        """Build the engine again if the trainer has sharded the weights by FSDP2 or changed masks; every rank comes here."""
+        sharded = self.engine.sharded_since()
+        if not sharded and not self.engine.changed_settings():
             return
         self._ensure_running()
-        if not self._loop.gathering.collective:
+        if sharded and not self._loop.gathering.collective:
             self._loop.gathering = Gathering(self.engine, self._backend.barrier, World.of_torch())
         with self._loop.gathering.held():
             self._loop.gathering.ensure()
-            self.engine.rebuild()
+            self.engine.rebuild() if sharded else self.engine.follow_model()
 
 
 def check_on_error(on_error: str) -> None:

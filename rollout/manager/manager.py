@@ -158,7 +158,7 @@ class RolloutManager(ManagerScoring):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
         with self.engine.turns.taken(timeout_s):
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             self.engine.check_weights()
             self._step_traces.rollout_begins(self.policy_version)
             mine = self.submit(prompts, sampling_params, metadata=metadata)
@@ -233,7 +233,7 @@ class RolloutManager(ManagerScoring):
         return self._as_completed(chosen, on_error)
 
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
-        self._follow_sharding()
+        self._follow_model()
         self.engine.check_weights()
         self._step_traces.rollout_begins(self.policy_version)
         with self._loop.gathering.held():
@@ -309,7 +309,7 @@ class RolloutManager(ManagerScoring):
         """
         with self.engine.turns.taken():
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             with self._loop.gathering.held():
                 self._loop.gathering.ensure()
                 return score_by(

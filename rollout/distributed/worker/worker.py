@@ -46,7 +46,7 @@ class EngineWorker(RankConnection):
             if not self._has_work():
                 return False
             with ExitStack() as installed:
-                installed.enter_context(self.engine.installation)
+                installed.enter_context(self.engine.stepping())
                 while True:
                     ended = self._engine_step()
                     going_on = self._has_work() and not self.engine.wanted and not interrupt_pending()
@@ -104,6 +104,7 @@ class EngineWorker(RankConnection):
             running = self.engine.state is EngineState.RUNNING and not self.engine.holds.forbid_steps
             if running and not self.engine.has_unfinished:
                 self.engine.check_weights()
+                self.engine.follow_model()
 
     def run(self) -> None:
         """Step whenever there is work, until `stop` is called by another thread or the engine stops.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -49,19 +49,28 @@ _SMALL_BYTES = 1 << 16
 
 
 class ModelWatch:
-    """Computes the forward key of one model.
+    """Computes the forward key of one model, and compares what its masks may be made of.
 
     Args:
         autocast: the dtype that all its forwards are autocast to; None: the caller's autocast applies.
+        attentions: its attention layers.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        attentions: Iterable[nn.Module] = (),
+    ) -> None:
         self._model = model
         self._device = device.type
         self._autocast = autocast
+        self._attentions = list(attentions)
         self._module_epoch = -1
         self._contents = _Contents()
         self._modules: Hashable = ()
+        self._settings = self._mask_settings()
 
     def look(self, module_epoch: int) -> Hashable:
         """Current key, after rescanning the modules if `module_epoch` has changed.
@@ -76,6 +85,24 @@ class ModelWatch:
             # One object for equal keys, so that the comparison in every step is one of identity.
             self._modules = self._modules if found == self._modules else found
         return self._precision(), self._modules
+
+    def changed_settings(self) -> list[str]:
+        """Names of values of the configuration and of attention layers, from which masks may be made, that have changed."""
+        before, now = self._settings, self._mask_settings()
+        return sorted({name for place, name in before | now if before.get((place, name)) != now.get((place, name))})
+
+    def accept_settings(self) -> None:
+        """Compare with the present values from here on."""
+        self._settings = self._mask_settings()
+
+    def _mask_settings(self) -> dict[tuple[int, str], Hashable]:
+        scan = _Scan(_Contents())
+        return {
+            (place, name): scan.frozen(value)
+            for place, owner in enumerate([getattr(self._model, "config", None), *self._attentions])
+            for name, value in getattr(owner, "__dict__", {}).items()
+            if name not in _UNREAD and not name.endswith("_token_id")
+        }
 
     def _precision(self) -> Hashable:
         dtype = self._autocast
@@ -119,7 +146,7 @@ class _Scan:
         if isinstance(config := own.get("config"), PreTrainedConfig):
             self._configs[id(config)] = config
         found: list[Any] = [
-            (name, value if type(value) in _PLAIN else self._frozen(value))
+            (name, value if type(value) in _PLAIN else self.frozen(value))
             for name, value in own.items()
             if name not in _UNREAD
         ]
@@ -129,22 +156,22 @@ class _Scan:
                 # Handle numbers are never reused.
                 found += [(name, handle) for handle in taken]
         if names := own["_non_persistent_buffers_set"]:
-            found += [(name, self._frozen(own["_buffers"].get(name))) for name in names]
+            found += [(name, self.frozen(own["_buffers"].get(name))) for name in names]
         return kind, *found
 
     def _config(self, config: PreTrainedConfig) -> Hashable:
-        return tuple((name, self._frozen(value)) for name, value in vars(config).items() if name not in _ARGUMENTS)
+        return tuple((name, self.frozen(value)) for name, value in vars(config).items() if name not in _ARGUMENTS)
 
-    def _frozen(self, value: Any) -> Hashable:
+    def frozen(self, value: Any) -> Hashable:
         """`value` as the key holds it; None for objects that are not compared."""
         kind = type(value)
         if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
         if kind in _CONTAINERS and len(value) <= _MOST_ITEMS:
-            each = tuple([one if type(one) in _PLAIN else self._frozen(one) for one in value])
+            each = tuple([one if type(one) in _PLAIN else self.frozen(one) for one in value])
             if kind is not dict:
                 return frozenset(each) if kind is set else each
-            return each, tuple([one if type(one) in _PLAIN else self._frozen(one) for one in value.values()])
+            return each, tuple([one if type(one) in _PLAIN else self.frozen(one) for one in value.values()])
         if isinstance(value, Tensor):
             return self._contents.of(value)
         if isinstance(value, PreTrainedConfig):

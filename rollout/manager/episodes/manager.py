@@ -189,7 +189,7 @@ class ManagerEpisodes(ManagerControl):
         drawn = iter(tasks)
         with self.engine.turns.taken(timeout_s):
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             self.engine.check_weights()
             self._step_traces.rollout_begins(self.policy_version)
             player, begun = self._player, []

@@ -83,7 +83,7 @@ class ManagerScoring(ManagerEpisodes):
         begun: list[int] = []
         with self.engine.turns.taken(timeout_s):
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             self.engine.check_weights()
             self._step_traces.rollout_begins(self.policy_version)
             self._pacer.begin_round(self.policy_version)
