@@ -31,18 +31,18 @@ class Checks:
         self.originals = Originals()
         self._dicts: list[dict[str, Any]] = []
         self._hooks_ever = RemovableHandle.next_id
-        self._attributes = 0
+        self._attributes: list[int] = []
 
     def seal(self) -> None:
         """End of the checks: attributes that are added to a module from now on are changes."""
-        self._attributes = sum(map(len, self._dicts))
+        self._attributes = list(map(len, self._dicts))
 
     def hold(self) -> bool:
         """Whether a quick check finds no change."""
         return (
             RemovableHandle.next_id == self._hooks_ever
             and self.originals.intact()
-            and sum(map(len, self._dicts)) == self._attributes
+            and list(map(len, self._dicts)) == self._attributes
         )
 
     def plain(self, module: nn.Module, *children: str) -> None:
