@@ -21,7 +21,6 @@ from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.paged_forward import run_exactly
 from rollout.engine.failures import FailureContainment
 from rollout.engine.forward.adapters import LoraAdapters
-from rollout.engine.forward.forward_key import ForwardKey
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_support import (
     DEFAULT_LENGTH,
@@ -30,6 +29,7 @@ from rollout.engine.forward.model_support import (
     refuse_growing_rope,
     refuse_packed_temperature,
 )
+from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.forward.routers import Routers, routers_of
 from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
 from rollout.engine.inspection import Inspection
@@ -51,7 +51,7 @@ from rollout.engine.staleness import Staleness
 from rollout.engine.stepper import Stepper
 from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
-from rollout.errors import ConfigError, UnsupportedModelError
+from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
 from rollout.state import KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred
 from rollout.tracing.recorder import EngineTap
@@ -180,6 +180,31 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
         return parts
 
 
+def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
+    """Build the parts again if windows, chunks or masks of attention layers have changed since `parts` were built.
+
+    Raises:
+        UnsupportedModelError: the attention layers now do something that the engine does not support.
+        EngineStateError: settings have changed, and ranks compute each forward together.
+    """
+    if not (names := ", ".join(parts.inspection.changed_settings())):
+        return parts
+    if (group := base.peers.everyone) is not None:
+        raise EngineStateError(
+            f"{names} of {type(base.guard.model).__name__} changed after the rollout was built, and the {group.name} "
+            "computes forwards together: undo it, or call manager.close() and build another on every rank"
+        )
+    with plain_tensors(), base.under_autocast():
+        try:
+            layout = inspect_model(base.guard.source.sampled, base.config.max_sequence_length)
+        except UnsupportedModelError as exc:
+            raise UnsupportedModelError(f"{names} changed after the rollout was built; undo it: {exc}") from exc
+    if layout.masks != parts.controller.layout.masks:
+        return rebuilt(base, parts)
+    parts.stepper.watch.accept_settings()
+    return parts
+
+
 def _memory(
     base: EngineBase,
     config: InferenceConfig,
@@ -299,8 +324,9 @@ def _assemble(
     admission = Admission(config, controller, longest, clock, cache.routes)
     failures = FailureContainment(context, controller, ledger, admission, lifecycle, clock)
     staleness = Staleness(config, scheduler, ledger, admission, failures)
-    forward = ForwardKey(model, controller.layout.device, base.autocast)
-    stepper = Stepper(scheduler, controller, ledger, failures, forward, variant, tap, lifecycle.lock)
+    layout = controller.layout
+    watch = ModelWatch(model, layout.device, base.autocast, layout.layer_of)
+    stepper = Stepper(scheduler, controller, ledger, failures, watch, variant, tap, lifecycle.lock)
     control = EngineControl(
         config, lifecycle, base.guard, base.adapters, switches, controller, context, ledger, staleness, tap, clock
     )

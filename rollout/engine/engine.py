@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.diagnosis import answer_signal, watch
-from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, rebuilt
+from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, followed, rebuilt
 from rollout.engine.context import DynamicInferenceContext, MemoryMove
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.explain.explanation import Explanation
@@ -167,6 +167,21 @@ class DynamicInferenceEngine:
         """Several calls at one step boundary: no step of another thread comes between them."""
         return self.lifecycle.locked()
 
+    def follow_model(self) -> None:
+        """Build the parts again if windows, chunks or masks of attention layers have changed since they were built.
+
+        Every way to `step` calls it, with whole weights, wherever the caller had the module. Raises: see `followed`.
+        """
+        if not self.installation.active and self.weights.ready:
+            self.parts = followed(self._base, self.parts)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A block of steps between which the module counts as unchanged, after `follow_model`."""
+        self.follow_model()
+        with self.installation:
+            yield
+
     def add_request(
         self,
         prompt: Prompt,
@@ -281,6 +296,7 @@ class DynamicInferenceEngine:
                 self.guard.refuse_scattered()
                 with interruptible():
                     self.weights.gather()
+            self.follow_model()
             with plain_tensors():
                 self.parts.stepper.step(ahead=ahead)
                 if lifecycle.cause_of_death is not None:
@@ -306,9 +322,9 @@ class DynamicInferenceEngine:
             self.lifecycle.refuse_unless_running()
             self.peers.refuse_alone()
             self.check_weights()
-            numbers = self.parts.intake.add_all(prompts, sampling_params or SamplingParams())
-            mine = set(numbers)
-            with self.guard.whole(), self.installation:
+            with self.guard.whole(), self.stepping():
+                numbers = self.parts.intake.add_all(prompts, sampling_params or SamplingParams())
+                mine = set(numbers)
                 while not mine.isdisjoint(self.parts.ledger.live):
                     self.inspection.refuse_when_nothing_can_run()
                     self._step(ahead=True)
@@ -346,7 +362,7 @@ class DynamicInferenceEngine:
         with self.turns.taken(), plain_tensors():
             self.lifecycle.refuse_unless_running()
             self.check_weights()
-            with self.guard.whole(), self.installation, self.lifecycle.lock:
+            with self.guard.whole(), self.lifecycle.lock, self.stepping():
                 self.lifecycle.refuse_unless_running()
                 variant = self.parts.stepper.follow_forward()
                 Prefill(self.config, self.controller.runner, self.context, self.parts.admission).run(wanted, take)

@@ -57,6 +57,11 @@ class Inspection:
         """Whether a step has something left to do or to hand out, with the adapters that act now."""
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._switches.variant))
 
+    def changed_settings(self) -> list[str]:
+        """Names of settings that masks may be made of and that changed since the engine was built."""
+        self._guard.source.follow()
+        return self._stepper.watch.changed_settings()
+
     @property
     def resized(self) -> bool:
         """Whether the model has another vocabulary since the engine was built; then `rebuild` is due."""

@@ -8,7 +8,7 @@ from traceback import clear_frames
 
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.failures import FailureContainment
-from rollout.engine.forward.forward_key import ForwardKey
+from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.ledger import Ledger
 from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.multimodal.vision import EncodingError
@@ -25,6 +25,7 @@ class Stepper:
     """Makes the steps of one engine; the caller holds the engine's lock.
 
     Args:
+        watch: compares what the model computes.
         variant: reads which adapters of the model are active.
         tap: hears of every step while a trace is recorded.
         lock: the engine's.
@@ -38,7 +39,7 @@ class Stepper:
     _controller: TextGenerationController
     _ledger: Ledger
     _failures: FailureContainment
-    _forward: ForwardKey
+    watch: ModelWatch
     _variant: Callable[[], Variant]
     _tap: EngineTap
     _lock: FairLock
@@ -77,10 +78,10 @@ class Stepper:
         """Take note of the adapters and forward settings that act now; returns the variant. KV of others is not shared."""
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._variant()
-        forward = self._forward.look(installation.module_epoch)
         if variant != scheduler.variant:
             # What a forward has bound of the model may be of the other adapters.
             installation.module_epoch += 1
+        forward = self.watch.look(installation.module_epoch)
         if (variant, forward) != (scheduler.variant, scheduler.forward):
             scheduler.switch(variant, forward)
             self._controller.runner.vision.features.clear()

@@ -82,6 +82,7 @@ class LLMControl:
                 running = self.engine.state is EngineState.RUNNING and not self.engine.holds.forbid_steps
                 if running and not self.engine.has_unfinished:
                     self.engine.check_weights()
+                    self.engine.follow_model()
 
     async def relay(
         self, what: str, state: EngineState, timeout_s: float | None, ask: Callable[[InferenceClient], Any]

@@ -239,7 +239,7 @@ class EngineLoop:
                 self._delivery.tell(engine.take_ended(), everything=True)
                 return
             with ExitStack() as installed:
-                installed.enter_context(engine.installation)
+                installed.enter_context(engine.stepping())
                 while True:
                     ended = engine.step(ahead=True)
                     self._apply()

@@ -389,18 +389,20 @@ class ManagerControl:
             )
         return batch
 
-    def _follow_sharding(self) -> None:
-        """Sample with weights that the trainer has sharded by FSDP2, or a vocabulary it has resized, since the manager was
-        built; every rank comes here."""
+    def _follow_model(self) -> None:
+        """Build the engine again if the trainer has sharded the weights by FSDP2, resized the vocabulary or changed masks;
+        every rank comes here."""
+        inspection = self.engine.inspection
         sharded = self.engine.guard.sharded_since()
-        if not sharded and not self.engine.inspection.resized:
+        rebuild = sharded or inspection.resized
+        if not rebuild and not inspection.changed_settings():
             return
         self._ensure_running()
         if sharded and not self._loop.gathering.collective:
             self._loop.gathering = Gathering(self.engine, self._backend.barrier, World.of_torch())
         with self._loop.gathering.held():
             self._loop.gathering.ensure()
-            self.engine.rebuild()
+            self.engine.rebuild() if rebuild else self.engine.follow_model()
 
 
 def check_on_error(on_error: str) -> None:

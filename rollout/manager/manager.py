@@ -162,7 +162,7 @@ class RolloutManager(ManagerScoring):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
         with self._turn("generate", timeout_s):
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             self.engine.check_weights()
             mine = self.submit(prompts, sampling_params, metadata=metadata)
             try:
@@ -236,7 +236,7 @@ class RolloutManager(ManagerScoring):
         return self._as_completed(chosen, on_error)
 
     def _as_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
-        self._follow_sharding()
+        self._follow_model()
         self.engine.check_weights()
         with self._loop.gathering.held():
             try:
@@ -312,7 +312,7 @@ class RolloutManager(ManagerScoring):
         """
         with self._turn("score"):
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             with self._loop.gathering.held():
                 self._loop.gathering.ensure()
                 return score_by(

@@ -170,7 +170,7 @@ class RunLoop:
             with self.gathering.held(), ExitStack() as phase:
                 self.gathering.ensure()
                 bar = phase.enter_context(ProgressBar(number, progress))
-                phase.enter_context(self._engine.installation)
+                phase.enter_context(self._engine.stepping())
 
                 def left() -> float:
                     if (left := deadline - self._clock()) < 0:

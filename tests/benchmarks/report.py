@@ -111,6 +111,11 @@ def show(console: Console, ledger: Ledger, profiles: Sequence[Mapping[str, Any]]
     if on_device := [profile for profile in profiles if "device" in profile]:
         console.print(device_table(on_device))
     for profile in profiles:
+        if "watch_share" in profile:
+            console.print(
+                f"{profile['size']} {profile['dtype']}: {profile['watch_share']:.2%} of a generate call of one sample looks "
+                "for changes of the module"
+            )
         if profile["kind"] == "scheduling":
             console.print(
                 f"scheduling {profile['requests']:,} running requests without a model: {profile['step_ms']:.2f} ms a step "

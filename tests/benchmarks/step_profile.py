@@ -105,11 +105,21 @@ def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str,
     found = {
         "kind": "decode step", "size": subject.size, "dtype": subject.dtype, "sequences": workload.sequences, "ms": parts,
         "bookkeeping_share": sum(parts[name] for name in ("schedule", "inputs", "update", "other")) / parts["step"],
+        "watch_share": _watch_share(engine, turn.prompts[0], max(turn.lengths)),
     }  # fmt: skip
     if subject.device.type == "cuda":
         kv_bytes = seen * subject.kv_bytes_per_token
         return found | {"device": _of_device(device, ms["step"], kv_bytes, floor.decode_step(workload.sequences, seen))}
     return found | {"torch_ops_ms": _torch_ops(trace, ms["step"])}
+
+
+def _watch_share(engine: DynamicInferenceEngine, prompt: list[int], length: int) -> float:
+    """Share of a `generate` call, of one sample, in which it looks for changes of the module."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    with stopwatch(spent, {"look": (engine.parts.stepper.watch, "look"), "generate": (engine, "generate")}):
+        for _ in range(STEPS):
+            engine.generate([prompt], SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0))
+    return sum(spent["look"]) / sum(spent["generate"])
 
 
 def _of_device(device: DeviceTime, step_ms: float, kv_bytes: int, floor_s: float) -> dict[str, float]:

@@ -46,7 +46,7 @@ class EngineWorker(RankConnection):
             if not self._has_work():
                 return False
             with ExitStack() as installed:
-                installed.enter_context(self.engine.installation)
+                installed.enter_context(self.engine.stepping())
                 while True:
                     ended = self._engine_step()
                     going_on = self._has_work() and not self.engine.lifecycle.lock.wanted and not interrupt_pending()

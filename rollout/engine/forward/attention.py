@@ -204,6 +204,11 @@ class Installation:
         self.module_epoch = 0
         """Incremented whenever the trainer may have modified the module; caches keyed on it are invalidated."""
 
+    @property
+    def active(self) -> bool:
+        """Whether the block was entered."""
+        return self._depth > 0
+
     def __enter__(self) -> None:
         with uninterrupted():
             if not self._depth:

@@ -31,18 +31,18 @@ class Checks:
         self.originals = Originals()
         self._dicts: list[dict[str, Any]] = []
         self._hooks_ever = RemovableHandle.next_id
-        self._attributes = 0
+        self._attributes: list[int] = []
 
     def seal(self) -> None:
         """End of the checks: attributes that are added to a module from now on are changes."""
-        self._attributes = sum(map(len, self._dicts))
+        self._attributes = list(map(len, self._dicts))
 
     def hold(self) -> bool:
         """Whether a quick check finds no change."""
         return (
             RemovableHandle.next_id == self._hooks_ever
             and self.originals.intact()
-            and sum(map(len, self._dicts)) == self._attributes
+            and list(map(len, self._dicts)) == self._attributes
         )
 
     def plain(self, module: nn.Module, *children: str) -> None:
@@ -67,7 +67,7 @@ class Checks:
             f"the forward of {name} was replaced",
         )
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            require(_only_gathers(hook) or _only_marks(hook), f"{name} has forward hooks")
+            require(_only_gathers(hook) or only_marks(hook), f"{name} has forward hooks")
         require(not is_parametrized(module), f"{name} is parametrised")
         self.originals.methods(_kind(module), "forward", "__call__")
         self._dicts.append(module.__dict__)
@@ -115,7 +115,7 @@ def _only_gathers(hook: Any) -> bool:
     return policy.output_dtype in (None, policy.param_dtype)
 
 
-def _only_marks(hook: Any) -> bool:
+def only_marks(hook: Any) -> bool:
     """Whether a hook is the one of `gradient_checkpointing_enable`, which sets `requires_grad` of the embedding's output."""
     home, name = str(getattr(hook, "__module__", "")), getattr(hook, "__name__", "")
     return home.startswith(("transformers.", "peft.")) and name in (

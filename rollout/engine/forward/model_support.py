@@ -95,6 +95,11 @@ class ModelLayout:
         limited = [each for each in reaches if each is not None]
         return max(limited) if limited and len(limited) == len(reaches) else None
 
+    @property
+    def masks(self) -> tuple[object, ...]:
+        """What the masks of the attention layers let a query see."""
+        return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]
+
     def groups(self, length: int) -> LayerGroups | None:
         """Groups of layers that keep KV for differently long, for sequences of up to `length` tokens; None: there is one."""
         widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]

@@ -104,7 +104,7 @@ class Originals:
         self._called(code, module)
 
     def _called(self, code: CodeType, module: ModuleType | None) -> None:
-        for name in _names(code):
+        for name in names_in(code):
             if module is not None and isinstance(vars(module).get(name), FunctionType):
                 self.function(module, name)
 
@@ -164,7 +164,7 @@ def _folder(package: str) -> str:
 
 
 @cache
-def _names(code: CodeType) -> tuple[str, ...]:
+def names_in(code: CodeType) -> tuple[str, ...]:
     """Global names that a function, or a function nested in it, may read."""
 
     def every(code: CodeType) -> Iterator[str]:

@@ -40,6 +40,9 @@ class Weights:
     def gather(self) -> None:
         """Make `sampled` whole and current; no-op when `ready`."""
 
+    def follow(self) -> None:
+        """Give `sampled` the settings that `trained` has now."""
+
     def release(self) -> None:
         """Restore `trained` for training. Local, idempotent, correct also after an interrupted forward."""
 

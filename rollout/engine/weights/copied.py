@@ -66,6 +66,18 @@ class CopiedWeights(Weights):
                     buffers[name].copy_(buffer)
         self._current = True
 
+    def follow(self) -> None:
+        """Copy flags, numbers and strings of the modules, and those of their configurations."""
+        mine = dict(self.sampled.named_modules())
+        for name, module in self.trained.named_modules():
+            if name in mine:
+                pairs: list[tuple[Any, Any]] = [(module, mine[name])]
+                if hasattr(module, "config") and hasattr(mine[name], "config"):
+                    pairs.append((module.config, mine[name].config))
+                for theirs, own in pairs:
+                    plain = {key: value for key, value in vars(theirs).items() if _is_plain(value)}
+                    own.__dict__.update(plain | {"training": False} if own is mine[name] else plain)
+
     @property
     def ready(self) -> bool:
         """Whether the copy is current."""
@@ -120,6 +132,12 @@ class _Bucket:
 def _whole(tensor: Tensor) -> Tensor:
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _bytes(values: Tensor) -> Tensor:

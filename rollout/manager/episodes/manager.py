@@ -201,7 +201,7 @@ class ManagerEpisodes(ManagerControl):
         drawn = iter(tasks)
         with self._turn("run", timeout_s):
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             self.engine.check_weights()
             player, begun = self._player, []
             self._resume_episodes(environment, environments or {}, max_turns)

@@ -86,7 +86,7 @@ class ManagerScoring(ManagerEpisodes):
         begun: list[int] = []
         with self._turn("generate_scored", timeout_s):
             self._ensure_running()
-            self._follow_sharding()
+            self._follow_model()
             self.engine.check_weights()
             self._pacer.begin_round(self.policy_version)
             self._rewards = {each: known for each, known in self._rewards.items() if each in self._groups}

@@ -20,7 +20,16 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.fused_forward import FusedForward
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.kernels import cpu_library
-from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, token_ids
+from tests.engines import (
+    assert_greedy,
+    at_random,
+    finish,
+    greedily,
+    logprob_error,
+    make_engine,
+    pass_suspended,
+    token_ids,
+)
 from tests.models import CONFIGS, MORE_CONFIGS, make_model
 
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
@@ -298,6 +307,21 @@ def test_whatever_is_added_to_the_module_takes_part(add: Callable[[Any], Callabl
     undo()
     assert fused(engine)
     torch.testing.assert_close(logits(engine, tokens, 20), own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
+
+
+def test_a_replaced_forward_is_found_within_a_call_though_another_module_lost_an_attribute() -> None:
+    model = make_model("qwen3")
+    model.model.norm.note = "deleted below"
+    engine = make_engine(model)
+    with engine.installation:
+        engine.generate([token_ids(5)], greedily(2))
+        del model.model.norm.note
+        mlp = model.model.layers[0].mlp
+        before = mlp.forward
+        mlp.forward = lambda x: 1.5 * before(x)
+        engine.context.allocator.drop_cached()
+        (request,) = engine.generate([token_ids(5)], greedily(4))
+    assert logprob_error(model, request) < 1e-5
 
 
 def test_numbers_of_the_modules_are_read_again() -> None:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 
-from rollout.engine import build as build_module
 from rollout.config import InferenceConfig
+from rollout.engine import build as build_module
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena, PoolMemory

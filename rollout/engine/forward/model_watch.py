@@ -1,0 +1,268 @@
+"""What a forward computes besides weights and adapters, compared whenever the caller may have changed the module.
+
+The forward key separates the prefix cache. It holds:
+
+- autocast and its dtype, the precision of float32 matrix products, and hooks on every module;
+- the class of each module, its hooks, its plain attributes, its functions, and its tensors that are not weights;
+- the plain values of its configurations;
+- the forward of each class, and the functions of its file that it calls;
+- the module epoch, if any of these is foreign (see `FAMILIAR`), since foreign code may read anything.
+
+Always true: equal keys of unchanged weights compute the same KV. Functions of torch that were patched are not in the key.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Hashable, Iterable
+from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig
+
+from rollout.engine.forward.fused_checks import only_marks
+from rollout.engine.forward.originals import PACKAGES, names_in
+
+FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl", "rollout", "trainer_hooks"})
+"""Packages whose code reads only the key and the weights. Code of others is foreign, except Python's own."""
+
+_KNOWN = FAMILIAR | sys.stdlib_module_names
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_ARGUMENTS = frozenset({"use_cache", "_attn_implementation_internal", "rope_deltas"})
+"""Attributes in whose place each forward of the engine passes an argument or sets a value of its own."""
+_UNREAD = frozenset(vars(nn.Module())) | _ARGUMENTS | {
+    "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+    "_require_grads_hooks", "_compiled_call_impl",
+}  # fmt: skip
+"""Attributes of modules that are read elsewhere, or by no forward of the engine."""
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_CONTAINERS = frozenset({list, tuple, dict, set})
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
+_MOST_ITEMS = 1024
+_SMALL_BYTES = 1 << 16
+"""Tensors up to this size are compared by content, larger ones by identity and version."""
+
+
+class ModelWatch:
+    """Computes the forward key of one model, and compares what its masks may be made of.
+
+    Args:
+        autocast: the dtype that all its forwards are autocast to; None: the caller's autocast applies.
+        attentions: its attention layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        attentions: Iterable[nn.Module] = (),
+    ) -> None:
+        self._model = model
+        self._device = device.type
+        self._autocast = autocast
+        self._attentions = list(attentions)
+        self._module_epoch = -1
+        self._contents = _Contents()
+        self._modules: Hashable = ()
+        self._settings = self._mask_settings()
+
+    def look(self, module_epoch: int) -> Hashable:
+        """Current key, after rescanning the modules if `module_epoch` has changed.
+
+        Args:
+            module_epoch: changes whenever the trainer may have modified the module.
+        """
+        if module_epoch != self._module_epoch:
+            self._module_epoch = module_epoch
+            scan = _Scan(self._contents)
+            found = scan.model(self._model), module_epoch if scan.foreign else None
+            # One object for equal keys, so that the comparison in every step is one of identity.
+            self._modules = self._modules if found == self._modules else found
+        return self._precision(), self._modules
+
+    def changed_settings(self) -> list[str]:
+        """Names of values of the configuration and of attention layers, from which masks may be made, that have changed."""
+        before, now = self._settings, self._mask_settings()
+        return sorted({name for place, name in before | now if before.get((place, name)) != now.get((place, name))})
+
+    def accept_settings(self) -> None:
+        """Compare with the present values from here on."""
+        self._settings = self._mask_settings()
+
+    def _mask_settings(self) -> dict[tuple[int, str], Hashable]:
+        scan = _Scan(_Contents())
+        return {
+            (place, name): scan.frozen(value)
+            for place, owner in enumerate([getattr(self._model, "config", None), *self._attentions])
+            for name, value in getattr(owner, "__dict__", {}).items()
+            if name not in _UNREAD and not name.endswith("_token_id")
+        }
+
+    def _precision(self) -> Hashable:
+        dtype = self._autocast
+        if dtype is None and torch.is_autocast_enabled(self._device):
+            dtype = torch.get_autocast_dtype(self._device)
+        backend = torch.backends.cuda if self._device == "cuda" else torch.backends.mkldnn
+        hooks = *torch_module._global_forward_pre_hooks, *torch_module._global_forward_hooks
+        return dtype, backend.matmul.fp32_precision, hooks
+
+
+class _Scan:
+    """One pass over the modules of a model.
+
+    Attributes:
+        foreign: whether foreign code was found.
+    """
+
+    def __init__(self, contents: _Contents) -> None:
+        self.foreign = False
+        self._contents = contents
+        self._functions: dict[Hashable, None] = {}
+        self._classes: dict[type, None] = {}
+        self._configs: dict[int, PreTrainedConfig] = {}
+
+    def model(self, model: nn.Module) -> Hashable:
+        """Everything that the key holds of the modules."""
+        modules = tuple(map(self._module, _modules_of(model)))
+        configs = tuple(map(self._config, list(self._configs.values())))
+        for hooks in (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
+            for hook in hooks.values():
+                self._take(hook)
+        kinds = [kind for kind in self._classes if issubclass(kind, nn.Module)]
+        forwards = tuple(self._take(each) for kind in kinds for each in (kind.forward, kind.__call__))
+        self.foreign |= not all(map(_is_familiar, self._classes))
+        self._contents.sweep()
+        return modules, configs, forwards, tuple(self._functions)
+
+    def _module(self, module: nn.Module) -> Hashable:
+        own, kind = vars(module), type(module)
+        self._classes[kind] = None
+        if isinstance(config := own.get("config"), PreTrainedConfig):
+            self._configs[id(config)] = config
+        found: list[Any] = [
+            (name, value if type(value) in _PLAIN else self.frozen(value))
+            for name, value in own.items()
+            if name not in _UNREAD
+        ]
+        for name in _HOOKS:
+            if hooks := own[name]:
+                taken = {handle: self._take(hook) for handle, hook in hooks.items() if not only_marks(hook)}
+                # Handle numbers are never reused.
+                found += [(name, handle) for handle in taken]
+        if names := own["_non_persistent_buffers_set"]:
+            found += [(name, self.frozen(own["_buffers"].get(name))) for name in names]
+        return kind, *found
+
+    def _config(self, config: PreTrainedConfig) -> Hashable:
+        return tuple((name, self.frozen(value)) for name, value in vars(config).items() if name not in _ARGUMENTS)
+
+    def frozen(self, value: Any) -> Hashable:
+        """`value` as the key holds it; None for objects that are not compared."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value  # type: ignore[no-any-return]
+        if kind in _CONTAINERS and len(value) <= _MOST_ITEMS:
+            each = tuple([one if type(one) in _PLAIN else self.frozen(one) for one in value])
+            if kind is not dict:
+                return frozenset(each) if kind is set else each
+            return each, tuple([one if type(one) in _PLAIN else self.frozen(one) for one in value.values()])
+        if isinstance(value, Tensor):
+            return self._contents.of(value)
+        if isinstance(value, PreTrainedConfig):
+            return self._config(value)
+        return self._take(value) if callable(value) else None
+
+    def _take(self, function: Any) -> Hashable:
+        """Note the code that a call of `function` runs: the function itself, and those of its file that it calls."""
+        same = function if isinstance(function, _FUNCTIONS) else _Same(function)
+        while isinstance(function, MethodType | partial):
+            function = function.func if isinstance(function, partial) else function.__func__
+        if isinstance(function, FunctionType):
+            self._follow(function)
+        elif not isinstance(function, BuiltinFunctionType):
+            self._classes.setdefault(type(function))
+            self._follow(type(function).__call__)
+        return same
+
+    def _follow(self, function: Any) -> None:
+        if not isinstance(function, FunctionType) or function in self._functions:
+            return
+        self._functions[function] = None
+        home = function.__globals__
+        self.foreign |= _root(home.get("__name__")) not in _KNOWN
+        self._follow(getattr(function, "__wrapped__", None))
+        for name in names_in(function.__code__):
+            called = home.get(name)
+            if isinstance(called, FunctionType):
+                if called.__globals__ is home:
+                    self._follow(called)
+                elif called not in self._functions:
+                    self._functions[called] = None
+                    self.foreign |= _root(called.__globals__.get("__name__")) not in _KNOWN
+
+
+class _Contents:
+    """Contents of tensors, read again when they may have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], Hashable, Hashable]] = {}
+        self._used: dict[int, tuple[weakref.ref[Tensor], Hashable, Hashable]] = {}
+
+    def of(self, tensor: Tensor) -> Hashable:
+        """Equal for equal contents of a small tensor; for a large one while nothing has written to it."""
+        plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+        version = None if tensor.is_inference() else tensor._version
+        state = version, tensor.data_ptr() if plain else None
+        reference, before, content = self._known.get(id(tensor), (None, None, None))
+        if reference is None or reference() is not tensor or before != state or version is None:
+            reference, content = weakref.ref(tensor), object()
+            if plain and tensor.numel() * tensor.itemsize <= _SMALL_BYTES:
+                raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                content = tensor.shape, tensor.dtype, raw.numpy().tobytes()
+        self._used[id(tensor)] = reference, state, content
+        return content
+
+    def sweep(self) -> None:
+        """Forget tensors that were not asked for since the last call."""
+        self._known, self._used = self._used, {}
+
+
+class _Same:
+    """Compares by identity, and keeps the object alive so that its address is not reused."""
+
+    __slots__ = ("_it",)
+
+    def __init__(self, it: Any) -> None:
+        self._it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._it is other._it
+
+    def __hash__(self) -> int:
+        return id(self._it)
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()` in another order, without names."""
+    found = {model: None}
+    for module in (order := [model]):
+        for each in module._modules.values():
+            if each is not None and each not in found:
+                found[each] = None
+                order.append(each)
+    return order
+
+
+@cache
+def _is_familiar(kind: type) -> bool:
+    return all(_root(each.__module__) in _KNOWN for each in kind.__mro__)
+
+
+def _root(module: Any) -> str:
+    return str(module).partition(".")[0]
