@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from rollout.manager.episodes.environment import StepResult as StepResult
     from rollout.manager.episodes.environment import mixture as mixture
     from rollout.manager.episodes.episode import Episode as Episode
-    from rollout.manager.episodes.manager import rewards_differ as rewards_differ
+    from rollout.manager.keeping import rewards_differ as rewards_differ
     from rollout.manager.manager import RolloutManager as RolloutManager
     from rollout.manager.packed import PackedRollouts as PackedRollouts
     from rollout.manager.scoring.batch import PromptTask as PromptTask
@@ -122,12 +122,15 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
+        if find_spec(f"{__name__}.{name}") is not None:
+            # `from rollout import MODULE` asks for an attribute first, and imports the module itself then.
+            raise AttributeError(name)
         from rollout.names import did_you_mean
 
         cure = did_you_mean(name, __all__, "rollout.__all__ lists the public names")
         message = f"module 'rollout' has no attribute {name!r}; {cure}"
         # `from rollout import NAME` shows no message of an AttributeError.
-        if sys._getframe(1).f_code.co_name == "_handle_fromlist" and find_spec(f"{__name__}.{name}") is None:
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
             raise ImportError(message, name=__name__)
         raise AttributeError(message)
     value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)

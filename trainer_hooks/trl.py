@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import TrainerState
 
 from rollout.manager.batch import RolloutBatch
-from rollout.manager.manager import OnError, RolloutManager
+from rollout.manager.manager import RolloutManager
+from rollout.manager.rounds import OnError
 from rollout.state import Mode
 from trainer_hooks.optimizer import Attachment
 from trainer_hooks.transformers import RolloutCallback

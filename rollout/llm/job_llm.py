@@ -25,7 +25,7 @@ from rollout.errors import (
 from rollout.llm.delivery import Listener
 from rollout.llm.requests import LLMRequests, Requests
 from rollout.llm.service import JobRequests
-from rollout.manager.control import ManagerControl
+from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
 
@@ -61,7 +61,7 @@ class JobLLM(LLMRequests):
         DeadlineError, ConnectionLostError: the coordinator does not answer.
     """
 
-    def __init__(self, manager: ManagerControl) -> None:
+    def __init__(self, manager: RolloutManager) -> None:
         manager.client()
         loop = LoopThread("rollout-job-llm")
         self._beside = _BesideRequests(manager, loop)
@@ -114,7 +114,7 @@ class _BesideRequests(JobRequests):
     left of their `timeout_s`.
     """
 
-    def __init__(self, manager: ManagerControl, loop: LoopThread) -> None:
+    def __init__(self, manager: RolloutManager, loop: LoopThread) -> None:
         super().__init__(manager.engine, loop)
         self._manager = manager
         self._connecting: asyncio.Task[None] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from rollout.distributed.job.gathering import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
@@ -26,13 +27,27 @@ PATIENCE_S = 0.1
 """Longest wait while environments are busy, after which their deadlines are looked at."""
 
 
-class Goal:
-    """When a run has done enough: a number of groups have ended, and then all that are awaited.
+class Goal(Protocol):
+    """When a run has done enough. May begin groups and drop others while it is asked."""
+
+    @property
+    def number(self) -> int:
+        """Groups that are waited for, for the progress bar."""
+
+    def ended(self) -> int:
+        """How many of them have ended."""
+
+    def reached(self) -> bool:
+        """Whether enough has ended; asked before every step."""
+
+
+class GroupGoal:
+    """A number of groups have ended, and then all that are awaited.
 
     Args:
         unfinished: ids of unfinished groups, kept up to date by their owner.
         among: ids of the groups that count.
-        number: of them that must have ended.
+        number: how many of them must have ended.
         awaited: ids of groups that must have ended too; asked once the number is reached, until it is not None.
     """
 
@@ -41,7 +56,7 @@ class Goal:
     ) -> None:
         self._unfinished = unfinished
         self._among = set(among)
-        self._number = number
+        self.number = number
         self._awaited = awaited
         self._must: set[int] | None = None
 
@@ -51,11 +66,29 @@ class Goal:
 
     def reached(self) -> bool:
         """Whether enough has ended."""
-        if self.ended() < self._number:
+        if self.ended() < self.number:
             return False
         if self._must is None:
             self._must = self._awaited()
         return self._must is not None and self._must.isdisjoint(self._unfinished)
+
+
+class _Drive:
+    """The end of some seconds, or of an open completion."""
+
+    number = 0
+
+    def __init__(self, samples: OpenSamples, clock: Callable[[], float], seconds: float) -> None:
+        self._samples, self._open_before = samples, len(samples)
+        self._clock, self._stop = clock, clock() + seconds
+
+    def ended(self) -> int:
+        """No group is waited for."""
+        return 0
+
+    def reached(self) -> bool:
+        """Whether the time is over or a completion has ended."""
+        return len(self._samples) < self._open_before or self._clock() > self._stop
 
 
 class RunLoop:
@@ -99,94 +132,48 @@ class RunLoop:
 
     def run(
         self,
-        among: Iterable[int],
-        number: int,
-        awaited: Callable[[], set[int] | None] = set,
+        goal: Goal,
         *,
+        call: str = "generate",
         progress: bool | None = False,
         timeout_s: float | None = None,
         alone: bool = False,
+        patient: bool = False,
     ) -> None:
-        """Step until `number` groups `among` these have ended, and all that are `awaited`; then for other ranks.
+        """Step until the goal is reached; then for other ranks.
 
         Args:
-            awaited: asked once the number is reached, until it is not None.
+            call: the manager's method that runs, for messages.
             progress: a progress bar; None: on a terminal, after a while.
             alone: return at the goal, without steps for other ranks.
+            patient: wait while environments have nothing to sample.
 
         Raises:
             DeadlineError: `timeout_s` has passed; what is in flight stays in flight.
         """
-        goal = Goal(self.groups.unfinished, among, number, awaited)
-        self._until(goal.reached, goal.ended, number, progress=progress, timeout_s=timeout_s, alone=alone)
-
-    def play(
-        self,
-        call: str,
-        reached: Callable[[], bool],
-        ended: Callable[[], int],
-        number: int,
-        *,
-        progress: bool | None,
-        timeout_s: float | None,
-        patient: bool = True,
-    ) -> None:
-        """Step until `reached`, which is asked before every step and may begin groups.
-
-        Args:
-            call: the method that plays, for messages.
-            ended: how many groups have ended, of `number`, for the progress bar.
-            patient: wait while environments have nothing to sample.
-
-        Raises:
-            DeadlineError: `timeout_s` has passed; what is in play stays in play.
-        """
-        self._until(reached, ended, number, progress=progress, timeout_s=timeout_s, patient=patient, call=call)
-
-    def drive(self, seconds: float) -> None:
-        """Step for so long, or until a completion has ended or none is open."""
-        stop, open_before = self._clock() + seconds, len(self.samples)
-
-        def reached() -> bool:
-            return len(self.samples) < open_before or self._clock() > stop
-
-        self._until(reached, lambda: 0, 0, progress=False, alone=True, patient=True)
-
-    def _until(
-        self,
-        reached: Callable[[], bool],
-        ended: Callable[[], int],
-        number: int,
-        *,
-        progress: bool | None,
-        timeout_s: float | None = None,
-        alone: bool = False,
-        patient: bool = False,
-        call: str = "generate",
-    ) -> None:
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._metrics.enter_phase("generate")
         try:
             with self.gathering.held(), ExitStack() as phase:
                 self.gathering.ensure()
-                bar = phase.enter_context(ProgressBar(number, progress))
+                bar = phase.enter_context(ProgressBar(goal.number, progress))
                 phase.enter_context(self._engine.stepping())
 
                 def left() -> float:
                     if (left := deadline - self._clock()) < 0:
                         raise DeadlineError(
-                            f"{call}() passed timeout_s={timeout_s} after {ended()} of {number} groups had finished here "
-                            f"(other ranks may have more); the rest stays in flight, and the next manager.{call}() "
-                            "continues it"
+                            f"{call}() passed timeout_s={timeout_s} after {goal.ended()} of {goal.number} groups had "
+                            "finished here (other ranks may have more); the rest stays in flight, and the next "
+                            f"manager.{call}() continues it"
                         )
                     return left
 
                 def step(longest_s: float) -> None:
                     self._step(min(longest_s, left()), patient)
-                    bar.show(ended, self._engine.load[0])
+                    bar.show(goal.ended, self._engine.load[0])
 
                 # The backend may have others to help, and they may have work for this engine even where there is none.
-                self._steps(lambda: reached() and (alone or self._backend.try_finish()), step, left)
+                self._steps(lambda: goal.reached() and (alone or self._backend.try_finish()), step, left)
         finally:
             self._backend.report_idle()
             self._metrics.enter_phase("train")
@@ -201,6 +188,10 @@ class RunLoop:
         """
         while not finished():
             step(math.inf)
+
+    def drive(self, seconds: float) -> None:
+        """Step for so long, or until a completion has ended or none is open."""
+        self.run(_Drive(self.samples, self._clock, seconds), alone=True, patient=True)
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """Prompts were queued, as groups from `first` on."""

@@ -105,7 +105,15 @@ class RolloutMetrics(MetricsRecorder):
         self.observe("rollout/kv_staleness", batch.kv_staleness[real])
 
     def logprob_diff(self, batch: RolloutBatch, logprobs: Tensor) -> None:
-        """Record the distance to the trainer's log-probs of a batch, [N, T] aligned like its own."""
+        """Record the distance to the trainer's log-probs of a batch, [N, T] aligned like its own.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if logprobs.shape != batch.logprobs.shape:
+            raise ValueError(
+                f"logprobs of shape {tuple(logprobs.shape)}: the batch's are {tuple(batch.logprobs.shape)}"
+            )
         mask = batch.response_mask
         ours = batch.logprobs[mask]
         self.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask] - ours).abs())

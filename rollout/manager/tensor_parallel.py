@@ -13,7 +13,7 @@ between two calls are told with the next.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -28,7 +28,7 @@ from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.errors import DeadlineError, EngineStateError, RolloutError
 from rollout.manager.backend import LocalBackend
 from rollout.manager.expert_parallel import LockstepLoop
-from rollout.manager.run_loop import RunLoop
+from rollout.manager.run_loop import Goal, RunLoop
 from rollout.requests.codec import unpack_msgpack
 from rollout.requests.image_request import results_of, told_once
 from rollout.requests.images import images_of
@@ -147,10 +147,11 @@ class LeaderLoop(RunLoop):
         self._untold += samples
         super().book(samples)
 
-    def _until(self, reached: Callable[[], bool], *args: Any, **options: Any) -> None:
+    def run(self, goal: Goal, **options: Any) -> None:
+        """Step until the goal is reached, while the others follow."""
         self._calls.meet(self.groups)
         with self._leader.leading(self._outcome):
-            super()._until(reached, *args, **options)
+            super().run(goal, **options)
 
     def _step(self, timeout_s: float, patient: bool) -> None:
         self._leader.beat()
@@ -185,7 +186,8 @@ class FollowerLoop(RunLoop):
         """Note prompts that were queued."""
         self._calls.submitted(first, prompts, params)
 
-    def _until(self, reached: Callable[[], bool], *args: Any, **options: Any) -> None:
+    def run(self, goal: Goal, **options: Any) -> None:
+        """Follow the first rank until it ends its call, whatever the goal is here."""
         self._calls.meet(self.groups)
         self._metrics.enter_phase("generate")
         failed: Exception | None = None

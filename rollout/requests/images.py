@@ -17,11 +17,12 @@ import msgpack
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import integer_array
 from rollout.requests.codec import TENSORS, unpack_msgpack
-from rollout.requests.prompt import NO_TENSORS
 
 if TYPE_CHECKING:
     import torch
 
+NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
+"""What tokenizers return, and processors next to the images' tensors; token types follow from the token ids."""
 PIXELS = "pixel_values"
 SIZES = "image_sizes"
 """Beside `pixel_values` [images, squares, channels, height, width]."""

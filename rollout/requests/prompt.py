@@ -7,13 +7,10 @@ from itertools import takewhile
 from typing import Any
 
 from rollout.errors import InvalidRequestError, warn_caller
-from rollout.requests.images import ImagePrompt
+from rollout.requests.images import NO_TENSORS, ImagePrompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or what a processor returned for one prompt with images."""
-
-NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""What tokenizers return, and processors next to the images' tensors; token types follow from the token ids."""
 
 
 def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = False) -> Any:

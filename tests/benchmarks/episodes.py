@@ -79,10 +79,10 @@ class Busy:
 
     def __init__(self, rollout: RolloutManager) -> None:
         self.steps_s = self.open_s = 0.0
-        self._rollout, self._advance = rollout, rollout._backend.step
+        self._rollout, self._advance = rollout, rollout._rounds.backend.step
         self._open_since: float | None = None
-        rollout._backend.step = self._timed  # type: ignore[method-assign]
-        samples = rollout._loop.samples
+        rollout._rounds.backend.step = self._timed  # type: ignore[method-assign]
+        samples = rollout._rounds.loop.samples
         self._open, self._take = samples.open, samples.take
         samples.open, samples.take = self._opened, self._taken  # type: ignore[method-assign]
 

@@ -115,8 +115,8 @@ def uninterrupted() -> tuple[PreTrainedModel, State, set[int], RolloutBatch]:
     """The model, the state on the way, the groups in flight there, and how it ended."""
     model, rollout = a_run_that_is_interrupted()
     state = rollout.state_dict()
-    in_flight = set(rollout._groups)
-    complete, unfinished = set(rollout._groups.complete()), rollout._groups.unfinished
+    in_flight = set(rollout._rounds.groups)
+    complete, unfinished = set(rollout._rounds.groups.complete()), rollout._rounds.groups.unfinished
     scheduler = rollout.engine.context.scheduler
     assert all((complete, unfinished, scheduler.waiting, scheduler.decoding))
     return model, state, in_flight, the_rest_of_it(rollout)
@@ -134,7 +134,7 @@ def test_after_a_kill_everything_goes_on_as_if_uninterrupted(saved, uninterrupte
     rollout = make_rollout(model, make_tokenizer(), max_requests=8)
     rollout.load_state_dict(LOAD[how](saved))
     assert rollout.policy_version == 2
-    assert set(rollout._groups) == in_flight
+    assert set(rollout._rounds.groups) == in_flight
     batch = the_rest_of_it(rollout)
     assert completions(batch) == completions(expected)
     assert torch.allclose(batch.logprobs, expected.logprobs, atol=1e-5)

@@ -17,7 +17,7 @@ import torch
 
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
 from rollout.manager.episodes.environment import EnvironmentTask, StepResult, mixture
-from rollout.manager.episodes.manager import rewards_differ
+from rollout.manager.keeping import rewards_differ
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model

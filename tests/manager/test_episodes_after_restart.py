@@ -228,7 +228,7 @@ def test_episodes_that_no_manager_can_have_saved_are_refused_by_field(frozen: An
     Stop.turn = 2
     manager = make_rollout(frozen)
     manager.run(range(3), Tool, tokens(3), n=2, min_groups=1)
-    plain = SAVED_GROUPS.encode(manager._player.save())
+    plain = SAVED_GROUPS.encode(manager._rounds.player.save())
     quietly_closed(manager)
     assert SAVED_GROUPS.encode(SAVED_GROUPS.decode(plain)) == plain
     change(plain)

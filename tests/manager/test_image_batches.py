@@ -99,7 +99,7 @@ def test_a_checkpoint_holds_the_images_of_what_is_in_flight_and_of_what_has_ende
             with manager.engine.installation:
                 manager.engine._step(ahead=True)
         state = manager.state_dict()
-        manager.abort(list(manager._groups))
+        manager.abort(list(manager._rounds.groups))
     with manager_of(name) as again:
         again.load_state_dict(state)
         batch = again.generate([], min_groups=2)

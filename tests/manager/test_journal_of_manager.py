@@ -34,7 +34,7 @@ def start(model: Any, folder: Path, state: dict[str, Any] | None = None) -> Roll
 
 def kill(rollout: RolloutManager) -> None:
     """As the end of the process does: nothing more is written."""
-    journal = rollout._journal._journal
+    journal = rollout._rounds.loop.journal._journal
     journal._writer.close()
     journal._lock.release()
 

@@ -142,7 +142,7 @@ def test_an_engine_made_elsewhere_is_used_and_a_foreign_one_refused(frozen, mode
 
 def test_what_an_engine_made_elsewhere_would_not_heed_is_refused(frozen, tokenizer):
     config = InferenceConfig(kv_cache_blocks=32, verify_model=False)
-    with pytest.raises(ConfigError, match="tokenizer= is another than that of engine="):
+    with pytest.raises(ConfigError, match="tokenizer= is not the one of engine="):
         RolloutManager(frozen, tokenizer, engine=DynamicInferenceEngine(frozen, config=config))
     engine = DynamicInferenceEngine(frozen, tokenizer, config)
     assert RolloutManager(frozen, engine=engine).generate(["a"], GREEDY).pad_token_id == tokenizer.pad_token_id
@@ -302,10 +302,10 @@ def test_close_warns_of_what_it_gives_up_and_may_be_repeated(model):
     rollout.close()
     assert rollout.engine.stats()["kv_device_bytes"] == 0
     for call in (lambda: rollout.generate([[5]]), lambda: rollout.generate([]), lambda: next(rollout.as_completed())):
-        rollout._groups.add(0, 1)
+        rollout._rounds.groups.add(0, 1)
         with pytest.raises(EngineStateError, match=r"after close\(\)"):
             call()
-        rollout._groups.drop([0])
+        rollout._rounds.groups.drop([0])
     with pytest.raises(EngineStateError, match="stopped"):
         rollout.submit([[5]])
 

@@ -215,13 +215,13 @@ def test_a_batch_that_cannot_be_built_loses_no_group(model, monkeypatch):
 
 
 def test_ctrl_c_while_prompts_are_queued_gives_them_up(rollout, monkeypatch):
-    submit = rollout._backend.submit
+    submit = rollout._rounds.backend.submit
 
     def pressed(*args: Any) -> None:
         submit(*args)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(rollout._backend, "submit", pressed)
+    monkeypatch.setattr(rollout._rounds.backend, "submit", pressed)
     with pytest.raises(KeyboardInterrupt):
         rollout.generate([[5]], GREEDY)
     monkeypatch.undo()
@@ -245,7 +245,7 @@ class FullDisk:
 def test_a_journal_that_cannot_be_written_does_not_stop_an_update(model):
     rollout = make_rollout(model, max_staleness=0)
     disk = FullDisk()
-    rollout._loop.journal = GroupJournal(disk)  # type: ignore[arg-type]
+    rollout._rounds.loop.journal = GroupJournal(disk)  # type: ignore[arg-type]
     rollout.submit([[5, 6]], tokens(9))
     for _ in range(3):
         rollout.engine.step()

@@ -93,7 +93,7 @@ def test_a_reply_is_aborted_by_the_id_its_client_sees_and_no_other_is(admin):
     with client.stream("POST", "/v1/completions", json=ASK | {"stream": True, "prompt": [[1], [2]]}) as stream:
         lines = stream.iter_lines()
         reply_id = json.loads(next(lines).removeprefix("data: "))["id"]
-        other = llm.loop.run(submit_one(llm), DEADLINE_S)
+        other = llm.loop.run_sync(submit_one(llm), DEADLINE_S)
         assert client.post("/abort_requests", json={"request_ids": ["cmpl-unknown"]}).json() == {"aborted": 0}
         assert client.post("/abort_requests", json={"request_ids": ["cmpl-x", reply_id]}).json() == {"aborted": 2}
         rest = "\n".join(lines)
@@ -103,7 +103,7 @@ def test_a_reply_is_aborted_by_the_id_its_client_sees_and_no_other_is(admin):
     assert client.post("/abort_requests", json={"request_ids": [reply_id]}).json() == {"aborted": 0}
     assert client.post("/abort_requests", json={"request_ids": []}).json() == {"aborted": 0}
     assert not other.done(), "a request of the program itself is not one of HTTP"
-    assert llm.loop.run(llm.abort(), DEADLINE_S) == 1
+    assert llm.loop.run_sync(llm.abort(), DEADLINE_S) == 1
 
 
 async def submit_one(llm):

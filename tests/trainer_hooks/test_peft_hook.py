@@ -481,7 +481,7 @@ def test_ranks_enter_and_leave_the_block_together_but_for_one_that_fails(monkeyp
     rollout = make_rollout(model)
     met: list[tuple[str, bool]] = []
     disabled = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
-    monkeypatch.setattr(rollout._backend, "barrier", lambda what: met.append((what, disabled.disable_adapters)))
+    monkeypatch.setattr(rollout._rounds.backend, "barrier", lambda what: met.append((what, disabled.disable_adapters)))
     with adapter(rollout, None):
         pass
     with pytest.raises(KeyError), adapter(rollout, None):

@@ -93,7 +93,8 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
         return environment
-    if not callable(environment):
+    given: object = environment
+    if not callable(given):
         made = "; pass its class, since each episode makes its own" if hasattr(environment, "step") else ""
         raise TypeError(
             f"environment of type {type(environment).__name__}: pass a coroutine function of an Episode, or a callable that "

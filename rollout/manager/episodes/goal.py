@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import length_hint
 from typing import Any
 
 from rollout.manager.episodes.episode import Episode
@@ -15,7 +16,7 @@ class PlayGoal:
     Args:
         tasks: drawn from while fewer than `most` groups are in play.
         begin: begins a group.
-        number: of kept groups that must have ended; None: all that are in play.
+        least: kept groups that must have ended; None: all that are in play.
         keep: whether a group that has ended counts; otherwise it is dropped. None: each does.
         most_discarded: so many groups are dropped, then each counts.
         discard: called for each that is dropped.
@@ -28,7 +29,7 @@ class PlayGoal:
         tasks: Iterator[Any],
         begin: Callable[[Any], None],
         most: float,
-        number: int | None,
+        least: int | None,
         keep: Callable[[Sequence[Episode]], bool] | None,
         most_discarded: float,
         discard: Callable[[], None],
@@ -38,7 +39,8 @@ class PlayGoal:
         self._tasks = tasks
         self._begin = begin
         self._most = most
-        self._number = number
+        self._least = least
+        self.number = least or len(player) + length_hint(tasks)
         self._keep = keep
         self._discards_left = most_discarded
         self._discard = discard
@@ -50,14 +52,20 @@ class PlayGoal:
         return len(self._player) - len(self._player.unfinished)
 
     def reached(self) -> bool:
-        """Sees to deadlines, drops, and new groups; then whether enough has ended."""
+        """Apply deadlines, drop and begin groups; then whether enough has ended.
+
+        Raises:
+            BrokenEnvironmentError: an environment cannot be played.
+        """
+        if (broken := self._player.take_broken()) is not None:
+            raise broken
         self._player.look_at_the_clock()
         if self._keep is not None:
             self._drop(self._keep)
         self._draw()
         if not self._player.unfinished:
             return True
-        if self._number is None or self.ended() < self._number:
+        if self._least is None or self.ended() < self._least:
             return False
         must = self._too_old()
         return must is not None and must.isdisjoint(self._player.unfinished)

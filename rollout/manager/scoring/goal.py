@@ -46,7 +46,7 @@ class ScoredGoal:
         self._rewards = rewards
         self._tasks = tasks
         self._begin = begin
-        self._number = number
+        self.number = number
         self._most = most
         self._reward = reward
         self._keep = keep
@@ -65,7 +65,7 @@ class ScoredGoal:
             # Other ranks may need more steps; what ends in them is scored by the next call.
             return True
         self._score()
-        if len(self._rewards) < self._number:
+        if len(self._rewards) < self.number:
             self._draw()
             self._full = not self._groups.unfinished
         else:

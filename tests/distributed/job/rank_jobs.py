@@ -154,7 +154,7 @@ def samples(batch: RolloutBatch) -> list[Sample]:
 
 
 def coordinator_of(rollout: RolloutManager) -> Any:
-    backend = rollout._backend
+    backend = rollout._rounds.backend
     assert isinstance(backend, DataParallelBackend)
     return backend._member.coordinator.handle
 
@@ -162,7 +162,7 @@ def coordinator_of(rollout: RolloutManager) -> Any:
 def after_steps(rollout: RolloutManager, count: int, act: Callable[[], object]) -> None:
     """Call `act` once, when this rank has made so many turns of its loop, of one step each."""
     one_step_per_call(rollout.engine)
-    backend, turns = rollout._backend, iter(range(count))
+    backend, turns = rollout._rounds.backend, iter(range(count))
     advance = backend.step
 
     def counted() -> Any:
@@ -236,7 +236,7 @@ def is_cut_off_at_the_end(rank: int) -> list[Sample]:
     """Rank 1 never hears that all have come to the end; then the coordinator dies while rank 0 is elsewhere."""
     with a_manager(heartbeat_timeout_s=1.0) as rollout:
         if rank == 1:
-            session = rollout._backend._member.client._session  # type: ignore[attr-defined]
+            session = rollout._rounds.backend._member.client._session  # type: ignore[attr-defined]
             receive = session.receive
             session.receive = lambda message: None if isinstance(message, BarrierDone) else receive(message)
         first = generate(rollout, WORK[rank])
@@ -250,7 +250,7 @@ def is_cut_off_at_the_end(rank: int) -> list[Sample]:
 def is_cut(rank: int, what: str) -> list[Sample]:
     """One of rank 1's sessions is lost, or the coordinator stands still."""
     with a_manager(heartbeat_timeout_s=1.0) as rollout:
-        backend = rollout._backend
+        backend = rollout._rounds.backend
         assert isinstance(backend, DataParallelBackend)
         if what == "coordinator" and rank == 0:
             process = coordinator_of(rollout).process
@@ -333,7 +333,7 @@ def hears_late_of_the_end(rank: int) -> list[list[int]]:
     versions = []
     with a_manager() as rollout:
         if rank == 1:
-            session = rollout._backend._member.client._session  # type: ignore[attr-defined]
+            session = rollout._rounds.backend._member.client._session  # type: ignore[attr-defined]
             receive = session.receive
 
             def late(message: Message) -> None:
@@ -393,7 +393,7 @@ def paces(rank: int) -> int:
     """Rounds with groups in flight and a limit on their age; one rank says late what it has computed."""
     with a_manager(max_staleness=1, progress_interval=1000) as rollout:
         stale = 0
-        backend = rollout._backend
+        backend = rollout._rounds.backend
         rest = backend.report_idle
 
         def rest_late() -> None:
@@ -450,7 +450,7 @@ def fails_and_aborts(rank: int) -> dict[str, Any]:
         broken = None
         if rank == 0:
             # What is asked of it is refused where it is computed, after it was accepted here.
-            client = rollout._backend._member.client  # type: ignore[attr-defined]
+            client = rollout._rounds.backend._member.client  # type: ignore[attr-defined]
             open_group = client.open_group
 
             def refuse_one(prompt: Any, params: SamplingParams, **options: Any) -> Any:
@@ -497,7 +497,7 @@ def interrupted_while_it_waits(rank: int) -> list[Sample]:
             dist.barrier()
             return samples(generate(rollout, WORK[1]))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        worker = rollout._backend._member.worker  # type: ignore[attr-defined]
+        worker = rollout._rounds.backend._member.worker  # type: ignore[attr-defined]
         wait_for_work = worker.wait_for_work
 
         def interrupted(*args: Any, **options: Any) -> Any:

@@ -47,7 +47,7 @@ def alone(wanted: tuple[Ask, ...]) -> list[Sample]:
     config = InferenceConfig(kv_cache_blocks=2048, block_size_tokens=4, max_requests=64, max_tokens_per_step=256,
                              verify_model=False)  # fmt: skip
     with RolloutManager(the_model(), make_tokenizer(), config) as rollout:
-        assert isinstance(rollout._backend, LocalBackend)
+        assert isinstance(rollout._rounds.backend, LocalBackend)
         return samples(generate(rollout, wanted))
 
 
@@ -385,7 +385,7 @@ def test_alone_there_is_no_process_no_thread_and_no_socket() -> None:
     threads = set(threading.enumerate())
     files = set(os.listdir("/proc/self/fd"))
     with RolloutManager(the_model(), None, InferenceConfig(kv_cache_blocks=64, verify_model=False)) as rollout:
-        assert isinstance(rollout._backend, LocalBackend)
+        assert isinstance(rollout._rounds.backend, LocalBackend)
         rollout.generate([[5, 6, 7]], SamplingParams(max_tokens=4), progress=False)
         begun = {thread.name for thread in set(threading.enumerate()) - threads} - {THREAD_NAME}
         assert not any(name.startswith("rollout") for name in begun), begun

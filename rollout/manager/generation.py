@@ -1,0 +1,164 @@
+"""`generate`, `submit` and `as_completed` of a manager: groups of samples of one prompt each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rollout.errors import ConfigError, EngineStateError, RolloutFailedError
+from rollout.manager import checkpoint
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.rounds import OnError, Rounds, check_on_error, itself
+from rollout.manager.run_loop import GroupGoal
+from rollout.manager.submission import prompts_of, submit
+from rollout.requests.prompt import Prompt
+from rollout.sampling_params import SamplingParams, one_each
+
+
+class Generation:
+    """The groups in flight of one manager.
+
+    Attributes:
+        pacer: chooses the groups that have to end before an update.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self.pacer = rounds.new_pacer()
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        min_groups: int | None,
+        metadata: Sequence[Any] | None,
+        on_error: OnError,
+        progress: bool | None,
+        timeout_s: float | None,
+    ) -> RolloutBatch:
+        """See `RolloutManager.generate`."""
+        check_on_error(on_error)
+        if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
+            raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
+        rounds, loop, groups = self._rounds, self._rounds.loop, self._rounds.groups
+        with rounds.round("generate", timeout_s):
+            mine = self.submit(prompts, sampling_params, metadata)
+            try:
+                if min_groups is None:
+                    goal = GroupGoal(groups.unfinished, mine, len(mine), set)
+                else:
+                    self.begin_round()
+                    goal = GroupGoal(groups.unfinished, groups, min(min_groups, len(groups)), self.too_old)
+                loop.run(goal, progress=progress, timeout_s=timeout_s)
+                return self._hand_out(mine if min_groups is None else groups.complete(), on_error)
+            except (KeyboardInterrupt, SystemExit):
+                loop.abort(mine)
+                raise
+
+    def begin_round(self) -> None:
+        """Tell the pacer that a call begins that leaves groups in flight."""
+        self.pacer.begin_round(self._rounds.engine.policy_version)
+
+    def too_old(self) -> set[int] | None:
+        """Groups that may not be left in flight; None: not known yet."""
+        return self._rounds.too_old(self.pacer, self._rounds.groups, itself)
+
+    def submit(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        metadata: Sequence[Any] | None,
+    ) -> list[int]:
+        """See `RolloutManager.submit`."""
+        rounds, controller = self._rounds, self._rounds.engine.controller
+        prompts = prompts_of(controller, prompts)
+        params = one_each(sampling_params, len(prompts))
+        extras = [None] * len(prompts) if metadata is None else list(metadata)
+        added: list[int] = []
+        try:
+            with rounds.engine.locked():
+                added = submit(rounds.loop, rounds.backend, controller.tokenize, prompts, params, extras)
+        except (KeyboardInterrupt, SystemExit):
+            # It came while interrupts were deferred, and takes effect only now.
+            rounds.loop.abort(added)
+            raise
+        return added
+
+    def as_completed(self, group_ids: Iterable[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
+        """See `RolloutManager.as_completed`."""
+        check_on_error(on_error)
+        if (lockstep := self._rounds.engine.peers.lockstep) is not None:
+            raise EngineStateError(
+                f"as_completed() in the {lockstep.group.name}, whose ranks end each call together: call generate([], "
+                "min_groups=1) on every rank"
+            )
+        chosen = None if group_ids is None else set(group_ids)
+        if chosen is not None and (unknown := chosen.difference(self._rounds.groups)):
+            raise KeyError(f"groups {sorted(unknown)} are not in flight: handed out already, or never submitted")
+        return self._each_completed(chosen, on_error)
+
+    def _each_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
+        self._rounds.follow_model()
+        self._rounds.engine.check_weights()
+        with self._rounds.loop.gathering.held():
+            try:
+                while (batch := self._next_completed(chosen, on_error)) is not None:
+                    yield batch
+            except (GeneratorExit, RolloutFailedError):
+                self._end_together()
+                raise
+            self._end_together()
+
+    def _next_completed(self, chosen: set[int] | None, on_error: OnError) -> RolloutBatch | None:
+        rounds, groups = self._rounds, self._rounds.groups
+        with rounds.turn("as_completed"):
+            mine = [each for each in groups if chosen is None or each in chosen]
+            if not mine:
+                return None
+            rounds.ensure_running()
+            rounds.loop.run(GroupGoal(groups.unfinished, mine, 1, set), alone=True)
+            ended = next(each for each in mine if each not in groups.unfinished)
+            return self._hand_out([ended], on_error)
+
+    def _end_together(self) -> None:
+        rounds = self._rounds
+        # At the end of the interpreter the threads that talk to the others have ended already.
+        if not rounds.closed and not sys.is_finalizing() and (rounds.loop.attended or not rounds.backend.try_finish()):
+            with rounds.turn("as_completed"):
+                rounds.ensure_running()
+                rounds.loop.run(GroupGoal(rounds.groups.unfinished, (), 0, set))
+
+    def _hand_out(self, group_ids: Sequence[int], on_error: OnError) -> RolloutBatch:
+        rounds = self._rounds
+        with rounds.engine.locked():
+            batch = RolloutBatch.from_requests(rounds.groups.results(group_ids), **rounds.batch_options())
+            rounds.groups.drop(group_ids)
+        return rounds.handed_out(batch, on_error)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `RolloutManager.state_dict`."""
+        rounds = self._rounds
+        with rounds.engine.locked():
+            rounds.loop.take_ended()
+            return checkpoint.save(
+                rounds.engine, rounds.backend, rounds.groups, self.pacer.updates_per_round, rounds.loop.journal,
+                rounds.player,
+            )  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `RolloutManager.load_state_dict`."""
+        rounds, loop, player = self._rounds, self._rounds.loop, self._rounds.player
+        with rounds.turn("load_state_dict"):
+            loop.take_ended()
+            if loop.groups or rounds.backend.snapshot() or len(player):
+                raise EngineStateError(
+                    f"load_state_dict() with {len(loop.groups)} groups in flight and {len(player)} groups of episodes in "
+                    "play: use a fresh manager"
+                )
+            loop.groups, updates = checkpoint.load(state, rounds.engine, rounds.backend, loop.journal, player)
+            self.pacer = rounds.new_pacer(updates)
+            loop.sync_metrics()

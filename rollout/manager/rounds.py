@@ -1,0 +1,235 @@
+"""`Rounds`: begins and ends every call of a manager that steps its engine, and owns what these calls share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.world import World
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.errors import ConfigError, EngineStateError, RolloutFailedError
+from rollout.journal.journal import Journal
+from rollout.manager.backend import Backend
+from rollout.manager.batch import RolloutBatch
+from rollout.manager.episodes.player import EpisodePlayer
+from rollout.manager.groups import GroupLedger
+from rollout.manager.images import ImageLayout
+from rollout.manager.pacing import Groups, StalenessPacer
+from rollout.manager.recovery import GroupJournal
+from rollout.manager.suspension import Suspension
+from rollout.manager.telemetry import RolloutMetrics
+from rollout.manager.tensor_parallel import loop_of
+from rollout.state import EngineState
+from rollout.threads.interrupts import interrupt_deferred
+
+OnError = Literal["raise", "mask"]
+Batch = TypeVar("Batch", bound=RolloutBatch)
+
+
+class Rounds:
+    """What the calls of one manager share.
+
+    Attributes:
+        loop: steps the engine until a goal is reached.
+        player: plays episodes.
+        suspension: pause and suspend, by the trainer's calls and by the optimizer hook.
+        closed: whether the manager was closed.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        backend: Backend,
+        world: World | None,
+        journal: Journal | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.engine = engine
+        self.backend = backend
+        self.metrics = RolloutMetrics(engine, clock)
+        self.suspension = Suspension(engine, self.metrics)
+        self.closed = False
+        gathering = Gathering(engine, backend.barrier, World.of_torch() if engine.weights.collective else None)
+        follows = engine.peers.group is not None and not engine.peers.group.leads
+        self.loop = loop_of(
+            engine, world, engine, backend, self.metrics, GroupJournal(None if follows else journal), gathering,
+            self.ensure_running, clock,
+        )  # fmt: skip
+        self.player = EpisodePlayer(self.loop.samples, engine.check_request, engine.config.seed, clock, engine.tap)
+
+    @property
+    def groups(self) -> GroupLedger:
+        """Groups that were submitted and not handed out."""
+        return self.loop.groups
+
+    def new_pacer(self, updates_per_round: int = 1) -> StalenessPacer:
+        """A pacer of the configured staleness."""
+        return StalenessPacer(self.engine.config.max_staleness, updates_per_round)
+
+    @contextmanager
+    def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
+        """The turn of this thread at the engine, for a blocking method of this name.
+
+        Raises:
+            EngineStateError: called by an environment, whose thread must not wait.
+        """
+        self.player.refuse_inside(call)
+        with self.engine.turns.taken(timeout_s):
+            yield
+
+    @contextmanager
+    def round(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
+        """A turn in which the engine runs with the model as it is now."""
+        with self.turn(call, timeout_s):
+            self.ensure_running()
+            self.follow_model()
+            self.engine.check_weights()
+            yield
+
+    def follow_model(self) -> None:
+        """Build the engine again if the trainer has sharded the weights by FSDP2, resized the vocabulary or changed masks.
+
+        Every rank calls it.
+        """
+        inspection = self.engine.inspection
+        sharded = self.engine.guard.sharded_since()
+        rebuild = sharded or inspection.resized
+        if not rebuild and not inspection.changed_settings():
+            return
+        self.ensure_running()
+        if sharded and not self.loop.gathering.collective:
+            self.loop.gathering = Gathering(self.engine, self.backend.barrier, World.of_torch())
+        with self.loop.gathering.held():
+            self.loop.gathering.ensure()
+            self.engine.rebuild() if rebuild else self.engine.follow_model()
+
+    def ensure_running(self) -> None:
+        """End the holds of the optimizer hook.
+
+        Raises:
+            EngineStateError: closed, or stopped explicitly.
+        """
+        if self.closed:
+            raise EngineStateError("generating after close(): build another RolloutManager")
+        self.suspension.ensure_running()
+
+    def refuse_in_group(self, call: str) -> None:
+        """Raises: EngineStateError: other ranks compute every step with this one."""
+        if (group := self.engine.peers.everyone) is not None:
+            raise EngineStateError(
+                f"{call}() in the {group.name}: it asks environments or rewards on one rank while tokens are sampled, and "
+                "the other members would not hear of it; generate() serves groups"
+            )
+
+    def too_old(self, pacer: StalenessPacer, groups: Groups, owner: Callable[[int], int | None]) -> set[int] | None:
+        """Groups that must end before the next update; None: the ages are not known yet.
+
+        Args:
+            owner: group of an id in the backend; None: it is in no group.
+        """
+        if self.engine.config.max_staleness is None:
+            return set()
+        known = self.backend.staleness()
+        if known is None:
+            return None
+        ages = [(group, age) for number, age in known if (group := owner(number)) is not None]
+        return pacer.too_old(groups, ages, self.engine.policy_version)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def batch_options(self) -> dict[str, Any]:
+        """Arguments of `RolloutBatch.from_requests` that are the same for every batch."""
+        tokenizer, model = self.engine.controller.tokenizer, self.engine.model
+        return {
+            "policy_version": self.engine.policy_version,
+            "pad_token_id": _pad_token_id(tokenizer, getattr(model, "config", None)),
+            "max_staleness": self.engine.config.max_staleness,
+            "device": self.engine.guard.training_device,
+            "image_layout": self.image_layout(),
+        }
+
+    def image_layout(self) -> ImageLayout | None:
+        """How the model finds images among its tokens; None: it is of no family that is served images."""
+        vision = self.engine.controller.runner.vision
+        if vision.family is None or vision.image_token is None:
+            return None
+        family = vision.family
+        return ImageLayout(
+            vision.image_token,
+            family.token_types,
+            tiled=family.tiled,
+            video=vision.video_token if family.serves_video else None,
+            bidirectional=family.bidirectional,
+            recurrent=bool(self.engine.controller.layout.states),
+            rotary=family.positions,
+        )
+
+    def handed_out(self, batch: Batch, on_error: OnError) -> Batch:
+        """Count a batch, and return it.
+
+        Raises:
+            RolloutFailedError: `on_error="raise"`, and a sample failed.
+        """
+        self.metrics.batch(batch)
+        failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
+        if failed and on_error == "raise":
+            index, error = failed[0]
+            raise RolloutFailedError(
+                f"{len(failed)} of {len(batch)} samples failed, the first in row {index} (group "
+                f"{int(batch.group_ids[index])}): {error}; all rows are in this exception's `.batch`",
+                batch,
+            )
+        return batch
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give up what is in flight, with a warning, and free the engine's memory. Harmless when repeated."""
+        if self.closed:
+            return
+        self.player.refuse_inside("close")
+        with interrupt_deferred():
+            episodes = len(self.player)
+            self.player.close()
+            with self.engine.locked():
+                self.loop.samples.fail(EngineStateError("the manager was closed"), self.backend)
+            self.backend.close()
+            if self.engine.state is not EngineState.STOPPED:
+                self.engine.pause()
+                self.engine.stop()
+            if self.engine.peers.everyone is not None:
+                self.engine.peers.everyone.close()
+            self.closed = True
+        self.metrics.enter_phase(None)
+        given_up = len(self.groups)
+        self.loop.groups = GroupLedger()
+        if given_up:
+            warnings.warn(
+                f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later",
+                stacklevel=3,
+            )
+        if episodes:
+            warnings.warn(f"close() gives up {episodes} groups of episodes in play", stacklevel=3)
+
+
+def check_on_error(on_error: str) -> None:
+    """Raises: ConfigError: none of the values of `OnError`."""
+    if on_error not in ("raise", "mask"):
+        raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
+
+
+def itself(number: int) -> int:
+    """The group of an id in the backend, if every id is a group."""
+    return number
+
+
+def _pad_token_id(*owners: Any) -> int:
+    for owner in owners:
+        for name in ("pad_token_id", "eos_token_id"):
+            value = getattr(owner, name, None)
+            if isinstance(value, int):
+                return value
+    return 0
