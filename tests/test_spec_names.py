@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import rollout
+from rollout.threads.loop_thread import LoopThread
 
 NAMES = {
     "SamplingParams": """
@@ -32,7 +33,7 @@ NAMES = {
     "VLMInferenceRequest": "num_img_embeddings_per_tile imgs num_tiles decoder_seq_length",
     "DynamicInferenceEvent": "timestamp type payload serialize deserialize __str__",
     "DynamicInferenceRequestRecord": """
-        from_request __getitem__ request_id latency increment_staleness checkpoint merge serialize deserialize""",
+        from_request __getitem__ request_id latency increment_staleness checkpoint merge serialize deserialize requests""",
     "DynamicInferenceEngine": """
         add_request abort_request step generate pause unpause suspend resume stats wait_until policy_version state""",
     "DynamicInferenceContext": "",
@@ -91,6 +92,8 @@ PARAMETERS = {
     "InferenceClient.start": "timeout_s",
     "InferenceClient.add_request": "prompt sampling_params",
     "DynamicInferenceRequestRecord.increment_staleness": "policy_only",
+    "DynamicInferenceRequestRecord.checkpoint": "tokenizer",
+    "DynamicInferenceRequestRecord.merge": "tokenizer",
     "DynamicInferenceRequest.add_event_generated_token": """
         token_id blocks_total blocks_hashed_total blocks_hashed_active blocks_ref_count""",
     "DataParallelInferenceCoordinator.get_best_data_parallel_rank": "hashes",
@@ -143,6 +146,10 @@ def test_the_functions_and_constants_of_block_hashes_are_there() -> None:
     assert rollout.compute_block_hashes_batched([], 4) == []
     assert callable(rollout.serialize_tensor)
     assert callable(rollout.deserialize_tensor)
+
+
+def test_an_llm_bridges_to_its_private_loop_by_run_sync() -> None:
+    assert set(inspect.signature(LoopThread.run_sync).parameters) == {"self", "coroutine", "timeout_s"}
 
 
 def test_no_module_of_the_package_is_named_like_a_public_function() -> None:

@@ -50,6 +50,7 @@ class LLMControl:
         self._loop, self._gathering, self._service = loop, gathering, service
         self._job = service if isinstance(service, EngineService) else None
         self._adapters_change = threading.Lock()
+        self._long_calls: list[str] = []
 
     @property
     def model(self) -> nn.Module:
@@ -71,18 +72,28 @@ class LLMControl:
     def admit(self, what: str) -> None:
         """Refuse a call of this name if this rank is not primary, or weights changed without an announced update.
 
-        While requests run, a new one does not wait for a step boundary, and weights are not looked at.
+        While requests run or a long call is made here, a new one does not wait for a step boundary, and weights are not
+        looked at.
 
         Raises:
             RuntimeError, WeightsChangedError: as said.
         """
         self.refuse_unless_primary(what)
-        if not self._service.num_open:
+        if not self._service.num_open and not self._long_calls:
             with self.engine.locked():
                 running = self.engine.state is EngineState.RUNNING and not self.engine.holds.forbid_steps
                 if running and not self.engine.has_unfinished:
                     self.engine.check_weights()
                     self.engine.follow_model()
+
+    @contextmanager
+    def _long_call(self, what: str) -> Iterator[None]:
+        """A block that may hold the engine for seconds though no request runs."""
+        self._long_calls.append(what)
+        try:
+            yield
+        finally:
+            self._long_calls.remove(what)
 
     async def relay(
         self, what: str, state: EngineState, timeout_s: float | None, ask: Callable[[InferenceClient], Any]
@@ -119,10 +130,11 @@ class LLMControl:
             RuntimeError: called on the loop's own thread.
         """
         self._loop.refuse_inside("score()")
-        return score_by(
-            self.engine, rollouts, prompt_lengths=prompt_lengths, temperature=temperature, top_k=top_k, entropy=entropy,
-            adapter=adapter,
-        )  # fmt: skip
+        with self._long_call("score"):
+            return score_by(
+                self.engine, rollouts, prompt_lengths=prompt_lengths, temperature=temperature, top_k=top_k,
+                entropy=entropy, adapter=adapter,
+            )  # fmt: skip
 
     def flush_prefix_cache(self) -> int:
         """Drop cached blocks that no request holds, with a coordinator those of every rank; returns their number.
@@ -210,7 +222,7 @@ class LLMControl:
         """
         self.refuse_in_group("load_weights")
         if self._job is None or self.world_size == 1:
-            with self.suspended():
+            with self._long_call("load_weights"), self.suspended():
                 self.engine.load_weights(folder)
                 return self.weights_updated(version)
         self.refuse_unless_primary("load_weights")
@@ -250,7 +262,7 @@ class LLMControl:
             if replaced and not replace:
                 raise ConfigError(f"adapter {name!r} is loaded already: unload it first, or pass replace=True")
             if self._job is None or self.world_size == 1:
-                with self.engine.locked():
+                with self._long_call("load_lora_adapter"), self.engine.locked():
                     self.engine.load_adapter(name, folder)
                     return self.weights_updated() if replaced else self.engine.policy_version
             self._loop.refuse_inside("load_lora_adapter()")

@@ -164,6 +164,26 @@ def test_with_a_coordinator_the_configured_deadline_holds_and_a_flush_reaches_it
         assert llm.flush_prefix_cache() == 0
 
 
+def test_an_async_llm_with_a_coordinator_may_be_asked_on_its_private_loop() -> None:
+    """Where the HTTP server asks: a call that waited for that loop would wait for ever."""
+
+    async def ask(llm: AsyncLLM) -> tuple[int, EngineState, int]:
+        await llm.generate(token_ids(20), SamplingParams(max_tokens=4))
+        flushed = await llm.flush_prefix_cache()
+        async with llm.suspended():
+            state = llm.state
+        with pytest.raises(ConfigError, match="nowhere"):
+            await llm.load_weights("nowhere")
+        return flushed, state, await llm.weights_updated()
+
+    with nothing_is_left():
+        llm = AsyncLLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True)
+        flushed, state, version = llm.loop.run_sync(ask(llm), PATIENCE_S)
+        asyncio.run(llm.shutdown())
+    assert flushed > 0
+    assert (state, version) == (EngineState.SUSPENDED, 1)
+
+
 def test_several_ranks_that_serve_without_a_coordinator_are_told_that_each_needs_its_own_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -217,6 +217,32 @@ def test_a_call_that_waits_for_a_step_does_not_stop_the_callers_loop(name: str) 
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
 
 
+def test_a_request_during_a_score_does_not_stop_the_callers_loop() -> None:
+    held, release, submitted_first = threading.Event(), threading.Event(), threading.Event()
+
+    async def ask() -> None:
+        async with asyncio_llm() as llm:
+
+            def hold() -> None:
+                with llm.engine.locked():
+                    held.set()
+                    # Let go in any case: a caller that waits for this lock would never say so.
+                    if release.wait(2):
+                        submitted_first.set()
+
+            holder = asyncio.ensure_future(asyncio.to_thread(hold))
+            await asyncio.to_thread(held.wait, PATIENCE_S)
+            score = asyncio.ensure_future(llm.score([[5, 6, 7]]))
+            while not llm.engine.wanted:
+                await asyncio.sleep(0.001)
+            pending = llm.submit("abc", greedily(3))
+            release.set()
+            await asyncio.gather(holder, score, pending)
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+    assert submitted_first.is_set()
+
+
 def test_adapters_and_weights_are_awaited_and_refused_by_the_same_errors() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
