@@ -6,11 +6,9 @@ uploads it later.
 
 from __future__ import annotations
 
-import html
 import netrc
 import os
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.metrics import LOGGED, unknown_name
+from rollout.reporting.page import colored
+from rollout.reporting.run_log import version_runs
 
 if TYPE_CHECKING:
     from rollout.manager.batch import RolloutBatch
@@ -28,9 +28,6 @@ STEP = "train/step"
 """Name of the axis of all metrics."""
 
 SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_staleness", "by_version")
-
-AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
-"""Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
 
 
 class WandbLogger:
@@ -107,7 +104,7 @@ class WandbLogger:
         """Log a table of sample rollouts, worst to best, and a histogram of all completion lengths.
 
         The column `by_version` is the completion as HTML: each run of tokens sampled under one policy version is a span
-        whose background shows its age (`AGES`).
+        whose background shows its age, as in the page of `rollout.report`.
 
         Args:
             step: value on the axis.
@@ -136,7 +133,11 @@ class WandbLogger:
                 int(lengths[i]),
                 batch.finish_reasons[i],
                 float(staleness[i]),
-                self._wandb.Html(_by_version(batch, i, tokenizer), inject=False),
+                self._wandb.Html(
+                    '<div style="font-family:monospace;white-space:pre-wrap">'
+                    f"{colored(version_runs(batch, i, tokenizer), batch.policy_version)}</div>",
+                    inject=False,
+                ),
             ]
             for i in chosen.tolist()
         ]
@@ -216,24 +217,6 @@ def _mean_staleness(batch: RolloutBatch) -> NDArray[np.float64]:
     inside = (position >= start) & (position < start + length[:, None])
     total: NDArray[np.float64] = (_numbers(batch.policy_staleness) * inside).sum(axis=1)
     return total / np.maximum(length, 1)
-
-
-def _by_version(batch: RolloutBatch, index: int, tokenizer: Any) -> str:
-    sample = batch[index]
-    start, end = len(sample.prompt_tokens), len(sample.prompt_tokens) + len(sample.generated_tokens)
-    versions = batch.policy_versions[index, start:end].tolist()
-    spans, begin = [], 0
-    for version, run in groupby(versions):
-        tokens = sample.generated_tokens[begin : begin + len(list(run))]
-        begin += len(tokens)
-        age = max(0, batch.policy_version - version)
-        told = f"version {version}, {age} update{'s' * (age != 1)} ago, {len(tokens)} token{'s' * (len(tokens) != 1)}"
-        text = " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
-        spans.append(
-            f'<span style="background:{AGES[min(age, len(AGES) - 1)]}" title="{told}">{html.escape(text)}</span>'
-        )
-    between = " " if tokenizer is None else ""
-    return f'<div style="font-family:monospace;white-space:pre-wrap">{between.join(spans)}</div>'
 
 
 def _text(batch: RolloutBatch, index: int) -> str:

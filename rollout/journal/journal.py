@@ -28,10 +28,9 @@ from rollout.journal.reader import (
     GroupReader,
     Place,
     pack_group,
-    segments_of,
     unpack_group,
 )
-from rollout.journal.segment import SegmentName, SegmentWriter, cure_of, read_body
+from rollout.journal.segment import SegmentName, SegmentWriter, cure_of, read_body, segments
 from rollout.requests.request import DynamicInferenceRequest
 
 Fsync = Literal["always", "interval", "never"]
@@ -124,7 +123,7 @@ class Journal:
         self._check_mine()
         if self._fsync != "never":
             self.sync()
-        names = segments_of(self.folder)
+        names = segments(self.folder)
         before, self._writer = self._writer, self._begin(step, names)
         before.close()
         self._line.append(self._writer.mark)
@@ -139,7 +138,7 @@ class Journal:
         Raises:
             ConfigError: unknown mark; names the known ones.
         """
-        names = segments_of(self.folder)
+        names = segments(self.folder)
         if mark is None:
             return GroupReader(self.folder, names, self.job)
         marks = [name.mark for name in names]
@@ -191,7 +190,7 @@ class Journal:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _open_newest(self) -> SegmentWriter:
-        names = segments_of(self.folder)
+        names = segments(self.folder)
         if not names:
             return self._begin(0, names)
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 from pathlib import Path
 
 from rollout.errors import EngineStateError
@@ -20,8 +19,6 @@ _held: dict[tuple[int, int], int] = {}
 
 _folders: dict[tuple[int, int], int] = {}
 """The same for the folders: removing the lock file must not admit a second writer."""
-_FLOCK = struct.Struct("hhqqi")
-"""`struct flock`: type, whence, start, length, process."""
 
 
 class FolderLock:
@@ -78,25 +75,6 @@ class FolderLock:
             return _identity(os.stat(self._path, follow_symlinks=False)) == self._key
         except OSError:
             return False
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether any process, including this one, holds the lock of a folder; False if that cannot be determined."""
-    path = folder / FILE
-    if _held_here(path):
-        return True
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, *_ = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
-        return bool(kind != fcntl.F_UNLCK)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
 
 
 def _held_here(path: Path) -> bool:

@@ -15,7 +15,6 @@ from typing import BinaryIO
 import msgpack
 
 from rollout.errors import JournalError, RolloutError, SerializationError
-from rollout.journal.lock import is_locked
 from rollout.journal.segment import Gap, Record, SegmentName, read_body, read_header, segments, walk
 from rollout.requests.codec import OPAQUE, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
@@ -59,69 +58,39 @@ class FinishedGroup:
 class GroupReader:
     """Iterates over the groups of a journal, with at most one in memory.
 
-    Args:
-        live: a writer may be active: removed files are skipped, and a partial record at the end of the newest file is not
-            damage.
-
     Attributes:
         damage: byte ranges that could not be read so far; complete after the iteration.
     """
 
-    def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None, *, live: bool = False) -> None:
+    def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None) -> None:
         self.damage: list[Damage] = []
         self._folder = folder
         self._names = names
         self._job = job
-        self._live = live
 
     def __iter__(self) -> Iterator[FinishedGroup]:
         self.damage.clear()
         for name in self._names:
             path = name.path(self._folder)
             try:
-                yield from self._groups(path, name.mark)
-            except FileNotFoundError as exc:
-                # The writer has made checkpoints meanwhile and removed it.
-                if not self._live or not any(each > name for each in segments_of(self._folder)):
-                    raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
+                with path.open("rb") as file:
+                    yield from self._groups(file, path, name.mark)
             except OSError as exc:
                 raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
 
-    def _groups(self, path: Path, mark: str) -> Iterator[FinishedGroup]:
-        with path.open("rb") as file:
-            reached, expected = 0, 0
-            tail: Gap | None = Gap(0, 0, None)
-            while tail is not None:
-                header = read_header(file, path, self._job)
-                # The file's name repeats the mark, in case the header is damaged.
-                start, mark = header or (0, mark)
-                tail = None
-                for found in walk(file, mark, max(start, reached), expected):
-                    if isinstance(found, Gap):
-                        if found.lost is None:
-                            tail = found
-                        else:
-                            self._note(path, found, _what(found))
-                        continue
-                    reached, expected = found.end, found.sequence + 1
-                    try:
-                        samples, key = unpack_group(read_body(file, found))
-                    except RolloutError as exc:
-                        self._note(path, Gap(found.start, found.end, 1), f"record {found.sequence}: {exc}")
-                    else:
-                        yield FinishedGroup(samples, key, Place(path, found))
-                if tail is not None and not self._grows(file, tail):
-                    if not self._is_being_written(path):
-                        self._note(path, tail, _what(tail))
-                    return
-
-    def _grows(self, file: BinaryIO, tail: Gap) -> bool:
-        """Whether the file has grown since the partial tail was read, so that reading must continue."""
-        return self._live and os.fstat(file.fileno()).st_size != tail.end
-
-    def _is_being_written(self, path: Path) -> bool:
-        """Whether a partial tail of this file is a record being written."""
-        return self._live and is_locked(self._folder) and segments_of(self._folder)[-1].path(self._folder) == path
+    def _groups(self, file: BinaryIO, path: Path, mark: str) -> Iterator[FinishedGroup]:
+        # The file's name repeats the mark, in case the header is damaged.
+        start, mark = read_header(file, path, self._job) or (0, mark)
+        for found in walk(file, mark, start):
+            if isinstance(found, Gap):
+                self._note(path, found, _what(found))
+                continue
+            try:
+                samples, key = unpack_group(read_body(file, found))
+            except RolloutError as exc:
+                self._note(path, Gap(found.start, found.end, 1), f"record {found.sequence}: {exc}")
+            else:
+                yield FinishedGroup(samples, key, Place(path, found))
 
     def _note(self, path: Path, gap: Gap, what: str) -> None:
         self.damage.append(Damage(path, gap.start, gap.end, gap.lost, what))
@@ -129,26 +98,14 @@ class GroupReader:
 
 
 def read_groups(folder: str | os.PathLike[str], *, job: str | None = None) -> GroupReader:
-    """Return a reader of all groups of a journal, oldest first, without a lock; safe while a writer is active.
+    """Return a reader of all groups of a journal, oldest first, without a lock.
 
     Raises:
         JournalError: no such folder; while iterating: a file cannot be read.
         SerializationError: while iterating: a file of another version.
         ConfigError: while iterating: the journal of another job.
     """
-    return GroupReader(Path(folder), segments_of(Path(folder)), job, live=True)
-
-
-def segments_of(folder: Path) -> list[SegmentName]:
-    """Return the segment names of a journal, oldest first.
-
-    Raises:
-        JournalError: no such folder.
-    """
-    try:
-        return segments(folder)
-    except OSError as exc:
-        raise JournalError(f"{folder} is no folder that can be read ({exc.strerror or exc})") from exc
+    return GroupReader(Path(folder), segments(Path(folder)), job)
 
 
 def pack_group(samples: Sequence[DynamicInferenceRequest], key: bytes) -> bytes:

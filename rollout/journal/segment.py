@@ -82,13 +82,20 @@ class Gap:
 
 
 def segments(folder: Path) -> list[SegmentName]:
-    """Return the segment names in a folder, oldest first. Other entries and non-regular files (pipes) are ignored."""
+    """Return the segment names in a folder, oldest first. Other entries and non-regular files (pipes) are ignored.
+
+    Raises:
+        JournalError: no such folder.
+    """
     found = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            number, dash, mark = entry.name.removesuffix(SUFFIX).partition("-")
-            if entry.name.endswith(SUFFIX) and dash and number.isascii() and number.isdigit() and entry.is_file():
-                found.append(SegmentName(int(number), mark))
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                number, dash, mark = entry.name.removesuffix(SUFFIX).partition("-")
+                if entry.name.endswith(SUFFIX) and dash and number.isascii() and number.isdigit() and entry.is_file():
+                    found.append(SegmentName(int(number), mark))
+    except OSError as exc:
+        raise JournalError(f"{folder} is no folder that can be read ({exc.strerror or exc})") from exc
     return sorted(found)
 
 
@@ -130,16 +137,16 @@ def read_header(file: BinaryIO, path: Path, job: str | None) -> Header | None:
     return Header(file.tell(), STR.decode(plain[1]))
 
 
-def walk(file: BinaryIO, mark: str, start: int, expected: int = 0) -> Iterator[Record | Gap]:
+def walk(file: BinaryIO, mark: str, start: int) -> Iterator[Record | Gap]:
     """Yield records and gaps in file order; together they cover `start` to the end of the file without overlap.
 
     Args:
         mark: of the header or, if that is damaged, of the file's name.
         start: offset of the first record; 0: unknown.
-        expected: sequence number of the first record.
     """
     marker, size = _marker(mark), file.seek(0, os.SEEK_END)
     reached = position = start
+    expected = 0
     while position < size:
         record = _record_at(file, marker, position, size)
         if record is None or record.sequence < expected:

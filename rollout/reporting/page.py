@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rollout.tracing.summary import summary
 
 BLUE, ORANGE, GREEN, RED, GREY, TEAL = "#3b82c4", "#f2a541", "#4c9f70", "#d9534f", "#9aa5b1", "#3aa6a0"
 AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
-"""Background of tokens sampled 0, 1, 2 … weight updates before their batch; the last one for all older ones."""
+"""Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
 AGE_AREAS = ("#dbe7f3", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f", "#a33a3a")
 SHOWN = 6
 """Slowest, and most stale samples of the run that are shown."""
@@ -178,11 +178,6 @@ def _age(sample: dict[str, Any]) -> int:
 
 
 def _sample(step: int, sample: dict[str, Any]) -> str:
-    runs = []
-    for version, tokens, text in sample["runs"]:
-        age = max(0, sample["version"] - version)
-        told = f"version {version}, {age} updates before, {tokens} tokens"
-        runs.append(f'<span style="background:{AGES[min(age, len(AGES) - 1)]}" title="{told}">{escape(text)}</span>')
     facts = [f"step {step}", f"group {sample['group']}/{sample['sample']}"]
     facts += [f"{sample['seconds']:.2f} s"] if sample["seconds"] is not None else []
     facts += [f"reward {sample['reward']:.3g}"] if sample["reward"] is not None else []
@@ -190,8 +185,18 @@ def _sample(step: int, sample: dict[str, Any]) -> str:
     facts += ["versions " + " → ".join(str(version) for version, _, _ in sample["runs"])]
     return (
         f'<article><header>{escape(" · ".join(facts))}</header><div class="prompt">{escape(sample["prompt"])}</div>'
-        f'<div class="text">{"".join(runs)}</div></article>'
+        f'<div class="text">{colored(sample["runs"], sample["version"])}</div></article>'
     )
+
+
+def colored(runs: Iterable[tuple[int, int, str]], now: int) -> str:
+    """Return the text of `version_runs` as HTML; the background of each shows its age at the policy version `now`."""
+    spans = []
+    for version, count, text in runs:
+        age = max(0, now - version)
+        told = f"version {version}, {age} update{'s' * (age != 1)} ago, {count} token{'s' * (count != 1)}"
+        spans.append(f'<span style="background:{AGES[min(age, len(AGES) - 1)]}" title="{told}">{escape(text)}</span>')
+    return "".join(spans)
 
 
 _STYLE = """

@@ -137,14 +137,7 @@ def _sample(
     batch: RolloutBatch, index: int, why: list[str], reward: NDArray[np.float64] | None, tokenizer: Any
 ) -> dict[str, Any]:
     request = batch.requests[index]
-    prompt = len(request.prompt_tokens)
-    versions = batch.policy_versions[index, prompt : prompt + len(request.generated_tokens)].tolist()
-    runs, begin = [], 0
-    for version, run in groupby(versions):
-        tokens = request.generated_tokens[begin : begin + len(list(run))]
-        begin += len(tokens)
-        text = " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(tokens))
-        runs.append([version, len(tokens), text[:LONGEST_TEXT]])
+    runs = [[version, count, text[:LONGEST_TEXT]] for version, count, text in version_runs(batch, index, tokenizer)]
     told = request.prompt
     if told is None:
         ids = request.prompt_tokens
@@ -154,6 +147,23 @@ def _sample(
         "ttft": request.ttft, "finish": batch.finish_reasons[index], "version": batch.policy_version,
         "reward": None if reward is None else _number(reward[index]), "prompt": told[:LONGEST_TEXT], "runs": runs,
     }  # fmt: skip
+
+
+def version_runs(batch: RolloutBatch, index: int, tokenizer: Any) -> list[tuple[int, int, str]]:
+    """Return (version, number of tokens, text) of each run of completion tokens that one policy version sampled.
+
+    Args:
+        tokenizer: decodes the runs; None: their ids, with a space behind each.
+    """
+    request = batch.requests[index]
+    prompt, runs, begin = len(request.prompt_tokens), [], 0
+    versions = batch.policy_versions[index, prompt : prompt + len(request.generated_tokens)].tolist()
+    for version, run in groupby(versions):
+        tokens = request.generated_tokens[begin : begin + len(list(run))]
+        begin += len(tokens)
+        text = "".join(f"{token} " for token in tokens) if tokenizer is None else str(tokenizer.decode(tokens))
+        runs.append((version, len(tokens), text))
+    return runs
 
 
 def _number(value: Any) -> float | None:

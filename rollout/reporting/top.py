@@ -13,7 +13,8 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,12 +73,9 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"--interval {options.interval}: must be in [0.1, 3600] seconds")
     if find_spec("rich") is None:
         raise ConfigError("`rollout top` needs rich: pip install 'rollout-engine[top]'")
-    if options.address.startswith("tcp://"):
-        asyncio.run(_watch_coordinator(options.address, _keys(options.keys), options.interval, options.once))
-    elif options.address.startswith(("http://", "https://")):
-        _watch_server(options.address, options.interval, options.once)
-    else:
+    if not options.address.startswith(("tcp://", "http://", "https://")):
         raise ConfigError(f"{options.address!r}: must begin with tcp:// (a coordinator) or http:// (a server)")
+    asyncio.run(_watch(options.address, _keys(options.keys), options.interval, options.once))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------
@@ -223,49 +221,28 @@ def _rates(view: View, before: View | None) -> dict[str, float]:
 # --- watching -----------------------------------------------------------------------------------------------------------
 
 
-class _Screen:
-    """Shows views until there have been two, if `once`, or for ever; a context manager."""
-
-    def __init__(self, address: str, once: bool) -> None:
-        from rich.live import Live
-
-        self._address = address
-        self._live = None if once else Live(auto_refresh=False, screen=True)
-        self._before: View | None = None
-
-    def __enter__(self) -> _Screen:
-        if self._live is not None:
-            self._live.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        if self._live is not None:
-            self._live.__exit__(*exc_info)
-
-    def show(self, view: View) -> bool:
-        """Show a view; returns whether it was the last one."""
-        from rich.console import Console
-
-        before, self._before = self._before, view
-        drawn = draw(self._address, view, before)
-        if self._live is not None:
-            self._live.update(drawn, refresh=True)
-            return False
-        if before is not None:
-            Console().print(drawn)
-        return before is not None
-
-
-def _watch_server(address: str, interval_s: float, once: bool) -> None:
-    view = read_server(address)
-    with _Screen(address, once) as screen:
-        while not screen.show(view):
-            time.sleep(interval_s)
-            view = read_server(address)
-
-
-async def _watch_coordinator(address: str, keys: JobKeys | None, interval_s: float, once: bool) -> None:
+async def _watch(address: str, keys: JobKeys | None, interval_s: float, once: bool) -> None:
+    if not address.startswith("tcp://"):
+        await _show(address, lambda: asyncio.to_thread(read_server, address), interval_s, once)
+        return
     async with InferenceClient(address, name="rollout top", keys=keys) as client:
-        with _Screen(address, once) as screen:
-            while not screen.show(read_coordinator(await client.status(), time.monotonic())):
-                await asyncio.sleep(interval_s)
+
+        async def read() -> View:
+            return read_coordinator(await client.status(), time.monotonic())
+
+        await _show(address, read, interval_s, once)
+
+
+async def _show(address: str, read: Callable[[], Awaitable[View]], interval_s: float, once: bool) -> None:
+    """Show views for ever or, if `once`, the second one."""
+    from rich.console import Console
+    from rich.live import Live
+
+    before, view = None, await read()
+    with nullcontext() if once else Live(auto_refresh=False, screen=True) as live:
+        while live is not None or before is None:
+            if live is not None:
+                live.update(draw(address, view, before), refresh=True)
+            await asyncio.sleep(interval_s)
+            before, view = view, await read()
+    Console().print(draw(address, view, before))

@@ -40,6 +40,7 @@ class StepRow(NamedTuple):
     prefill_tokens: int
     sampled: int
     running: int
+    waiting: int
     kv_used: int
     kv_cached: int
     kv_free: int
@@ -123,7 +124,7 @@ class EngineLog:
             StepRow(
                 start, scheduled, executed, self.clock(), decodes, entries - decodes,
                 int(step.counts[decodes:].sum()) if entries > decodes else 0, made * len(step.sampled_rows),
-                scheduler.num_active, allocator.num_used, allocator.num_cached, allocator.num_free,
+                scheduler.num_active, scheduler.num_waiting, allocator.num_used, allocator.num_cached, allocator.num_free,
                 *on_host, counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
             )
         )  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, TOOL, WAITING, Life
+from rollout.tracing.lives import DECODE, HELD, PREFILL, TOOL, Life
 from rollout.tracing.recorder import EngineLog, Span, StepRow, TraceRecorder
 
 FORMAT = "rollout-trace-1"
@@ -25,11 +25,6 @@ TRAINER, ENGINE, STEPS, PARTS, OTHER, SAMPLES = 1, 2, 3, 4, 5, 100
 """Track numbers within a process; other tracks follow `OTHER`, samples follow `SAMPLES`."""
 RANKS_FROM = 10
 ENGINES_PER_RANK = 100
-COLORS = {
-    WAITING: "grey", PREFILL: "rail_response", DECODE: "good", PREEMPTED: "terrible", HELD: "white",
-    TOOL: "thread_state_iowait",
-}  # fmt: skip
-"""Names of the palette that the format has."""
 
 
 def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
@@ -107,18 +102,15 @@ def _process(pid: int, title: str, log: EngineLog, around: list[Span], base: flo
     yield _name(pid, STEPS, "thread_name", "steps")
     yield _name(pid, PARTS, "thread_name", "schedule, execute, update")
     before = log.steps[0] if log.steps else None
-    waiting = _waiting_at(log.lives, [row.end for row in log.steps])
-    for row, count in zip(log.steps, waiting, strict=True):
-        yield from _step(pid, row, before or row, base, count)
+    for row in log.steps:
+        yield from _step(pid, row, before or row, base)
         before = row
     held = _held(log, around, end)
     for number, life in enumerate(sorted(log.lives, key=lambda life: (life.start, life.request_id, life.sample_index))):
         yield from _sample(pid, SAMPLES + number, life, held, base)
         if (wait := log.tools.get(life.request_id)) is not None:
             start, until = max(wait[0], life.end, base), wait[1]
-            yield _slice(pid, SAMPLES + number, TOOL, start, max(start, until), base, {}, cat="state") | {
-                "cname": COLORS[TOOL]
-            }
+            yield _slice(pid, SAMPLES + number, TOOL, start, max(start, until), base, {}, cat="state")
 
 
 def _spans(pid: int, around: list[Span], controls: list[Span], base: float) -> Iterator[Event]:
@@ -138,7 +130,7 @@ def _spans(pid: int, around: list[Span], controls: list[Span], base: float) -> I
         yield _name(pid, tid, "thread_name", track)
 
 
-def _step(pid: int, row: StepRow, before: StepRow, base: float, waiting: int) -> Iterator[Event]:
+def _step(pid: int, row: StepRow, before: StepRow, base: float) -> Iterator[Event]:
     saved = row.prefill_tokens_saved - before.prefill_tokens_saved
     name = f"{row.decodes} decode" + (f" + {row.prefill_tokens} prefill" if row.prefills else "")
     args = {
@@ -156,7 +148,7 @@ def _step(pid: int, row: StepRow, before: StepRow, base: float, waiting: int) ->
     counters = {
         "KV blocks": {"used": row.kv_used, "cached": row.kv_cached, "free": row.kv_free},
         **({"KV blocks on the host": {"kept": row.kv_on_host}} if row.kv_offloaded else {}),
-        "samples": {"running": row.running, "waiting": waiting},
+        "samples": {"running": row.running, "waiting": row.waiting},
         "prefix cache hits (tokens)": {"tokens": saved},
     }
     for counter, values in counters.items():
@@ -176,7 +168,7 @@ def _sample(pid: int, tid: int, life: Life, held: list[Interval], base: float) -
     yield _slice(pid, tid, name, start, max(start, life.end), base, args, cat="sample")
     for state, begin, end in life.states:
         for part, a, b in _without(state, max(begin, base), end, held):
-            yield _slice(pid, tid, part, a, b, base, {}, cat="state") | {"cname": COLORS[part]}
+            yield _slice(pid, tid, part, a, b, base, {}, cat="state")
     for time, version in life.versions[1:]:
         if time >= base:
             yield {
@@ -218,24 +210,6 @@ def _without(state: str, start: float, end: float, held: list[Interval]) -> Iter
             start = b
     if start < end:
         yield state, start, end
-
-
-def _waiting_at(lives: Iterable[Life], times: list[float]) -> list[int]:
-    """Number of samples in the queue at each of the times, which rise."""
-    changes = sorted(
-        change
-        for life in lives
-        for state, start, end in life.states
-        if state in (WAITING, PREEMPTED)
-        for change in ((start, 1), (end, -1))
-    )
-    counts, waiting, index = [], 0, 0
-    for time in times:
-        while index < len(changes) and changes[index][0] <= time:
-            waiting += changes[index][1]
-            index += 1
-        counts.append(waiting)
-    return counts
 
 
 # --- events -------------------------------------------------------------------------------------------------------------

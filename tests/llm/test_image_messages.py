@@ -16,6 +16,7 @@ from PIL import Image
 
 from rollout import LLM, InferenceConfig, RolloutManager, SamplingParams
 from rollout.config import ServerConfig
+from rollout.engine.multimodal.pictures import open_picture
 from rollout.errors import InvalidRequestError
 from tests.vision_models import (
     NO_MARKS,
@@ -136,6 +137,14 @@ def test_images_are_decoded_up_to_a_limit(llm: LLM, monkeypatch: pytest.MonkeyPa
             llm.generate(
                 [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": source}]}]
             )
+
+
+def test_an_image_is_turned_as_its_exif_data_says() -> None:
+    buffer, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    RED.save(buffer, "JPEG", exif=exif)
+    assert open_picture(buffer.getvalue(), None, "here").size == (12, 20)
+    assert open_picture(RED, None, "here").size == (20, 12)
 
 
 def test_what_a_processor_made_of_a_video_is_a_prompt() -> None:

@@ -78,7 +78,7 @@ def test_a_stale_sample_shows_where_its_version_changed(run, page):
     assert stale
     for sample in stale:
         assert "versions " + " → ".join(str(version) for version, _, _ in sample["runs"]) in page
-    assert re.search(r'background:#fdf3d0" title="version \d, 1 updates before', page)
+    assert re.search(r'background:#fdf3d0" title="version \d, 1 update ago, ', page)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import re
@@ -15,6 +16,8 @@ from rollout.__main__ import main
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.launch import launch_coordinator
 from rollout.distributed.transport.keys import JobKeys
+from rollout.errors import ConnectionLostError
+from rollout.reporting import top
 from rollout.reporting.top import View, _rates, read_coordinator, view_of_metrics
 from rollout.sampling_params import SamplingParams
 from rollout.server.prometheus import RequestMetrics
@@ -117,6 +120,21 @@ def test_top_shows_a_running_server(metrics, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "KV blocks" in said
     assert "a-key" not in said
+
+
+def test_a_view_is_drawn_with_the_one_before_it_until_the_job_is_gone(monkeypatch):
+    views, drawn = [View(float(at), ()) for at in range(3)], []
+    coming = iter(views)
+
+    async def read() -> View:
+        for view in coming:
+            return view
+        raise ConnectionLostError("gone")
+
+    monkeypatch.setattr(top, "draw", lambda address, view, before: drawn.append((view, before)) or "")
+    with pytest.raises(ConnectionLostError):
+        asyncio.run(top._show("tcp://a:1", read, 0.0, once=False))
+    assert drawn == [(views[0], None), (views[1], views[0]), (views[2], views[1])]
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ import torch
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.recorder import MetricsRecorder
 from rollout.metrics import LOGGED, METRICS, Kind
+from rollout.reporting.page import AGES
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.state import FinishReason, Status
 from tests.models import make_tokenizer
 from tests.trainer_hooks.wandb_runs import point, read_run
-from trainer_hooks.wandb import AGES, SAMPLE_COLUMNS, WandbLogger
+from trainer_hooks.wandb import SAMPLE_COLUMNS, WandbLogger
 
 ROOT = Path(__file__).parents[2]
 
