@@ -17,8 +17,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollout.distributed.client.client import InferenceClient
+from rollout.engine.forward.attention import refuse_inside_forward
 from rollout.errors import (
     DeadlineError,
+    EngineStateError,
 )
 from rollout.llm.base import BaseLLM
 from rollout.llm.requests import OnError, Params, Samples
@@ -196,7 +198,11 @@ class LLM(BaseLLM):
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
+            refuse_inside_forward()
             future = self.loop.start_from_outside(coroutine)
+        except EngineStateError:
+            coroutine.close()
+            raise
         except RuntimeError:
             self.refuse_when_over()
             raise
