@@ -30,6 +30,7 @@ from rollout.distributed.job.gathering import Gathering
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward.attention import refuse_inside_forward
 from rollout.engine.weights.folder import load_model
 from rollout.engine.weights.source import weights_of
 from rollout.errors import ConfigError, DeadlineError, EngineStateError
@@ -380,6 +381,11 @@ class LLM:
         self.shutdown()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            refuse_inside_forward()
+        except EngineStateError:
+            coroutine.close()
+            raise
         try:
             return self.loop.run_sync(coroutine)
         except (RuntimeError, CancelledError) as exc:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,8 +98,11 @@ class Weights:
         )
         chosen = getattr(text, "num_experts_per_tok", None) or experts
         named = dict(model.named_parameters())
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        tables = [embedding.weight, *(each.weight for each in model.modules() if type(each) is nn.Embedding)]
+        tables, head = [each.weight for each in model.modules() if type(each) is nn.Embedding], None
+        # Classes of other people need not have them.
+        with suppress(NotImplementedError, AttributeError):
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            tables.append(model.get_input_embeddings().weight)  # type: ignore[operator]
         looked_up = [each for each in tables if head is None or each is not head.weight]
         multiplied = multiplied_bytes = 0.0
         read_bytes = 0

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from rollout.distributed.client.futures import RequestFuture
-from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError
+from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError, RequestError
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.state import EngineState
 from tests.engines import greedily, token_ids
 from tests.llm.asking import PATIENCE_S, asyncio_llm, blocking, nothing_is_left
+from tests.models import make_model
 
 
 def test_the_blocking_class_works_inside_a_running_loop_but_not_on_its_own() -> None:
@@ -307,3 +308,17 @@ def test_ctrl_c_ends_the_requests_and_the_interpreter_ends_in_the_middle_of_othe
     assert done.stdout.splitlines() == ["open 0 blocks 0", "tokens 7"], done.stderr
     assert done.returncode == 7, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_generating_in_a_hook_of_the_model_is_refused_and_does_not_hang() -> None:
+    model = make_model("qwen3")
+    with blocking(model) as llm:
+
+        def again(*_: Any) -> None:
+            llm.generate([token_ids(4)], greedily(2))
+
+        handle = model.model.layers[1].register_forward_pre_hook(again)
+        with pytest.raises(RequestError, match="inside a forward of the model"):
+            llm.generate([token_ids(5)], greedily(2))
+        handle.remove()
+        assert len(llm.generate([token_ids(5)], greedily(2))[0].generated_tokens) == 2

@@ -116,10 +116,16 @@ def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[
 
 def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
     """Output of one forward of `model` that passes `batch` to every attention layer; inside of `Installation.forward`."""
+    with carried(batch), interruptible():
+        return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
+
+
+@contextmanager
+def carried(batch: AttentionBatch) -> Iterator[None]:
+    """A block whose forwards of this thread are of the engine, also where they are not passed the batch."""
     token = _carried.set(batch)
     try:
-        with interruptible():
-            return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
+        yield
     finally:
         _carried.reset(token)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules import module as torch_module
 
-from rollout.engine.forward.attention import SINKS, Installation, forward_with
+from rollout.engine.forward.attention import SINKS, Installation, carried, forward_with
 from rollout.engine.forward.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
 from rollout.engine.forward.recurrent_layers import RecurrentLayers
 from rollout.engine.forward.recurrent_probes import continues, packs
@@ -171,9 +171,9 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
     recurrent = RecurrentLayers.of(model, text_config)
     _refuse_unknown_layers(model, text_config, recurrent)
     implementation = config._attn_implementation_internal
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    first = next(model.parameters())
     states = ProbedStates() if recurrent else None
-    watcher = _watch(model, embedding.device, {} if states is None else {recurrent.cache_argument: states})
+    watcher = _watch(model, first.device, {} if states is None else {recurrent.cache_argument: states})
     shapes = () if states is None else states.shapes
     names = {module: name for name, module in model.named_modules()}
     _refuse_unwatched(model, text_config, watcher, names, shapes, recurrent)
@@ -185,7 +185,7 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
     # FlashAttention gets the window as an argument and no mask.
     if not str(implementation).startswith("flash"):
         length = max_sequence_length or positions or DEFAULT_LENGTH
-        limits = _mask_limits([names[module] for module in modules], watcher.masks, calls, length, embedding.device)
+        limits = _mask_limits([names[module] for module in modules], watcher.masks, calls, length, first.device)
         calls = tuple(
             replace(call, window=each.window, chunk=each.chunk) for call, each in zip(calls, limits, strict=True)
         )
@@ -199,9 +199,9 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
             if call.window != asked.window
         },
         chunks={module: call.chunk for module, call in zip(modules, calls, strict=True) if call.chunk is not None},
-        kv_dtype=watcher.calls[0][2] if watcher.calls else embedding.dtype,
-        narrowest_dtype=min(watcher.dtypes or {embedding.dtype}, key=lambda dtype: dtype.itemsize),
-        device=embedding.device,
+        kv_dtype=watcher.calls[0][2] if watcher.calls else first.dtype,
+        narrowest_dtype=min(watcher.dtypes or {first.dtype}, key=lambda dtype: dtype.itemsize),
+        device=first.device,
         vocab_size=int(text_config.vocab_size),
         max_position_embeddings=positions,
         described=(
@@ -210,8 +210,8 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
         ),
         states=shapes,
         cache_argument=recurrent.cache_argument,
-        continues=continues(model, embedding.device, shapes, recurrent.cache_argument),
-        packs=packs(model, embedding.device, shapes, recurrent.cache_argument),
+        continues=continues(model, first.device, shapes, recurrent.cache_argument),
+        packs=packs(model, first.device, shapes, recurrent.cache_argument),
     )
 
 
@@ -256,6 +256,7 @@ def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedSta
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError) as exc:
+            _refuse_unseen(model, ids, cache)
             raise UnsupportedModelError(
                 f"{type(model).__name__}: module {_innermost(model, exc)!r} does not run with the engine's arguments "
                 f"({type(exc).__name__}: {exc}); the forward must take position_ids, logits_to_keep and keyword "
@@ -263,6 +264,7 @@ def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedSta
             ) from exc
     logits = getattr(output, "logits", None)
     if logits is None or logits.ndim != 3 or logits.shape[1] != 1:
+        _refuse_unseen(model, ids, cache)
         shown = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise UnsupportedModelError(
             f"{type(model).__name__} gives {shown} where the last token's logits [1, 1, vocabulary] are wanted: it must "
@@ -270,6 +272,22 @@ def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedSta
             "logits_to_keep"
         )
     return watcher
+
+
+def _refuse_unseen(model: nn.Module, ids: Tensor, cache: Mapping[str, ProbedStates]) -> None:
+    """Refuse a model that runs on token ids alone, and no layer of which goes through the attention interface."""
+    watcher = _Watcher()
+    with Installation(model, implementation=PROBE).forward(), carried(watcher):
+        try:
+            model(input_ids=ids)
+        except Exception:  # noqa: BLE001 - the caller tells of its own
+            return
+    if not watcher.calls and not cache:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: no layer of it goes through transformers' attention interface; layers that compute it "
+            "themselves (nn.TransformerEncoderLayer) are not supported: call ALL_ATTENTION_FUNCTIONS.get_interface() in "
+            "them, and take position_ids, logits_to_keep and **kwargs in the forward"
+        )
 
 
 def _innermost(model: nn.Module, exc: BaseException) -> str:

@@ -54,11 +54,12 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
 
     Of another subclass that cannot be read, a stand-in of its identity and version.
     """
+    wrapper: Any = tensor
     if type(tensor) in (Tensor, nn.Parameter):
         yield name, tensor
-    elif is_traceable_wrapper_subclass(tensor):
-        for part in tensor.__tensor_flatten__()[0]:
-            yield from plain_parts(f"{name}.{part}", getattr(tensor, part))
+    elif is_traceable_wrapper_subclass(wrapper):
+        for part in wrapper.__tensor_flatten__()[0]:
+            yield from plain_parts(f"{name}.{part}", getattr(wrapper, part))
     else:
         try:
             list(samples_of([(name, tensor)], 0))

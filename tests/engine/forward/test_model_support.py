@@ -11,10 +11,13 @@ import torch
 import transformers as hf
 from torch import nn
 from transformers import cache_utils
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutput
 
 from rollout.config import InferenceConfig
 from rollout.engine.build import step_tokens
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.explain.rates import Weights
 from rollout.engine.forward import recurrent_layers
 from rollout.engine.forward.recurrent_layers import RecurrentLayers
 from rollout.errors import ConfigError, UnsupportedModelError
@@ -282,3 +285,90 @@ def test_layers_without_a_state_are_told_apart_in_every_version_of_transformers(
     found = RecurrentLayers.of(make_model("qwen3"), config)
     assert found.stateless == {0}
     assert found.stateful == ({1} if RECURRENT_CACHE else frozenset())
+
+
+# --- classes of a user's own ------------------------------------------------------------------------------------------
+
+
+class OwnConfig(hf.PreTrainedConfig):
+    """Of a decoder that transformers does not know."""
+
+    model_type = "own"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**(SMALL | options))
+
+
+class Own(hf.PreTrainedModel):
+    """A decoder without `get_input_embeddings`, of whatever layers."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config: Any, layers: list[nn.Module]) -> None:
+        super().__init__(config)
+        self.table = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+
+
+class OfTorch(Own):
+    """Attention of torch's own modules."""
+
+    def __init__(self, config: Any) -> None:
+        width = config.hidden_size
+        super().__init__(config, [nn.TransformerEncoderLayer(width, 2, 32, batch_first=True) for _ in range(3)])
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden, mask = self.table(input_ids), nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return CausalLMOutput(logits=self.head(hidden))
+
+
+class OfTorchWithKwargs(OfTorch):
+    """The same, which takes every argument and ignores it."""
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return super().forward(input_ids)
+
+
+class OfQwen(Own):
+    """Attention through transformers' interface."""
+
+    def __init__(self, config: Any) -> None:
+        inner = make_model("qwen3").model
+        super().__init__(config, list(inner.layers))
+        self.rotary = inner.rotary_emb
+
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None, logits_to_keep: Any = 0, **rest: Any) -> Any:
+        hidden = self.table(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        embedded = self.rotary(hidden, position_ids)
+        for layer in self.layers:
+            layer.self_attn.config = self.config
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=embedded, **rest)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=self.head(hidden[:, kept]))
+
+
+@pytest.mark.parametrize("kind", [OfTorch, OfTorchWithKwargs])
+def test_layers_of_torch_are_named_as_what_is_in_the_way(kind: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no layer of it goes through .* attention interface.*Transformer"):
+        make_engine(kind(OwnConfig()))
+
+
+def test_a_model_without_get_input_embeddings_is_served() -> None:
+    torch.manual_seed(0)
+    model = OfQwen(OwnConfig(head_dim=16))
+    engine = make_engine(model, verify_model=True, kv_cache_blocks=256)
+    (request,) = engine.generate([token_ids(9)], greedily(6))
+    assert logprob_error(model, request) < 1e-4
+    assert Weights.of(model).parameters == model.num_parameters()
