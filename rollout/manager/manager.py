@@ -159,7 +159,7 @@ class RolloutManager(ManagerScoring):
         check_on_error(on_error)
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
-        with self.engine.turns.taken(timeout_s):
+        with self.engine.turns.taken(timeout_s), self._loop.call():
             self._ensure_running()
             self._follow_sharding()
             self.engine.check_weights()
@@ -249,7 +249,7 @@ class RolloutManager(ManagerScoring):
             self._end_together()
 
     def _next_completed(self, chosen: set[int] | None, on_error: OnError) -> RolloutBatch | None:
-        with self.engine.turns.taken():
+        with self.engine.turns.taken(), self._loop.call():
             mine = [each for each in self._groups if chosen is None or each in chosen]
             if not mine:
                 return None
@@ -261,7 +261,7 @@ class RolloutManager(ManagerScoring):
     def _end_together(self) -> None:
         # At the end of the interpreter the threads that talk to the others have ended already.
         if not self._closed and not sys.is_finalizing() and (self._loop.attended or not self._backend.try_finish()):
-            with self.engine.turns.taken():
+            with self.engine.turns.taken(), self._loop.call():
                 self._ensure_running()
                 self._loop.run((), 0)
 

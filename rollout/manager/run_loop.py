@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from rollout.distributed.job.gathering import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
@@ -192,6 +192,10 @@ class RunLoop:
         """
         while not finished():
             step(math.inf)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Context manager around a call of the manager, from its prompts to its results."""
+        return nullcontext()
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """Prompts were queued, as groups from `first` on."""
