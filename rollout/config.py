@@ -269,8 +269,8 @@ class CoordinatorConfig(Options):
     """Base seed of requests without a seed of their own, assigned in order of arrival. In [0, 2**63)."""
 
     tokenizer: str | None = None
-    """Path or content of a `tokenizer.json`, for text prompts and for engines without a tokenizer. A tokenizer without
-    such a file cannot be used by the coordinator: send token ids instead. None: no tokenizer."""
+    """Path or content of a `tokenizer.json`, for text prompts and for engines without a tokenizer. None: the tokenizer of
+    the `LLM` or `RolloutManager` that starts the coordinator, unless it runs in Python: send token ids then."""
 
     heartbeat_interval_s: float = 1.0
     """Seconds without outgoing traffic after which a peer sends a heartbeat. Above 0."""

@@ -77,7 +77,7 @@ class Rounds:
             EngineStateError: called by an environment, whose thread must not wait.
         """
         self.player.refuse_inside(call)
-        with self.engine.turns.taken(timeout_s):
+        with self.engine.turns.taken(timeout_s), self.loop.call():
             yield
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
 from rollout.distributed.job.gathering import Gathering
@@ -188,6 +188,10 @@ class RunLoop:
         """
         while not finished():
             step(math.inf)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Context manager around a call of the manager, from its prompts to its results."""
+        return nullcontext()
 
     def drive(self, seconds: float) -> None:
         """Step for so long, or until a completion has ended or none is open."""

@@ -7,20 +7,22 @@
     every rank       the same batch
 
 Always true: a call ends on all members together, with the same results or the same error; groups of requests that end
-between two calls are told with the next.
+between two calls are told with the next. Ctrl-C on the first rank ends the call on all; one on another member, or between
+two steps of the call, takes effect when the call has ended, so that all members keep the same groups.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from rollout import errors
-from rollout.distributed.job.meeting import GO, Meeting
+from rollout.distributed.job.meeting import GO, INTERRUPTED, Meeting
 from rollout.distributed.job.world import World
 from rollout.engine.context import KEPT_ALL
 from rollout.engine.engine import DynamicInferenceEngine
@@ -33,7 +35,7 @@ from rollout.requests.codec import unpack_msgpack
 from rollout.requests.image_request import results_of, told_once
 from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.threads.interrupts import interrupt_deferred
+from rollout.threads.interrupts import interruptible, uninterrupted
 
 _DIFFER = "the members differ: "
 _KEPT = "what suspend() has kept of the KV cache (0: nothing, 1: what requests hold, 2: all)"
@@ -98,10 +100,12 @@ class GroupCalls:
             "adapters": engine.inspection.acting_adapters,
             _KEPT: engine.context.kept,
         }
-        with interrupt_deferred():
-            decision = self._meeting.meet(engine.config.control_timeout_s, msgpack.packb(mine), self._judge).decode()
+        decision = self._meeting.meet(engine.config.control_timeout_s, msgpack.packb(mine), self._judge).decode()
         if decision == GO.decode():
             return
+        if INTERRUPTED in decision:
+            # On all members: each gives up the prompts of this call.
+            raise KeyboardInterrupt
         if decision.startswith(_DIFFER):
             raise EngineStateError(f"{self._group.name}: {decision}")
         raise DeadlineError(
@@ -147,11 +151,16 @@ class LeaderLoop(RunLoop):
         self._untold += samples
         super().book(samples)
 
+    def call(self) -> AbstractContextManager[None]:
+        """Ctrl-C takes effect in the steps, or at the end."""
+        return uninterrupted()
+
     def run(self, goal: Goal, **options: Any) -> None:
         """Step until the goal is reached, while the others follow."""
-        self._calls.meet(self.groups)
-        with self._leader.leading(self._outcome):
-            super().run(goal, **options)
+        with uninterrupted():
+            self._calls.meet(self.groups)
+            with self._leader.leading(self._outcome), interruptible(first=True):
+                super().run(goal, **options)
 
     def _step(self, timeout_s: float, patient: bool) -> None:
         self._leader.beat()
@@ -186,13 +195,21 @@ class FollowerLoop(RunLoop):
         """Note prompts that were queued."""
         self._calls.submitted(first, prompts, params)
 
+    def call(self) -> AbstractContextManager[None]:
+        """Ctrl-C takes effect at the end: only the first rank can end the steps."""
+        return uninterrupted(wholly=True)
+
     def run(self, goal: Goal, **options: Any) -> None:
         """Follow the first rank until it ends its call, whatever the goal is here."""
+        with self.call():
+            self._follow()
+
+    def _follow(self) -> None:
         self._calls.meet(self.groups)
         self._metrics.enter_phase("generate")
         failed: Exception | None = None
         try:
-            with self.gathering.held(), interrupt_deferred():
+            with self.gathering.held():
                 try:
                     self.gathering.ensure()
                 except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and says so

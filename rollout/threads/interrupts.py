@@ -17,24 +17,36 @@ class _Deferral:
     """Signal handler that remembers the first Ctrl-C, and passes on a second one where nothing is shielded from it.
 
     Attributes:
-        presses: since the block began; 1 again once a second one was passed on.
-        shielded: whether a second one has to wait, too.
+        presses: since the block began; `waiting` again once one was passed on.
+        waiting: presses that wait for the end of the block.
+        shielded: whether further ones have to wait, too; `wholly`: inside of `interruptible()`, too.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
         self.presses = 0
-        self.shielded = False
+        self.waiting = 1
+        self.shielded = self.wholly = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.presses += 1
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Let a second Ctrl-C take effect, if there was one and nothing is shielded from it."""
-        if self.presses > 1 and not self.shielded:
-            self.presses = 1
+        """Let a Ctrl-C that need not wait take effect, if there was one and nothing is shielded from it."""
+        if self.presses > self.waiting and not self.shielded:
+            self.presses = self.waiting
             self.handler(signal.SIGINT, None)
+
+    @contextmanager
+    def changed(self, *, waiting: int, shielded: bool, wholly: bool = False) -> Iterator[None]:
+        """Context manager that sets these attributes."""
+        before = self.waiting, self.shielded, self.wholly
+        self.waiting, self.shielded, self.wholly = waiting, shielded, wholly
+        try:
+            yield
+        finally:
+            self.waiting, self.shielded, self.wholly = before
 
 
 def _handler() -> Callable[[int, FrameType | None], Any] | None:
@@ -77,37 +89,31 @@ def interrupt_deferred() -> Iterator[None]:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted(*, wholly: bool = False) -> Iterator[None]:
     """Context manager that delays every Ctrl-C to the end of the block, a second one too: for what must not be half done.
 
-    Inside the block, one in `interruptible()` takes effect. No-op where `interrupt_deferred()` is.
+    Inside the block, a second one in `interruptible()` takes effect, unless `wholly`. No-op where `interrupt_deferred()` is.
     """
     with interrupt_deferred():
         deferral = _handler()
         if not isinstance(deferral, _Deferral):
             yield
             return
-        before = deferral.shielded
         try:
-            deferral.shielded = True
-            yield
+            with deferral.changed(waiting=1, shielded=True, wholly=wholly or deferral.wholly):
+                yield
         finally:
-            deferral.shielded = before
             deferral.pass_on()
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Context manager inside `uninterrupted()` in which a second Ctrl-C takes effect at once, also one that has waited: for
-    what may take long."""
+def interruptible(*, first: bool = False) -> Iterator[None]:
+    """Context manager inside `uninterrupted()` in which a second Ctrl-C takes effect at once, even one that has waited: for
+    what may take long. `first`: the first one, too, but for blocks inside that defer it."""
     deferral = _handler()
-    if not isinstance(deferral, _Deferral):
+    if not isinstance(deferral, _Deferral) or deferral.wholly:
         yield
         return
-    before = deferral.shielded
-    try:
-        deferral.shielded = False
+    with deferral.changed(waiting=0 if first else deferral.waiting, shielded=False):
         deferral.pass_on()
         yield
-    finally:
-        deferral.shielded = before

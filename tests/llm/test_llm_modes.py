@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rollout.config import CoordinatorConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import _completed
 from rollout.distributed.job.world import World
 from rollout.engine.weights.folder import load_model
-from rollout.errors import ConfigError, ConnectionLostError, EngineStateError
+from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
@@ -87,6 +88,28 @@ def test_a_further_client_of_the_coordinator_asks_beside_the_llm() -> None:
         assert (llm.coordinator_address, llm.coordinator_keys) == (None, None)
         with pytest.raises(EngineStateError, match=r"direct mode has no coordinator.*use_coordinator=True"):
             llm.client()
+
+
+class InPython(PreTrainedTokenizerFast):
+    """A tokenizer whose code the coordinator cannot have."""
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, InPython])
+def test_a_client_of_the_coordinator_asks_by_text_with_the_tokenizer_of_the_llm(kind: type) -> None:
+    tokenizer = kind(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<eos>", pad_token="<pad>")
+    # Its last call leaves this in it.
+    tokenizer(["a", "abcdef"], padding="max_length", truncation=True, max_length=4)
+    with nothing_is_left(), LLM(shared_model("qwen3"), tokenizer, options(), use_coordinator=True) as llm:
+
+        async def ask() -> list[int]:
+            async with llm.client() as client:
+                return (await client.add_request("hello!", greedily(6)))[0].generated_tokens
+
+        if kind is InPython:
+            with pytest.raises(InvalidRequestError, match=r"has no tokenizer \(one in Python does not reach so far\)"):
+                asyncio.run(ask())
+        else:
+            assert asyncio.run(ask()) == llm.generate("hello!", greedily(6))[0].generated_tokens
 
 
 def test_a_lost_coordinator_fails_what_is_open_and_the_next_call() -> None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -242,6 +243,31 @@ def interrupted(rank: int, rollout: RolloutManager, layer: torch.nn.Module) -> s
     except KeyboardInterrupt:
         return f"KeyboardInterrupt, {rollout.groups_in_flight} in flight"
     return "nothing"
+
+
+def pressed(rank: int, folder: str, where: int | None, times: int) -> list[Any]:
+    """Ctrl-C on one member or on all, once or twice within a forward; then what the group does next."""
+    told: list[Any] = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with make_rollout(load(folder), control_timeout_s=60.0) as rollout:
+        rollout.generate(PROMPTS, DRAWN, min_groups=1)
+        layer, forwards = rollout.engine.model.model.layers[1], count()
+
+        def press(*_: Any) -> None:
+            if next(forwards) == 2 and where in (None, rank):
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+
+        hook = layer.register_forward_pre_hook(press)
+        try:
+            unequal = [GREEDY.replace(max_tokens=length) for length in (4, 6, 40)]
+            told.append(shown(rollout.generate(PROMPTS, unequal, min_groups=2))["tokens"])
+        except KeyboardInterrupt:
+            told.append("KeyboardInterrupt")
+        hook.remove()
+        told.append(rollout.groups_in_flight)
+        told.append(shown(rollout.generate([[5, 6]], DRAWN, min_groups=rollout.groups_in_flight + 1))["tokens"])
+    return told
 
 
 def misuses(rank: int, folder: str) -> dict[str, str]:

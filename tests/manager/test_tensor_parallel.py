@@ -128,6 +128,16 @@ def test_training_steps_are_what_they_are_without_rollouts(nursery, folder, size
             assert error < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("where", "times", "stopped"),
+    [(0, 1, {0, 1}), (0, 2, {0, 1}), (1, 1, {1}), (1, 2, {1}), (None, 1, {0, 1}), (None, 2, {0, 1})],
+)
+def test_ctrl_c_leaves_all_members_with_the_same_groups(nursery, folder, where, times, stopped):
+    answers = run_together(nursery, 2, jobs.pressed, folder=folder, where=where, times=times)
+    assert {rank for rank, (call, *_) in enumerate(answers) if call == "KeyboardInterrupt"} == stopped
+    assert answers[0][1:] == answers[1][1:]
+
+
 def test_what_a_group_does_not_do_is_refused_by_name_on_all_members(nursery, folder):
     first, second = run_together(nursery, 2, jobs.misuses, folder=folder)
     late = first.pop("late")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollout import state
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.loop import CoordinatorLoop
 from rollout.distributed.protocol.messages import Message
@@ -38,6 +39,9 @@ class DataParallelInferenceCoordinator(CoordinatorLoop):
     Raises:
         ConfigError: the host is not loopback, and there are neither keys nor `insecure`.
     """
+
+    CoordinatorState = state.CoordinatorState
+    """States of the job."""
 
     def __init__(self, config: CoordinatorConfig, keys: JobKeys | None = None) -> None:
         super().__init__(config, keys)
@@ -73,9 +77,9 @@ class DataParallelInferenceCoordinator(CoordinatorLoop):
             if self._thread.is_alive():
                 raise DeadlineError(f"coordinator: has not ended within timeout_s={timeout_s}")
 
-    @staticmethod
+    @classmethod
     def entrypoint(
-        pipe: Connection, ready_event: Event, config: CoordinatorConfig, keys: JobKeys | None = None
+        cls, pipe: Connection, ready_event: Event, config: CoordinatorConfig, keys: JobKeys | None = None
     ) -> None:
         """Target of a `multiprocessing.Process`: sends the address through the pipe, sets the event, serves.
 
@@ -84,7 +88,7 @@ class DataParallelInferenceCoordinator(CoordinatorLoop):
         from multiprocessing import parent_process
 
         parent = parent_process()
-        coordinator = DataParallelInferenceCoordinator(config, keys)
+        coordinator = cls(config, keys)
 
         def announce(address: str) -> None:
             pipe.send(address)

@@ -97,9 +97,12 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
 
     if source is None:
         raise ConfigError("no tokenizer: set CoordinatorConfig.tokenizer, or send token ids")
-    if source.lstrip().startswith("{"):
-        return Tokenizer.from_str(source)
-    return Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
+    content = source if source.lstrip().startswith("{") else Path(source).read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_str(content)
+    # Of the last call before it was saved: a prompt is neither cut nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class TextWorker:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import msgpack
 
@@ -161,13 +162,24 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
     _refuse_conflict("block_size_tokens", config.block_size_tokens, block_size, "InferenceConfig.block_size_tokens")
     if seed != InferenceConfig.seed:
         _refuse_conflict("seed", config.seed, seed, "InferenceConfig.seed")
+    tokenizer = config.tokenizer
+    if tokenizer is None and (world is None or world.rank == 0):
+        tokenizer = _portable(engine.controller.tokenizer)
     return config.replace(
+        tokenizer=tokenizer,
         data_parallel_size=size,
         block_size_tokens=block_size,
         enable_prefix_caching=config.enable_prefix_caching and engine.config.enable_prefix_caching,
         seed=config.seed if seed == InferenceConfig.seed else seed,
         host=host,
     )
+
+
+def _portable(tokenizer: Any) -> str | None:
+    """A tokenizer as the content of a `tokenizer.json`; None if code of its own, in Python, takes part in its work."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    ours = type(tokenizer).__module__.startswith("transformers.")
+    return str(backend.to_str()) if ours and hasattr(backend, "to_str") else None
 
 
 def _refuse_conflict(name: str, said: int, known: int, where: str) -> None:

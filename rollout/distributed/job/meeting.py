@@ -13,6 +13,8 @@ from rollout.distributed.job.world import LOOK_S, World
 from rollout.threads.interrupts import interrupt_pending
 
 GO = b"go"
+INTERRUPTED = " was interrupted"
+"""In a decision: Ctrl-C on a rank that waited."""
 Judge = Callable[[list[bytes]], str | None]
 
 
@@ -58,7 +60,7 @@ class Meeting:
             if interrupt_pending() or time.monotonic() >= deadline:
                 late = ", ".join(self._late())
                 mine = self._names[world.rank]
-                why = f"{mine} was interrupted" if interrupt_pending() else f"{late} did not come"
+                why = f"{mine}{INTERRUPTED}" if interrupt_pending() else f"{late} did not come"
                 world.settle(self._decision, f"{why} within {timeout_s:g} s of {mine}".encode())
         decision = world.wait_for(self._decision, timeout_s)
         self._number += 1

@@ -106,7 +106,10 @@ class EngineWorker(RankConnection):
         Raises:
             ConnectionLostError: no coordinator for `reconnect_timeout_s`, or another process uses this rank's name.
             EngineDeadError: the engine has died.
+            EngineStateError: the worker was not started.
         """
+        if self._thread is None:
+            raise EngineStateError(f"worker {self.name!r}: run() before start(): call worker.start() first")
         while not self._closed and self.engine.state is not EngineState.STOPPED:
             if self.lost is not None:
                 self._find_another()

@@ -21,6 +21,7 @@ from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.tensor_parallel.group import TensorParallelGroup
 from rollout.engine.tensor_parallel.work import BEAT, CHECK, ENCODE, END, FORWARD, ForwardWork, pack
 from rollout.errors import EngineDeadError, EngineStateError
+from rollout.threads.interrupts import uninterrupted
 
 Result = TypeVar("Result")
 
@@ -105,7 +106,9 @@ class Leader:
     def _together(self, compute: Callable[[], Result]) -> Result:
         """What `compute` returns, while the others compute what they were sent."""
         try:
-            return compute()
+            # A member that leaves a forward ends the group.
+            with uninterrupted(wholly=True):
+                return compute()
         except Exception as exc:
             try:
                 self._send(CHECK)
@@ -123,6 +126,6 @@ class Leader:
     def _send(self, kind: str, content: Any = None) -> None:
         message = pack(kind, content)
         # A message may be two broadcasts, and an `LLM`'s thread is not the only one that steps its engine.
-        with self._sending:
+        with uninterrupted(wholly=True), self._sending:
             self.group.send(message)
             self._sent = self._clock()

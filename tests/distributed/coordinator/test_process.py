@@ -23,6 +23,7 @@ from rollout.distributed.coordinator.process import DataParallelInferenceCoordin
 from rollout.distributed.protocol.messages import Assign, Disconnect, Shutdown
 from rollout.distributed.transport.keys import JobKeys
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
+from rollout.state import CoordinatorState
 from tests.distributed.coordinator.processes import (
     ROOT,
     free_port,
@@ -107,6 +108,28 @@ def test_the_entrypoint_sends_its_address_and_sets_the_event(method):
     finally:
         process.kill()
         process.join(PATIENCE_S)
+
+
+class Derived(DataParallelInferenceCoordinator):
+    """Says who it is."""
+
+    def bind(self) -> str:
+        return f"{type(self).__name__} at {super().bind()}"
+
+
+@starts_processes
+def test_a_subclass_is_started_as_itself():
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=Derived.entrypoint, args=(theirs, context.Event(), CoordinatorConfig()))
+    process.start()
+    try:
+        assert ours.poll(PATIENCE_S)
+        assert ours.recv().startswith("Derived at tcp://")
+    finally:
+        process.kill()
+        process.join(PATIENCE_S)
+    assert Derived.CoordinatorState is CoordinatorState
 
 
 def test_it_serves_in_a_thread_and_stops():

@@ -174,6 +174,12 @@ def test_a_coordinator_that_refuses_says_why() -> None:
             worker.start(DEADLINE_S)
 
 
+def test_a_worker_that_was_not_started_refuses_to_run() -> None:
+    worker = EngineWorker(make_engine("qwen3"), "tcp://127.0.0.1:9", name="rank-0")
+    with pytest.raises(EngineStateError, match=r"run\(\) before start\(\): call worker.start\(\) first"):
+        worker.run()
+
+
 def test_a_worker_is_started_once() -> None:
     with serving(run=False) as (_, worker), pytest.raises(EngineStateError, match="start"):
         worker.start()

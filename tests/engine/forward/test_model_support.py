@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from rollout.engine.explain.rates import Weights
 from torch import nn
 from transformers import cache_utils
 from transformers.masking_utils import create_causal_mask
@@ -17,7 +18,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from rollout.config import InferenceConfig
 from rollout.engine.build import step_tokens
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.explain.rates import Weights
 from rollout.engine.forward import recurrent_layers
 from rollout.engine.forward.recurrent_layers import RecurrentLayers
 from rollout.errors import ConfigError, UnsupportedModelError

@@ -62,7 +62,7 @@ class Admission:
             if config.tokenizer is None:
                 return (
                     "InvalidRequestError",
-                    "its prompt is text and the coordinator has no tokenizer (a rank's own does not reach so far): send "
+                    "its prompt is text and the coordinator has no tokenizer (one in Python does not reach so far): send "
                     "token ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which "
                     "save_pretrained() writes",
                 )

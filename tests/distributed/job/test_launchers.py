@@ -1,0 +1,81 @@
+"""Tests of what survives a killed rank under which launcher; docs/distributed.md has the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.coordinator.processes import free_port
+from tests.distributed.job.launched_rank import KILLED, LENGTHS, SHORT
+from tests.distributed.job.nursery import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SCRIPT = str(ROOT / "tests" / "distributed" / "job" / "launched_rank.py")
+LIMIT_S = 300.0
+
+
+def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """A launcher, or a rank that is started by hand."""
+    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, SCRIPT, str(folder)], env=os.environ | paths | environment, cwd=folder, stdout=subprocess.PIPE
+    )
+
+
+def told(folder: Path, rank: int, life: int) -> dict[str, Any]:
+    """What a rank said at the end of a life."""
+    said: dict[str, Any] = json.loads((folder / f"rank-{rank}.{life}").read_text())
+    return said
+
+
+def assert_everything(answers: list[Any]) -> None:
+    """Every group came back once, whole."""
+    assert [(number, len(tokens)) for number, tokens in answers] == list(enumerate(LENGTHS))
+
+
+def test_torchrun_ends_the_other_ranks_and_a_restart_keeps_what_had_ended(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port())]
+    with start(command, tmp_path) as first:
+        assert first.wait(LIMIT_S) != 0
+    assert not list(tmp_path.glob("rank-*.1"))
+    with start(command, tmp_path) as second:
+        assert second.wait(LIMIT_S) == 0
+    again = [told(tmp_path, rank, 2) for rank in range(2)]
+    for each in again:
+        assert_everything(each["answers"])
+    ended = sum(sorted(LENGTHS)[:SHORT])
+    computed = sum(each["computed"] for each in again)
+    assert computed <= 2 * sum(LENGTHS) - ended, "what the journal had was computed again"
+
+
+@pytest.mark.parametrize("launcher", ["one torchrun per rank", "by hand"])
+def test_the_other_ranks_go_on_if_each_has_a_launcher_of_its_own(tmp_path: Path, launcher: str) -> None:
+    port, ranks = str(free_port()), []
+    for rank in range(2):
+        if launcher == "by hand":
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            ranks.append(start([sys.executable], tmp_path, **place))
+        else:
+            nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank)]
+            ranks.append(start([*TORCHRUN, *nodes, "--master-addr", "127.0.0.1", "--master-port", port], tmp_path))
+    survivor = ranks[1 - KILLED]
+    try:
+        assert ranks[KILLED].wait(LIMIT_S) != 0
+        assert survivor.stdout is not None
+        # A torchrun whose rank is done waits for the others; that is not waited for here.
+        assert b"has its groups" in survivor.stdout.readline()
+        if launcher == "by hand":
+            assert survivor.wait(LIMIT_S) == 0
+    finally:
+        for each in ranks:
+            each.terminate()
+            each.communicate(timeout=LIMIT_S)
+    assert_everything(told(tmp_path, 1 - KILLED, 1)["answers"])
