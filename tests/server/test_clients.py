@@ -173,6 +173,39 @@ def test_a_forced_call_is_of_an_offered_function_with_its_arguments(client: open
         )
 
 
+@pytest.mark.parametrize(("path", "fields", "param", "said"), [
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format",
+     "does not compile: Unimplemented keys"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}],
+            "tool_choice": "required"}, "tools", "does not"),
+    (CHAT, {"structured_outputs": {"regex": "(a"}}, "structured_outputs", "does not compile: at 1(8): invalid regex"),
+    (TEXT, {"structured_outputs": {"json": False}}, "structured_outputs", "does not compile: Unsatisfiable schema"),
+    (TEXT, {"structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}},
+     "structured_outputs", "allows no first token"),
+    (TEXT, {"structured_outputs": {"choice": ["a" * 2**18]}}, "structured_outputs", "choices of 262153 characters"),
+    (TOKENS, {"sampling_params": {"structured_outputs": {"grammar": "start: x"}}}, "sampling_params.structured_outputs",
+     "does not compile: at 1(8): unknown name"),
+    (TEXT, {"stop": [""]}, "stop[0]", "must have at least 1 character"),
+    (TEXT, {"return_sampling_mask": True}, None, "return_sampling_mask without top_k"),
+])  # fmt: skip
+def test_errors_name_what_a_client_has_sent(http: httpx.Client, path: str, fields: Any, param: str | None, said: str):
+    prompt = {CHAT: {"messages": HI}, TEXT: {"prompt": [5]}, TOKENS: {"token_ids": [5]}}[path]
+    refused = http.post(path, json=prompt | fields)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, param)
+    assert said in error["message"]
+    python = (
+        "llguidance",
+        "x-guidance",
+        "NoExtensionBias",
+        "SamplingParams",
+        "StructuredOutput",
+        "should",
+        "kept_tokens",
+    )
+    assert not any(word in error["message"] for word in python)
+
+
 def test_openai_responses_are_created_streamed_and_continued(client: openai.OpenAI):
     tool: Any = {"type": "function"} | TOOL["function"]  # type: ignore[dict-item]
     asked: Any = {

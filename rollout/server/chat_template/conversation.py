@@ -185,6 +185,21 @@ class Conversation:
             return None
         return parser_for(self._template(tools), tools)
 
+    def effort(self, asked: str | None, tools: Tools | None) -> dict[str, Any]:
+        """Return the variables of the chat template that stand for a reasoning effort.
+
+        Raises:
+            InvalidRequestError: the template has none for it.
+        """
+        template = "" if asked is None else self._template(tools)
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": asked}
+        if asked not in (None, "none"):
+            raise InvalidRequestError(
+                f'reasoning_effort={asked!r}: the chat template does not use it; leave it out, or set "none"'
+            )
+        return {"enable_thinking": False} if "enable_thinking" in template else {}
+
     def marks_reasoning(self, tools: Tools | None) -> bool:
         """Whether the chat template knows reasoning apart from content."""
         return marks_reasoning(self._template(tools))

@@ -209,6 +209,11 @@ class RequestFields(Body):
         raise NotImplementedError
 
     @property
+    def constraint_field(self) -> str:
+        """Field that a constraint on the text comes from."""
+        return "structured_outputs"
+
+    @property
     def urgency(self) -> int:
         """Priority within the engine: higher first."""
         return self.priority or 0
@@ -322,7 +327,7 @@ class SamplingFields(Body):
         try:
             constraint = self.constraint
         except ConfigError as exc:
-            raise bad_request(str(exc)) from exc
+            raise bad_request(str(exc), param="structured_outputs") from exc
         if constraint is not None:
             asked["structured"] = constraint
         if asked.get("min_tokens", 0) > asked["max_tokens"]:
