@@ -26,6 +26,7 @@ MAX_KEPT_TOKENS = 4096
 ADAPTER_NAME = "None or a name of at most 256 characters, without whitespace, control characters and '='"
 _ADAPTER_NAME = re.compile(r"[^\s\x00-\x1f\x7f=\ud800-\udfff]{1,256}")
 
+MAX_LISTED = 128
 MAX_SALT = 1024
 """Characters of a `cache_salt`."""
 _SEPARATOR = "\0" * (MAX_SALT + 1)
@@ -101,6 +102,10 @@ class SamplingParams(NamedOptions):
     """Log-probs to return per generated token. None: none requested. 0: the sampled token's. k: also those of the k
     likeliest tokens."""
 
+    logprob_token_ids: tuple[int, ...] = ()
+    """Token ids, at most 128, whose log-probs are returned per generated token in place of the likeliest tokens'. `logprobs`
+    becomes their number."""
+
     prompt_logprobs: int | None = None
     """The same for prompt tokens, from the second token on (the first has no log-prob)."""
 
@@ -140,6 +145,8 @@ class SamplingParams(NamedOptions):
             raise ConfigError(
                 f"SamplingParams.min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}"
             )
+        if self.logprob_token_ids:
+            object.__setattr__(self, "logprobs", len(self.logprob_token_ids))
         if self.return_kept_tokens:
             self._bound_kept_tokens()
 
@@ -198,7 +205,8 @@ class SamplingParams(NamedOptions):
         `logit_bias` becomes [token id, bias] pairs, because a strict msgpack reader refuses integer keys.
         """
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        plain["stop"], plain["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
+        for name in ("stop", "stop_token_ids", "logprob_token_ids"):
+            plain[name] = list(plain[name])
         if self.structured is not None:
             plain["structured"] = self.structured.serialize()
         if self.logit_bias is not None:
@@ -258,6 +266,12 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
     return () if value is None else tuple(_integer(token) for token in value)
+
+
+def _listed_ids(value: Any) -> tuple[int, ...]:
+    ids = _stop_ids(value)
+    _demand(len(set(ids)) == len(ids) <= MAX_LISTED)
+    return ids
 
 
 def _biases(value: Any) -> dict[int, float] | None:
@@ -323,6 +337,7 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "None or an integer in [0, 2**63)",
     ),
     "logprobs": (_optional, "None or an integer in [0, 2**31)"),
+    "logprob_token_ids": (_listed_ids, f"a list of at most {MAX_LISTED} token ids, each once"),
     "prompt_logprobs": (_optional, "None or an integer in [0, 2**31)"),
     "logprobs_mode": (_mode, "'processed', 'raw' or 'tempered'"),
     "return_kept_tokens": (_truth, "True or False"),
