@@ -120,10 +120,12 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         llm = _start(options, ranks)
         if options.server.log_requests:
             _print_requests()
-        server = llm.serve(options.server, blocking=False)
+        import rollout.server.server  # noqa: F401 - before the collection, as is the model
+
         # A full garbage collection would visit every object of torch and transformers, and stop all streams for 0.4 s.
         gc.collect()
         gc.freeze()
+        server = llm.serve(options.server, blocking=False)
         with _stopped_by_signals(server):
             print(_summary(server.url, llm, options), flush=True)
             code = _wait(server)
@@ -334,8 +336,13 @@ def _serve_rank(arguments: Sequence[str]) -> NoReturn:
 def _load(folder: str, tokenizer: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     import torch
     from safetensors import SafetensorError
+    from transformers.utils.logging import disable_progress_bar
 
     from rollout.engine.weights.folder import load_model
+
+    disable_progress_bar()
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(_in_flags_too)
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {device}: torch sees no CUDA device; use --device cpu")
@@ -372,6 +379,12 @@ def _in_flags(line: str) -> str:
     from rollout.flags import in_flags
 
     return in_flags(line)
+
+
+def _in_flags_too(record: logging.LogRecord) -> bool:
+    """Replace field names in a warning; used as a filter that keeps it."""
+    record.msg, record.args = _in_flags(record.getMessage()), ()
+    return True
 
 
 def _first_line(exc: BaseException) -> str:

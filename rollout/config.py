@@ -371,7 +371,7 @@ class ServerConfig(Options):
 
     log_requests: bool = False
     """Log one line per request to the logger `rollout.server.requests` when its reply has ended: client, method, path,
-    status, seconds. `rollout serve` prints it to stderr."""
+    status, seconds, request id, model and tokens. `rollout serve` prints it to stderr."""
 
     cors_origins: str | None = None
     """Origins whose web pages may call the server, such as `https://a.example,http://localhost:3000`; `*`: all. None:

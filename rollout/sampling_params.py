@@ -28,6 +28,7 @@ MAX_KEPT_TOKENS = 4096
 ADAPTER_NAME = "None or a name of at most 256 characters, without whitespace, control characters and '='"
 _ADAPTER_NAME = re.compile(r"[^\s\x00-\x1f\x7f=\ud800-\udfff]{1,256}")
 
+MAX_LISTED = 128
 MAX_SALT = 1024
 """Characters of a `cache_salt`."""
 _SEPARATOR = "\0" * (MAX_SALT + 1)
@@ -80,6 +81,12 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
     return () if value is None else tuple(_integer(token) for token in value)
+
+
+def _listed_ids(value: Any) -> tuple[int, ...]:
+    ids = _stop_ids(value)
+    _demand(len(set(ids)) == len(ids) <= MAX_LISTED)
+    return ids
 
 
 def _biases(value: Any) -> dict[int, float] | None:
@@ -238,6 +245,12 @@ class SamplingParams(NamedOptions):
     """Log-probs to return per generated token. None: none requested. 0: the sampled token's. k: also those of the k
     likeliest tokens."""
 
+    logprob_token_ids: tuple[int, ...] = _option(
+        (), _listed_ids, f"a list of at most {MAX_LISTED} token ids, each once", host="int32"
+    )
+    """Token ids, at most 128, whose log-probs are returned per generated token in place of the likeliest tokens'. `logprobs`
+    becomes their number."""
+
     prompt_logprobs: int | None = _option(None, _optional, "None or an integer in [0, 2**31)", host="int32")
     """The same for prompt tokens, from the second token on (the first has no log-prob)."""
 
@@ -279,6 +292,8 @@ class SamplingParams(NamedOptions):
             raise ConfigError(
                 f"SamplingParams.min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}"
             )
+        if self.logprob_token_ids:
+            object.__setattr__(self, "logprobs", len(self.logprob_token_ids))
         if self.return_kept_tokens:
             self._bound_kept_tokens()
 
@@ -346,7 +361,8 @@ class SamplingParams(NamedOptions):
         `logit_bias` becomes [token id, bias] pairs, because a strict msgpack reader refuses integer keys.
         """
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        plain["stop"], plain["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
+        for name in ("stop", "stop_token_ids", "logprob_token_ids"):
+            plain[name] = list(plain[name])
         if self.structured is not None:
             plain["structured"] = self.structured.serialize()
         if self.logit_bias is not None:

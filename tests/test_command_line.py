@@ -419,7 +419,7 @@ def test_what_the_command_line_says_reaches_the_model_the_engine_and_the_server(
     out, err = capsys.readouterr()
     assert code == 0
     assert llm.shut_down
-    assert llm.frozen == [True]
+    assert llm.frozen == [False], "frozen before the server answers"
     assert llm.config == InferenceConfig(max_requests=7)
     assert llm.options == {"use_coordinator": False, "coordinator_config": None}
     assert llm.tokenizer is not None
@@ -499,6 +499,9 @@ def test_a_folder_is_served_with_its_coordinator_until_ctrl_c_and_nothing_is_lef
         "tiny",
         "--kv-cache-blocks",
         "64",
+        "--max-sequence-length",
+        "1024",
+        "--log-requests",
     )
     with process(*arguments, **{API_KEY: "S3CRET"}) as child:
         assert child.stdout is not None
@@ -517,6 +520,9 @@ def test_a_folder_is_served_with_its_coordinator_until_ctrl_c_and_nothing_is_lef
         assert child.returncode == 0
         assert err.splitlines()[-1] == "stopped"
         assert "S3CRET" not in line + out + err
+        assert "set --max-sequence-length <= 512" in err
+        assert not any(word in err for word in ("InferenceConfig", "Loading weights"))
+        assert re.search(r" POST /v1/completions 200 \d+\.\d+s [0-9a-f]{32} tiny \d+\+4\n", err)
         assert family, "the coordinator is a process of its own"
         _, alive = psutil.wait_procs(family, timeout=300)
         assert not alive

@@ -188,10 +188,12 @@ class TextGenerationController:
         """Check sampling parameters against the vocabulary and the loaded adapters; compile `structured`.
 
         Raises:
-            InvalidRequestError: `adapter` is not loaded; `structured` does not compile; a `logit_bias` or `stop_token_ids`
-                id is outside the vocabulary; or `min_tokens` with the stop ids leaves no token to draw.
+            InvalidRequestError: `adapter` is not loaded; `structured` does not compile; an id of `logit_bias`,
+                `stop_token_ids` or `logprob_token_ids` is outside the vocabulary; or `min_tokens` with the stop ids leaves
+                no token to draw.
         """
-        for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+        named = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids", "logprob_token_ids")}
+        for name, tokens in named.items():
             bad = next((token for token in tokens if token >= self.layout.vocab_size), None)
             if bad is not None:
                 raise InvalidRequestError(f"{name} of token {bad}: must lie in [0, {self.layout.vocab_size})")

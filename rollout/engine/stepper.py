@@ -54,7 +54,7 @@ class Stepper:
         """
         log, self.made = self._tap.log, 0
         if log is not None:
-            log.step_begins()
+            log.step_begins(self._scheduler)
         try:
             variant = self.follow_forward()
             step = self._scheduler.schedule()

@@ -205,7 +205,7 @@ margin:0 auto;max-width:1180px;padding:24px}h1{font-size:24px;margin:0 0 12px}h2
 h3{font-size:13px;margin:8px 0 4px;color:#52606d}small{font-weight:400;color:#7b8794}
 .facts{display:flex;flex-wrap:wrap;gap:10px;margin-bottom:16px}.facts div{background:#fff;border:1px solid #e1e6eb;
 border-radius:6px;padding:8px 14px;color:#52606d;font-size:12px}.facts b{display:block;font-size:19px;color:#1f2933}
-main{display:grid;grid-template-columns:repeat(auto-fit,minmax(460px,1fr));gap:14px}
+main{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:14px}
 section{background:#fff;border:1px solid #e1e6eb;border-radius:6px;padding:14px;min-width:0}
 section.wide{margin-top:14px}svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:#616e7c}
 .grid{stroke:#e4e7eb;fill:none}.legend{display:flex;flex-wrap:wrap;gap:4px 14px;font-size:12px;color:#52606d;margin:6px 0}

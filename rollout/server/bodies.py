@@ -133,7 +133,7 @@ def _json(text: bytes) -> Any:
     except RecursionError:
         raise bad_request("the body is nested too deeply: flatten it") from None
     except ValueError as exc:
-        raise bad_request(f"the body is not valid JSON: {exc}") from None
+        raise bad_request(f"the body is not valid JSON: {str(exc).partition('; use sys.')[0]}") from None
 
 
 async def body_of(serving: Serving, request: Request, model: type[Model]) -> Model:

@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from rollout.engine.forward.adapters import MAX_ADAPTERS
 from rollout.engine.weights.lora_folder import MAX_RANK
-from rollout.errors import ControlError, EngineStateError
+from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
 from rollout.server.bodies import ReplyBody, body_of, body_or_default, documented_body
 from rollout.server.errors import ApiError, bad_request, documented
@@ -340,9 +340,13 @@ class Control:
             )
         if order.base_model_name not in (None, served):
             raise bad_request(f"base_model_name={order.base_model_name!r}: must be {served!r}", param="base_model_name")
-        with _conflict():
-            load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
-            version = await self._serving.ask(load, order.lora_name, order.lora_path)
+        try:
+            with _conflict():
+                load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
+                version = await self._serving.ask(load, order.lora_name, order.lora_path)
+        except ConfigError as exc:
+            said = str(exc).replace("SamplingParams.adapter", "lora_name").replace("replace=True", "load_inplace=true")
+            raise bad_request(said, param="lora_name" if "lora_name" in said else None) from exc
         return AdapterReply(message=f"loaded {order.lora_name!r} from {order.lora_path}", policy_version=version)
 
     async def unload_adapter(self, order: UnloadAdapterRequest) -> AdapterReply:

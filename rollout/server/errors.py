@@ -88,7 +88,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = _cut(message, MAX_MESSAGE)
+        self.message = _cut(_PYTHON.sub(lambda found: _HTTP_NAMES.get(found[1], found[1]), message), MAX_MESSAGE)
         self.param = param and _cut(param, MAX_PARAM)
         self.code = code
         self.headers = headers or {}
@@ -183,7 +183,16 @@ STATUS_OF: dict[type[BaseException], _Rule] = {
 
 _INTERNAL = "the server failed at this request; its log says why"
 
-_FIELD = re.compile(r"\b(?:SamplingParams|RequestOptions)\.(\w+)")
+_PYTHON = re.compile(r"\b(?:SamplingParams|RequestOptions|StructuredOutput)\.(\w+)")
+_HTTP_NAMES = {
+    "structured": "structured_outputs",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
+    "grammar": "structured_outputs.grammar",
+    "return_kept_tokens": "return_sampling_mask",
+    "adapter": "model",
+}
+"""Field of a Python class → the field of a body that it comes from, where the name differs."""
 
 
 def describe(exc: BaseException) -> ApiError:
@@ -198,11 +207,11 @@ def describe(exc: BaseException) -> ApiError:
     rule = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), None)
     if rule is None:
         return ApiError(500, _INTERNAL, code="internal_error")
-    field = _FIELD.search(str(exc)) if rule.status == 400 else None
+    field = _PYTHON.search(str(exc)) if rule.status == 400 else None
     return ApiError(
         rule.status,
         rule.message or str(exc),
-        param=field and field[1],
+        param=field and _HTTP_NAMES.get(field[1], field[1]),
         code=rule.code,
         headers=rule.headers,
     )

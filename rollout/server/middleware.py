@@ -19,8 +19,10 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -33,7 +35,7 @@ from rollout.config import ServerConfig
 from rollout.errors import RequestAbortedError
 from rollout.server.bodies import Amount, off_the_loop
 from rollout.server.errors import ApiError, ClientGoneError, bad_request, describe, shutting_down, too_busy
-from rollout.server.serving import SEND_BODY, Serving
+from rollout.server.serving import LOG, SEND_BODY, RequestLog, Serving
 
 LINGER_S = 2.0
 """Seconds for which the remaining body of a refused request is read and dropped: closing immediately could lose the
@@ -55,6 +57,8 @@ OPEN_PATHS = frozenset({"/health", "/health/", "/ping", "/ping/"})
 _log = logging.getLogger(__name__)
 _requests = logging.getLogger("rollout.server.requests")
 
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 """JSON escape of a surrogate: half of a valid pair (emoji), or a lone surrogate, which is not valid text."""
 
@@ -72,11 +76,15 @@ class Boundary:
             await self._app(scope, receive, send)
             return
         began, status = time.perf_counter(), 0
+        about = RequestLog(_request_id(scope))
+        LOG.set(about)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                ours = [(b"date", formatdate(usegmt=True).encode()), (b"x-request-id", about.request_id.encode())]
+                message["headers"] = [*message["headers"], *ours]
             await send(message)
 
         scope[SEND_BODY] = send
@@ -100,14 +108,14 @@ class Boundary:
             seconds = time.perf_counter() - began
             self._serving.counters.replied(_endpoint(scope), status, seconds)
             if self._serving.config.log_requests:
-                _requests.info(_line(scope, status, seconds))
+                _requests.info(_line(scope, status, seconds, about))
 
     def _explain(self, exc: Exception, scope: Scope) -> ApiError:
         if self._serving.stopping and isinstance(exc, RequestAbortedError):
             return shutting_down()
         error = describe(exc)
         if error.status == 500:
-            _log.error("%s %s failed", scope["method"], scope["path"], exc_info=exc)
+            _log.error("%s %s failed (%s)", scope["method"], scope["path"], LOG.get().request_id, exc_info=exc)
         return error
 
 
@@ -360,11 +368,19 @@ def _endpoint(scope: Scope) -> str:
     return getattr(scope.get("route"), "path", "other")
 
 
-def _line(scope: Scope, status: int, seconds: float) -> str:
-    """Line of the request log: client, method, path as it was sent, status, seconds; without query and headers."""
+def _request_id(scope: Scope) -> str:
+    """The client's `x-request-id`, if it can stand in a log line, else a new one."""
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    return given[0].decode() if given and _REQUEST_ID.fullmatch(given[0]) else uuid.uuid4().hex
+
+
+def _line(scope: Scope, status: int, seconds: float, about: RequestLog) -> str:
+    """Line of the request log: client, method, path as it was sent, status, seconds, id, and of a request that generates its
+    model and its tokens (prompt + completion); without query and headers."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LOGGED_PATH]
-    return f"{client} {scope['method']} {path} {status or '-'} {seconds:.3f}s"
+    line = f"{client} {scope['method']} {path} {status or '-'} {seconds:.3f}s {about.request_id}"
+    return line if about.model is None else f"{line} {about.model} {about.prompt_tokens}+{about.completion_tokens}"
 
 
 def cross_origin(config: ServerConfig) -> list[Middleware]:

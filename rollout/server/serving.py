@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -46,6 +47,20 @@ HUGE_BODIES_AT_ONCE = 2
 SEND_BODY = "rollout.send_body"
 """Key in a request's scope of the server's own `send`, for the body of a stream: the layers in between only look at the
 start of a response, and cost each of its thousand pieces some microseconds."""
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """What the log line of a request says beside its HTTP: its id, model and finished tokens."""
+
+    request_id: str
+    model: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+LOG: ContextVar[RequestLog] = ContextVar("rollout.server.log")
+"""Of the request that the present task handles."""
 
 _SAMPLES = "rollout.samples"
 """Key in a request's scope of the number of samples it was admitted with."""

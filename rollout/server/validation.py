@@ -26,6 +26,8 @@ _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()
 MAX_NAME = 80
 """Maximum characters of a field's name in a message."""
 
+_SHOULD = re.compile(r"^[A-Z][a-z]+ should\b")
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -80,4 +82,4 @@ def _field(error: Any) -> str | None:
 
 
 def _reason(error: Any) -> str:
-    return str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    return _SHOULD.sub("must", str(error["msg"]).removeprefix("Value error, "), count=1)

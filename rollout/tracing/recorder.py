@@ -90,6 +90,7 @@ class EngineLog:
         states: (time, value of the `EngineState`), from the beginning on.
         tools: request id → when an episode began to wait for the tool that its turn asked for, and when it went on.
         dropped: rows beyond `MAX_ROWS`.
+        saved_before: `prefill_tokens_saved` before the first step.
     """
 
     def __init__(self, clock: Callable[[], float], state: str) -> None:
@@ -100,11 +101,14 @@ class EngineLog:
         self.states: list[tuple[float, str]] = [(clock(), state)]
         self.tools: dict[int, tuple[float, float]] = {}
         self.dropped = 0
+        self.saved_before = 0
         self._marks: list[float] = []
 
-    def step_begins(self) -> None:
+    def step_begins(self, scheduler: Scheduler) -> None:
         """A step begins; `step_reached` and `step_ends` follow, unless it is empty or fails."""
         self._marks = [self.clock()]
+        if not self.steps:
+            self.saved_before = scheduler.counters["prefill_tokens_saved"]
 
     def step_reached(self) -> None:
         """The step is scheduled, or executed."""

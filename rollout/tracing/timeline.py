@@ -101,7 +101,7 @@ def _process(pid: int, title: str, log: EngineLog, around: list[Span], base: flo
     yield from _spans(pid, around, log.controls, base)
     yield _name(pid, STEPS, "thread_name", "steps")
     yield _name(pid, PARTS, "thread_name", "schedule, execute, update")
-    before = log.steps[0] if log.steps else None
+    before = log.steps[0]._replace(prefill_tokens_saved=log.saved_before) if log.steps else None
     for row in log.steps:
         yield from _step(pid, row, before or row, base)
         before = row

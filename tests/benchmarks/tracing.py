@@ -74,7 +74,7 @@ def _per_step(manager: RolloutManager) -> tuple[float, float]:
     for _ in range(REPEATS):
         log = engine.tap.log
         assert log is not None
-        log.step_begins()
+        log.step_begins(scheduler)
         log.step_reached()
         log.step_reached()
         log.step_ends(step, scheduler)

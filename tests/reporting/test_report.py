@@ -66,6 +66,10 @@ def test_the_page_needs_no_network_and_no_script(page):
     assert not re.search(r"<script|<link|src=|@import|url\(|https?://", page)
 
 
+def test_no_column_is_wider_than_a_phone(page):
+    assert re.findall(r"minmax\((.*?),1fr\)", page) == ["min(460px,100%)"]
+
+
 def test_texts_and_titles_are_escaped(page):
     assert "a &lt;small&gt; run" in page
     assert "<b>one</b>" not in page

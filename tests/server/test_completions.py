@@ -348,7 +348,7 @@ def test_a_sampling_mask_holds_what_every_token_was_drawn_from_whole_and_streame
     chunks = [chunk.choices[0].model_dump() for chunk in read(client, **asked) if chunk.choices]
     assert [ids for chunk in chunks for ids in chunk.get("sampling_mask") or ()] == whole["sampling_mask"]
     assert "sampling_mask" not in ask(client, **fields).choices[0].model_dump()
-    with pytest.raises(openai.BadRequestError, match="return_kept_tokens without top_k"):
+    with pytest.raises(openai.BadRequestError, match="return_sampling_mask without top_k"):
         ask(client, extra_body={"return_sampling_mask": True})
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.errors import InvalidRequestError
 from rollout.server.chat_template.conversation import Conversation
-from tests.server.chat_templates import TEMPLATES, USER, WEATHER, byte_level, call, plainly, reply, text_of, user
+from tests.server.chat_templates import PLAIN, TEMPLATES, USER, WEATHER, byte_level, call, plainly, reply, text_of, user
 
 NAMES = sorted(TEMPLATES)
 
@@ -139,6 +139,14 @@ def test_a_message_that_is_none_is_named(messages: list[dict[str, Any]], named: 
 def test_a_tool_that_is_none_is_named():
     with pytest.raises(InvalidRequestError, match=r"tools\[1\]="):
         Conversation(byte_level("qwen3")).render([USER], tools=[WEATHER, {"type": "function"}])
+
+
+def test_tools_that_the_template_never_prints_are_refused():
+    conversation = Conversation(byte_level("qwen3"), PLAIN + "{# tools #}")
+    with pytest.raises(InvalidRequestError, match="tools: the chat template never prints them"):
+        conversation.render([USER], tools=[WEATHER])
+    assert conversation.render([USER], tools=[WEATHER], tool_choice="none") == conversation.render([USER])
+    assert conversation.render([USER], tools=[]) == conversation.render([USER])
 
 
 # --- tool_choice ------------------------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def test_an_adapter_takes_the_place_of_another_under_the_next_version(
     first, version = tokens(http, "a"), llm.policy_version
     refused = http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": folders["a"]})
     assert (refused.status_code, "is loaded already" in refused.text) == (400, True)
+    assert "pass load_inplace=true" in refused.text
     assert load(http, "a", folders["a"], "/load_lora_adapter", load_inplace=True)["policy_version"] == version + 1
     assert llm.policy_version == version + 1
     assert tokens(http, "a") == greedy(adapted(tiny(), folders["a"]), PROMPT, 6) != first
@@ -133,7 +134,7 @@ def test_what_cannot_be_loaded_is_named(http: httpx.Client, folders: dict[str, s
     for fields, said in (
         ({"lora_path": str(tmp_path)}, "must be a folder with adapter_config.json"),
         ({"lora_name": "m"}, "the model itself has this name"),
-        ({"lora_name": "a b"}, "SamplingParams.adapter='a b'"),
+        ({"lora_name": "a b"}, "lora_name='a b'"),
         ({"base_model_name": "other"}, "must be 'm'"),
         ({"is_3d_lora_weight": True}, "is_3d_lora_weight"),
         ({"lora_path": None}, "lora_path"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 from rollout import ConfigError, ServerConfig
 from rollout.server.chat_template.reasoning import ReasoningParser
 from rollout.state import EngineState
-from tests.server.chat_templates import byte_level
+from tests.server.chat_templates import QWEN3, QWEN25, byte_level
 from tests.server.fake_llm import served
 from tests.server.scripted import events, scripted, spoken
 
@@ -39,10 +40,21 @@ def test_each_request_is_one_line_without_its_query_if_asked_for(caplog: pytest.
         for count, (method, path) in enumerate(
             [("POST", "/v1/completions"), ("GET", "/v1/models?key=secret"), ("GET", "/no%0Awhere")], start=1
         ):
-            httpx.request(method, server.url + path, json=ASK if method == "POST" else None, timeout=PATIENCE_S)
+            body, headers = (ASK, {"x-request-id": "my-7"}) if method == "POST" else (None, {"x-request-id": "a b"})
+            reply = httpx.request(method, server.url + path, json=body, headers=headers, timeout=PATIENCE_S)
+            assert lines_of(caplog, count)[-1].split()[5] == reply.headers["x-request-id"]
             assert len(lines_of(caplog, count)) == count
-        said = [re.sub(r"127.0.0.1:\d+|\d+\.\d{3}s", "*", line) for line in caplog.messages]
-    assert said == ["* POST /v1/completions 200 *", "* GET /v1/models 400 *", "* GET /no%0Awhere 404 *"]
+        said = [re.sub(r"127.0.0.1:\d+|\d+\.\d{3}s|\b[0-9a-f]{32}\b", "*", line) for line in caplog.messages]
+    assert said == [
+        "* POST /v1/completions 200 * my-7 fakes/one 3+5", "* GET /v1/models 400 * *", "* GET /no%0Awhere 404 * *"
+    ]  # fmt: skip
+
+
+def test_every_reply_has_its_date_and_an_id_of_its_own(url: str) -> None:
+    replies = [httpx.get(f"{url}/health"), httpx.get(f"{url}/nowhere"), httpx.post(f"{url}/v1/completions", json=ASK),
+               httpx.post(f"{url}/v1/completions", json=ASK | {"stream": True}), httpx.post(url, content=b"{")]  # fmt: skip
+    assert all(parsedate_to_datetime(reply.headers["date"]) for reply in replies)
+    assert len({reply.headers["x-request-id"] for reply in replies}) == len(replies)
 
 
 def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,6 +236,55 @@ def test_a_reply_and_a_stream_have_their_reasoning_apart() -> None:
         llm.script = spoken(tokenizer, "<think>\nso it is\n</think>\n\nYes.")
         message = client.chat.completions.create(**ask).choices[0].message  # type: ignore[call-overload]
         deltas = [each["choices"][0]["delta"] for each in events(client, "chat/completions", ask)[:-1]]
-    assert (message.reasoning_content, message.content) == ("so it is", "Yes.")
-    for field, value in (("reasoning_content", "so it is"), ("content", "Yes.")):
+    assert (message.reasoning_content, message.reasoning, message.content) == ("so it is", "so it is", "Yes.")
+    for field, value in (("reasoning_content", "so it is"), ("reasoning", "so it is"), ("content", "Yes.")):
         assert "".join(delta.get(field) or "" for delta in deltas) == value
+
+
+def test_reasoning_comes_back_under_either_name() -> None:
+    tokenizer = byte_level("qwen3")
+    user = {"role": "user", "content": "?"}
+    with scripted(tokenizer) as (llm, client):
+        llm.script = spoken(tokenizer, "Yes.")
+        prompts = []
+        for name in ("reasoning", "reasoning_content"):
+            messages = [user, {"role": "assistant", "content": "No.", name: "so it is"}]
+            body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+            events(client, "chat/completions", body)
+            prompts.append(tokenizer.decode(llm.submitted[-1][0]))
+    assert prompts[0] == prompts[1]
+    assert "so it is" in prompts[0]
+
+
+@pytest.mark.parametrize(("template", "effort", "shown"), [
+    (QWEN3 + "{{ reasoning_effort or '' }}", "high", "high"), (QWEN3 + "{{ reasoning_effort or '' }}", "none", "none"),
+    (QWEN3, "none", "<think>\n\n</think>"), (QWEN25, "none", ""), (QWEN25, None, ""), (QWEN3, "high", None),
+])  # fmt: skip
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_a_reasoning_effort_is_the_templates(template: str, effort: str | None, shown: str | None, path: str) -> None:
+    with scripted(TOKENIZER, chat_template=template) as (llm, client):
+        llm.script = spoken(TOKENIZER, "Yes.")
+        plain: dict[str, Any] = {"model": "fakes/one"}
+        plain |= {"input": "?"} if path == "responses" else {"messages": [{"role": "user", "content": "?"}]}
+        asked = {"reasoning": {"effort": effort}} if path == "responses" else {"reasoning_effort": effort}
+        replies = [
+            httpx.post(f"{client.base_url}{path}", json=body, timeout=PATIENCE_S) for body in (plain, plain | asked)
+        ]
+        prompts = [TOKENIZER.decode(tokens) for tokens, *_ in llm.submitted]
+    if shown is None:
+        assert replies[1].status_code == 400
+        assert "reasoning_effort='high': the chat template does not use it" in replies[1].json()["error"]["message"]
+    else:
+        assert [reply.status_code for reply in replies] == [200, 200]
+        assert prompts[1].rstrip() == (prompts[0] + shown).rstrip()
+
+
+def test_null_is_sent_where_vllm_sends_it(url: str) -> None:
+    completion = httpx.post(f"{url}/v1/completions", json=ASK).json()["choices"][0]
+    assert [completion[name] for name in ("token_ids", "prompt_token_ids", "prompt_logprobs")] == [None] * 3
+    tokens = httpx.post(f"{url}/inference/v1/generate", json={"token_ids": [5]}).json()
+    assert [tokens[name] for name in ("prompt_token_ids", "prompt_logprobs")] == [None] * 2
+    with scripted(TOKENIZER) as (llm, client):
+        llm.script = spoken(TOKENIZER, "Yes.")
+        chat = client.chat.completions.create(model="fakes/one", messages=[{"role": "user", "content": "?"}])
+    assert (chat.choices[0].token_ids, chat.prompt_token_ids, chat.prompt_logprobs) == (None, None, None)  # type: ignore[attr-defined]

@@ -89,7 +89,7 @@ def test_what_changes_nothing_is_taken(fields: dict[str, Any]):
         ("functions", []),
         ("function_call", "auto"),
         ("moderation", {}),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "much"),
         ("verbosity", "low"),
         ("response_format", {"type": "grammar"}),
         ("modalities", ["audio"]),

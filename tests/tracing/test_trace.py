@@ -16,6 +16,7 @@ from rollout.errors import ConfigError, EngineStateError
 from rollout.tracing import recorder
 from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, TOOL, WAITING
 from rollout.tracing.reading import ReadTrace, load, read
+from rollout.tracing.summary import summary
 from rollout.tracing.timeline import write
 from tests.models import make_model
 from tests.rollouts import make_rollout, update
@@ -87,6 +88,19 @@ def test_steps_carry_their_tokens_and_the_kv_pool(step, seen):
     assert all(sum(values.values()) == 60 for _, values in engine.kv)
     assert {each["version"] for each in engine.steps} == {0, 1}
     assert sum(each["prefix_tokens_saved"] for each in engine.steps) > 0
+
+
+def test_the_first_step_counts_what_the_samples_of_a_group_share(model, tmp_path):
+    manager = make_rollout(model)
+    manager.generate(PROMPTS[:1], PARAMS)
+    before = manager.engine.stats()["prefill_tokens_saved"]
+    with manager.trace(tmp_path / "one.json"):
+        manager.generate(PROMPTS[1:2], PARAMS)
+    saved = manager.engine.stats()["prefill_tokens_saved"] - before
+    manager.close()
+    trace = read([tmp_path / "one.json"])
+    assert sum(each["prefix_tokens_saved"] for each in trace.engines[0].steps) == saved == 3 * len(PROMPTS[1])
+    assert "36 of prompts, 75% of them from the prefix cache or a fork" in " ".join(summary(trace).split())
 
 
 def test_every_sample_has_a_life_without_gaps(seen):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rollout.engine.memory.buffers import Scratch, upload
 from rollout.errors import ConfigError
@@ -14,6 +15,9 @@ from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
 Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
 """(token ids, biases) by row of the table, for rows with a logit_bias."""
+
+Listed = Mapping[int, Tensor]
+"""Token ids by row of the table, for rows with logprob_token_ids."""
 
 _NUMBERS = ("temperature", *PENALTIES, *(name for name in FILTERS if name != "top_k"))
 _INTEGERS = ("top_k", "key", "top_n", "greedy", "raw", "tempered", "keeps")
@@ -37,6 +41,7 @@ class SamplingRows:
         limited_width: the largest top_k of the limited rows; None when one of them has only top_p.
         penalized: [N] numpy int64, the rows with a penalty.
         bias: numpy (row, token id, bias) of every logit_bias.
+        listed: (row, ids) of the rows that name the tokens of their top log-probs.
         top_n: the largest number of top log-probs of a row.
         plain: whether all rows draw from the logits over the temperature, and want the log-prob of the token alone.
         keeps: [R] bool, the rows that return the tokens their filters kept; `keeping`: [K] int64, their numbers.
@@ -49,11 +54,15 @@ class SamplingRows:
         numbers: NDArray[np.float64],
         integers: NDArray[np.int64],
         biases: Biases,
+        listed: Listed,
         scratch: Scratch,
         device: torch.device,
     ) -> None:
         """`numbers` and `integers` hold one row of R values for every name of `_NUMBERS` and `_INTEGERS`."""
-        self._source = rows, numbers, integers, biases
+        self._source = rows, numbers, integers, biases, listed
+        self.listed = (
+            [(index, listed[row]) for index, row in enumerate(rows.tolist()) if row in listed] if listed else []
+        )
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(rows), [self]
         given = dict(zip(_NUMBERS, numbers, strict=True))
@@ -100,9 +109,9 @@ class SamplingRows:
         return self._parts[1]
 
     def _part(self, start: int, end: int) -> SamplingRows:
-        rows, numbers, integers, biases = self._source
-        cut = slice(start, end)
-        return SamplingRows(rows[cut], numbers[:, cut], integers[:, cut], biases, self.scratch, device=self.key.device)
+        rows, numbers, integers, biases, listed = self._source
+        cut, device = slice(start, end), self.key.device
+        return SamplingRows(rows[cut], numbers[:, cut], integers[:, cut], biases, listed, self.scratch, device)
 
 
 class SamplingTable:
@@ -116,6 +125,7 @@ class SamplingTable:
         self._numbers: NDArray[np.float64] = np.zeros((len(_NUMBERS), 0))
         self._integers: NDArray[np.int64] = np.zeros((len(_INTEGERS), 0), np.int64)
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._listed: dict[int, Tensor] = {}
         self._selected: tuple[NDArray[np.int64], SamplingRows] | None = None
         self._scratch = Scratch()
 
@@ -132,6 +142,9 @@ class SamplingTable:
         raw, tempered = params.logprobs_mode != "processed", params.logprobs_mode == "tempered"
         keeps = params.return_kept_tokens
         self._integers[:, row] = params.top_k, key, params.logprobs or 0, greedy, raw, tempered, keeps
+        self._listed = {other: ids for other, ids in self._listed.items() if other != row}
+        if params.logprob_token_ids:
+            self._listed[row] = torch.tensor(params.logprob_token_ids, dtype=torch.int64, device=self.device)
         # A new dict, because earlier selections keep a reference to the old one.
         self._biases = {other: bias for other, bias in self._biases.items() if other != row}
         if params.logit_bias:
@@ -149,7 +162,7 @@ class SamplingTable:
             chosen = np.array(rows, np.int64)
             self._check(chosen)
             numbers, integers = self._numbers[:, chosen], self._integers[:, chosen]
-            params = SamplingRows(chosen, numbers, integers, self._biases, self._scratch, self.device)
+            params = SamplingRows(chosen, numbers, integers, self._biases, self._listed, self._scratch, self.device)
             self._selected = chosen, params
         return self._selected[1]
 

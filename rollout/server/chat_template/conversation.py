@@ -90,6 +90,7 @@ class Conversation:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._reader = PromptTokenizer(self._tokenizer, room or _any_number, special=False)
         self._chat_template = chat_template
+        self._printing: dict[str, bool] = {}
         self._vocab_size = vocab_size or len(tokenizer)
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -138,6 +139,11 @@ class Conversation:
         variables = self._variables(template_kwargs)
         template = self._template(shown_tools)
         prefix = _forced_prefix(template, shown_tools, tool_choice)
+        if shown_tools and not self._prints_tools(template):
+            raise InvalidRequestError(
+                "tools: the chat template never prints them, so the model would not see them; describe them in a message, "
+                'or set tool_choice="none"'
+            )
         if prefix and not add_generation_prompt:
             raise InvalidRequestError("tool_choice: a call can be forced only where add_generation_prompt is true")
 
@@ -184,6 +190,21 @@ class Conversation:
         if tool_choice == "none" or not tools:
             return None
         return parser_for(self._template(tools), tools)
+
+    def effort(self, asked: str | None, tools: Tools | None) -> dict[str, Any]:
+        """Return the variables of the chat template that stand for a reasoning effort.
+
+        Raises:
+            InvalidRequestError: the template has none for it.
+        """
+        template = "" if asked is None else self._template(tools)
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": asked}
+        if asked not in (None, "none"):
+            raise InvalidRequestError(
+                f'reasoning_effort={asked!r}: the chat template does not use it; leave it out, or set "none"'
+            )
+        return {"enable_thinking": False} if "enable_thinking" in template else {}
 
     def marks_reasoning(self, tools: Tools | None) -> bool:
         """Whether the chat template knows reasoning apart from content."""
@@ -249,6 +270,18 @@ class Conversation:
             return str(self._tokenizer.get_chat_template(self._chat_template, tools))
         except ValueError as exc:
             raise InvalidRequestError(f"messages: {exc}") from exc
+
+    def _prints_tools(self, template: str) -> bool:
+        """Whether the chat template shows a tool; assumed where it cannot write the conversation that is tried."""
+        if template not in self._printing:
+            tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+            user: list[Message] = [{"role": "user", "content": "?"}]
+            try:
+                shown = self._write(user, tools=[tool]) != self._write(user, tools=None)
+            except InvalidRequestError:
+                shown = True
+            self._printing[template] = shown
+        return self._printing[template]
 
     def _variables(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         taken = sorted(self._reserved.intersection(given or ()))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.server.chat_template.reasoning import CLOSE, OPEN
 from rollout.server.chat_template.tool_formats import HERMES, ToolFormat
-from rollout.structured_output import StructuredOutput, json_rule
+from rollout.structured_output import MAX_CHARACTERS, StructuredOutput, json_rule
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -150,4 +150,6 @@ def _grammar(rules: Sequence[str]) -> StructuredOutput:
     try:
         return StructuredOutput(grammar="\n".join(rules))
     except ConfigError as exc:
-        raise InvalidRequestError(f"response_format, tools: {exc}") from exc
+        raise InvalidRequestError(
+            f"structured: schemas and tools have more than {MAX_CHARACTERS} characters together: send smaller ones"
+        ) from exc

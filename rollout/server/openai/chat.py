@@ -108,7 +108,7 @@ def prepared_chat(serving: Serving, body: ChatRequest, stop: Stop) -> PreparedCh
             tool_choice=choice,
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=conversation.effort(body.reasoning_effort, tools) | (body.chat_template_kwargs or {}),
             stop=stop,
         )
         if isinstance(body, ChatTokensRequest):
@@ -204,31 +204,27 @@ class ChatReply:
         version = self._serving.llm.policy_version
         choices = [self._choice(whole(sample), version) for sample in groups[0]]
         reply = head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
-        return reply | self._beside(groups[0][0])
+        return reply | {"prompt_token_ids": None, "prompt_logprobs": None} | self._beside(groups[0][0])
 
     def _choice(self, delta: TextDelta, version: int) -> dict[str, Any]:
         voice = self._voice()
         reasoning, content, tool_calls = voice.take(delta)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
-            message["reasoning_content"] = reasoning
+            message["reasoning"] = message["reasoning_content"] = reasoning
         if tool_calls:
             message["content"] = content or None
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in tool_calls]
         if self._body.wants_rollout:
             message["rollout"] = rollout(delta, version) | self._of_prompt() | voice.of_reply()
-        ids = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
-        return (
-            {
-                "index": delta.sample_index,
-                "message": message,
-                "logprobs": self._logprobs(delta),
-                "finish_reason": voice.finish_reason(delta),
-                "stop_reason": delta.stop_reason,
-            }
-            | ids
-            | sampling_mask(delta)
-        )
+        return {
+            "index": delta.sample_index,
+            "message": message,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": voice.finish_reason(delta),
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self._body.return_token_ids else None,
+        } | sampling_mask(delta)
 
     def _of_prompt(self) -> dict[str, Any]:
         """Fields of `rollout` that describe the prompt."""
@@ -244,7 +240,11 @@ class ChatReply:
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        content = chat_logprobs(self._texts, delta.token_ids, delta.log_probs, delta.top_log_probs)
+        top = delta.top_log_probs
+        if top is not None and self._body.logprob_token_ids:  # with the token itself, as vLLM has it
+            own = zip(delta.token_ids, delta.log_probs, strict=True)
+            top = [row if each[0] in dict(row) else [each, *row] for each, row in zip(own, top, strict=True)]
+        content = chat_logprobs(self._texts, delta.token_ids, delta.log_probs, top)
         return {"content": content, "refusal": None}
 
     # --- as a stream ------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class ChatReply:
         reasoning, content, tool_calls = voice.take(delta)
         added: dict[str, Any] = {"content": content} if content else {}
         if reasoning:
-            added["reasoning_content"] = reasoning
+            added["reasoning"] = added["reasoning_content"] = reasoning
         if tool_calls:
             added["tool_calls"] = tool_calls
         if delta.token_ids and self._body.wants_rollout:

@@ -53,6 +53,10 @@ def _kind_of_choice(value: Any) -> str:
     return "Named" if isinstance(value, dict) else "Word"
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
+DefaultVerbosity = Literal["medium"] | None
+"""OpenAI's default is all that there is."""
+
 MAX_MESSAGES = 8192
 """Maximum number of messages in a conversation."""
 
@@ -149,7 +153,7 @@ class Message(Body):
     tool_calls: list[Annotated[ToolCall, _FUNCTION_ONLY]] | None = None
     """Assistant messages: the tool calls of the reply."""
     reasoning_content: str | None = None
-    """Reasoning text, for chat templates that show it."""
+    """Reasoning text, for chat templates that show it; also as `reasoning`."""
     refusal: str | None = None
     """Accepted because replies contain it; ignored."""
     audio: Absent = None
@@ -166,6 +170,8 @@ class Message(Body):
         if not isinstance(value, dict) or value.get("role") != "assistant":
             return value
         known = {name: field for name, field in value.items() if name in cls.model_fields}
+        if known.get("reasoning_content") is None:
+            known["reasoning_content"] = value.get("reasoning")
         elsewhere = value.get("provider_specific_fields")
         if known.get("rollout") is None and isinstance(elsewhere, dict):
             known["rollout"] = elsewhere.get("rollout")
@@ -284,6 +290,8 @@ class ChatRequest(SamplingBody):
     # ours
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Additional variables of the chat template, such as `enable_thinking`."""
+    reasoning_effort: ReasoningEffort = None
+    """Given to chat templates that use it; the others take `none` only, as `enable_thinking=false` where they know that."""
     add_generation_prompt: bool | None = None
     """Whether the chat template appends the start of an assistant message. Default true."""
     continue_final_message: bool | None = None
@@ -307,8 +315,7 @@ class ChatRequest(SamplingBody):
     functions: Absent = None
     function_call: Absent = None
     moderation: Absent = None
-    reasoning_effort: Absent = None
-    verbosity: Absent = None
+    verbosity: DefaultVerbosity = None
 
     @field_validator("store")
     @classmethod
@@ -374,6 +381,13 @@ class ChatRequest(SamplingBody):
     def forces_a_call(self) -> bool:
         """Whether the reply must be a call."""
         return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def constraint_field(self) -> str:
+        """Field that a constraint on the text comes from."""
+        if self.structured_outputs is not None:
+            return super().constraint_field
+        return "tools" if self.reply_schema is None or self.forces_a_call else "response_format"
 
     @property
     def plain_tools(self) -> list[dict[str, Any]] | None:

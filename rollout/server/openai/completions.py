@@ -154,6 +154,7 @@ class _Reply:
     def _whole_choice(self, prompt: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
         logprobs = CompletionLogprobs(self._texts)
         choice: dict[str, Any] = {"index": prompt * self._samples + sample.sample_index, "text": "", "logprobs": None}
+        choice |= {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
         self._ahead(choice, sample, logprobs)
         delta = self._read(whole(sample), None)
         self._add(choice, delta, logprobs)

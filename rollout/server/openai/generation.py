@@ -23,7 +23,7 @@ from rollout.server.bodies import LARGE
 from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.openai.samples import refuse_failed, usage_of
 from rollout.server.openai.schema import RequestFields, SamplingFields
-from rollout.server.serving import Serving, Turn, or_disconnected
+from rollout.server.serving import LOG, Serving, Turn, or_disconnected
 from rollout.server.sse import EventStream, bursts, encode
 from rollout.state import FinishReason
 
@@ -36,13 +36,16 @@ ERRORS = documented(400, 401, 404, 408, 409, 413, 429, 500, 503)
 
 _RESTARTED = "choice {}: its tokens were given up and it has begun afresh; forget what came, and send the request again"
 
+# Beginning of an error of a constraint, in the engine's words.
+_CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
+
 # Field path at the beginning of an error message, such as `messages[1].content`.
 _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 
 def admit(serving: Serving, request: Request, body: RequestFields, prompts: int) -> None:
     """Admit a request, or raise as `Serving.adapter_of` and `Serving.admit` do."""
-    serving.adapter_of(body.model)
+    LOG.get().model = serving.adapter_of(body.model) or serving.model_name
     samples = prompts * body.samples
     serving.admit(request, samples, wait_while_suspended=body.wait_while_suspended is not False)
 
@@ -97,6 +100,9 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
     Args:
         where: prefix of the message.
     """
+    if found := _CONSTRAINT.match(str(exc)):
+        field = body.constraint_field
+        return bad_request(f"{where}{field}: {str(exc)[found.end() :]}", param=field)
     named = _FIELD.match(str(exc))
     known = named is not None and named[1] in type(body).model_fields
     return bad_request(f"{where}{exc}", param=named[0] if known and named else body.prompt_field)
@@ -170,10 +176,12 @@ async def _read(streams: Sequence[Any]) -> None:
 async def _counted(serving: Serving, streams: Sequence[Any]) -> list[Group]:
     """Record and return the results of finished streams; raise `ApiError` if a sample failed."""
     groups: list[Group] = [stream.results for stream in streams]
-    turn = Turn()
+    turn, about = Turn(), LOG.get()
     for position, group in enumerate(groups):
         await turn.pause()
         serving.counters.finished(group)
+        about.prompt_tokens += len(group[0].prompt_tokens)
+        about.completion_tokens += sum(sample.generated_length for sample in group)
         for sample in group:
             refuse_failed(sample.finish_reason, sample.error, position * len(group) + sample.sample_index)
     return groups

@@ -155,6 +155,8 @@ class ReplyMessage(_Reply):
     content: str | None
     """Null if the reply consists of tool calls only."""
     refusal: None
+    reasoning: str | None = None
+    """vLLM's newer name of `reasoning_content`."""
     reasoning_content: str | None = None
     """Reasoning between `<think>` and `</think>`, for chat templates that mark it."""
     tool_calls: list[ReplyToolCall] | None = None
@@ -173,7 +175,7 @@ class ChatChoice(_Reply):
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
     token_ids: list[int] | None = None
-    """There with `return_token_ids`."""
+    """Null without `return_token_ids`."""
     sampling_mask: list[list[int]] | None = None
     """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
 
@@ -190,9 +192,9 @@ class ChatCompletion(_Reply):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
-    """There with `return_token_ids`; in a stream, in the first chunk."""
+    """Null without `return_token_ids`; in a stream, in the first chunk."""
     prompt_logprobs: PromptLogprobs | None = None
-    """There when asked for; in a stream, in the first chunk."""
+    """Null unless asked for; in a stream, in the first chunk."""
 
 
 class TextChoice(_Reply):
@@ -207,11 +209,11 @@ class TextChoice(_Reply):
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: PromptLogprobs | None = None
-    """There when asked for."""
+    """Null unless asked for."""
     prompt_token_ids: list[int] | None = None
-    """There with `return_token_ids`; in a stream, in a choice's first chunk."""
+    """Null without `return_token_ids`; in a stream, in a choice's first chunk."""
     token_ids: list[int] | None = None
-    """There with `return_token_ids`."""
+    """Null without `return_token_ids`."""
     sampling_mask: list[list[int]] | None = None
     """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
     rollout: Rollout | None = None
@@ -269,9 +271,9 @@ class TokenGeneration(_Reply):
     choices: list[TokenChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
-    """There with `return_token_ids`."""
+    """Null without `return_token_ids`."""
     prompt_logprobs: PromptLogprobs | None = None
-    """There when asked for."""
+    """Null unless asked for."""
 
 
 _CHUNK = (

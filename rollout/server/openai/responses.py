@@ -202,7 +202,7 @@ class _Reply:
             "tool_choice": body.plain_tool_choice,
             "tools": [{"strict": None, "parameters": None} | tool.model_dump() for tool in body.tools or ()],
             "text": {"format": {"type": "text"}} | text,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "truncation": "disabled",
             "store": body.store is not False,
             "metadata": body.metadata or {},

@@ -14,7 +14,9 @@ from rollout.server.openai.chat_schema import (
     MAX_MESSAGES,
     MAX_METADATA,
     ChatRequest,
+    DefaultVerbosity,
     JsonObjectFormat,
+    ReasoningEffort,
     TextFormat,
 )
 from rollout.server.openai.schema import INT32, Absent, Body, RequestFields, at_most, one_or_many
@@ -84,13 +86,14 @@ class ResponseText(Body):
     """What the text is."""
 
     format: Annotated[TextFormat | JsonObjectFormat | ResponseJsonSchema, Field(discriminator="type")] | None = None
-    verbosity: Absent = None
+    verbosity: DefaultVerbosity = None
 
 
 class ResponseReasoning(Body):
-    """Options of reasoning models of OpenAI; none is served."""
+    """Options of reasoning models."""
 
-    effort: Absent = None
+    effort: ReasoningEffort = None
+    """As `reasoning_effort` of a chat."""
     summary: Absent = None
     generate_summary: Absent = None
 
@@ -151,6 +154,7 @@ class ResponsesRequest(RequestFields):
                       for tool in self.tools or ()] or None,
             "tool_choice": self._choice(),
             "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "priority": self.priority,
             "timeout_s": self.timeout_s,
         }  # fmt: skip

@@ -27,8 +27,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rollout.errors import ConfigError
-from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
-from rollout.server.errors import bad_request
+from rollout.sampling_params import MAX_LISTED, MIN_TEMPERATURE, SamplingParams
+from rollout.server.errors import bad_request, describe
 from rollout.structured_output import StructuredOutput
 
 MAX_N = 128
@@ -210,6 +210,11 @@ class RequestFields(Body):
         raise NotImplementedError
 
     @property
+    def constraint_field(self) -> str:
+        """Field that a constraint on the text comes from."""
+        return "structured_outputs"
+
+    @property
     def urgency(self) -> int:
         """Priority within the engine: higher first."""
         return self.priority or 0
@@ -257,6 +262,8 @@ class SamplingFields(Body):
     """Token ids that end the sample, in addition to the end-of-text tokens."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string in the text."""
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
+    """Return log-probs of these tokens instead of the likeliest ones'. Needs `logprobs`."""
     prompt_logprobs: int | None = Field(None, ge=-1, le=INT32)
     """Return log-probs of the prompt's tokens, and of this many likeliest tokens per position. 0: only the tokens' own;
     -1: of the whole vocabulary. At most 1,000,000 entries per request."""
@@ -312,6 +319,8 @@ class SamplingFields(Body):
             ApiError: 400, the values contradict each other.
         """
         asked = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None} | decided
+        if self.logprob_token_ids and decided.get("logprobs") is None:
+            raise bad_request("logprob_token_ids: needs logprobs", param="logprob_token_ids")
         if self.return_sampling_mask:
             asked["return_kept_tokens"] = True
         if self.logit_bias is not None:
@@ -323,7 +332,7 @@ class SamplingFields(Body):
         try:
             constraint = self.constraint
         except ConfigError as exc:
-            raise bad_request(str(exc)) from exc
+            raise bad_request(str(exc), param="structured_outputs") from exc
         if constraint is not None:
             asked["structured"] = constraint
         if asked.get("min_tokens", 0) > asked["max_tokens"]:
@@ -334,7 +343,7 @@ class SamplingFields(Body):
         try:
             return SamplingParams(**asked)
         except ConfigError as exc:
-            raise bad_request(str(exc)) from exc
+            raise describe(exc) from exc
 
 
 _SAMPLING = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()

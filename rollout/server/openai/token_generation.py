@@ -68,6 +68,11 @@ class GenerateRequest(RequestFields):
         return self.sampling_params.n or 1
 
     @property
+    def constraint_field(self) -> str:
+        """Field that a constraint on the text comes from."""
+        return "sampling_params.structured_outputs"
+
+    @property
     def urgency(self) -> int:
         """Priority within the engine: higher first."""
         return -(self.priority or 0)
@@ -132,7 +137,7 @@ class _Reply:
         (group,) = groups = await calls.samples_of(self._serving, request, self._body, self._id, asked)
         version = self._serving.llm.policy_version
         reply = self._head(version) | {"choices": [self._choice(whole(sample), version) for sample in group]}
-        reply["usage"] = usage_of(groups)
+        reply |= {"usage": usage_of(groups), "prompt_token_ids": None, "prompt_logprobs": None}
         if self._params.prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(self._names, group[0], self._params.prompt_logprobs)
         return reply | self._prompt()
