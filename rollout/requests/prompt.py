@@ -67,7 +67,7 @@ def _rows(values: Any) -> list[list[int]] | None:
     """The rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None: it is something else."""
     ndim = getattr(values, "ndim", None)
     if ndim is not None:
-        rows: list[list[int]] = values.tolist() if ndim == 2 else None
+        rows: list[list[int]] | None = values.tolist() if ndim == 2 else None
         return rows
     if not isinstance(values, list | tuple) or not values:
         return None
