@@ -180,8 +180,11 @@ class DynamicInferenceEngine(GroupMember):
         (params,) = one_each(sampling_params, 1)
         number = self._next_request_id
         tokens = self.controller.tokenize(prompt)
-        pictured = self._admission.images(number, tokens)
-        self._check(number, tokens, params)
+        try:
+            pictured = self._admission.images(number, tokens)
+            self._check(number, tokens, params)
+        except InvalidRequestError as exc:
+            raise exc.at() from exc
         if pictured is not None and isinstance(tokens, ImagePrompt):
             tokens.keyed = pictured.keyed(tokens).tobytes()
         return tokens

@@ -262,7 +262,7 @@ class LLMRequests(ABC):
         try:
             return self._tokens(prompt, params)
         except InvalidRequestError as exc:
-            raise exc.at(f"prompts[{position}]") from exc
+            raise exc.at(f"prompts[{position}]: ") from exc
 
     async def _generate(
         self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None, on_error: OnError
