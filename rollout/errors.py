@@ -70,9 +70,9 @@ class RequestError(RolloutError):
 class InvalidRequestError(RequestError, ValueError):
     """The request was rejected at admission: it can never be served as it is."""
 
-    def at(self, place: str) -> InvalidRequestError:
-        """Return the same error for the caller's `prompts[i]`, whose request has an id that the caller has never seen."""
-        return InvalidRequestError(f"{place}: {re.sub(r'^request [0-9]+: ', '', str(self))}", self.request_id)
+    def at(self, place: str = "") -> InvalidRequestError:
+        """Return the same error with `prompts[0]: `, say, in place of an id that the caller has never seen."""
+        return InvalidRequestError(place + re.sub(r"^request [0-9]+: ", "", str(self)), self.request_id)
 
 
 class RequestAbortedError(RequestError):

@@ -113,8 +113,11 @@ class Intake:
         (params,) = one_each(sampling_params, 1)
         number = self.next_request_id
         tokens = self._controller.tokenize(prompt)
-        pictured = self._admission.images(number, tokens)
-        self._check(number, tokens, params)
+        try:
+            pictured = self._admission.images(number, tokens)
+            self._check(number, tokens, params)
+        except InvalidRequestError as exc:
+            raise exc.at() from exc
         if pictured is not None and isinstance(tokens, ImagePrompt):
             tokens.keyed = pictured.keyed(tokens).tobytes()
         return tokens

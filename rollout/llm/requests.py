@@ -185,7 +185,7 @@ class Requests:
         try:
             return self._engine.check_request(prompt, params)
         except InvalidRequestError as exc:
-            raise exc.at(f"prompts[{position}]") from exc
+            raise exc.at(f"prompts[{position}]: ") from exc
 
     async def generate(
         self,

@@ -91,7 +91,7 @@ def submit(
         loop.journal.put_back(finished.values())
         loop.abort(added)
         if isinstance(exc, InvalidRequestError):
-            raise exc.at(where) from exc
+            raise exc.at(f"{where}: ") from exc
         if isinstance(exc, TypeError | ConfigError):
             raise type(exc)(f"{where}: {exc}") from exc
         raise

@@ -6,15 +6,19 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rollout.errors import DeadlineError, EngineStateError, RolloutFailedError
+from rollout.manager.episodes import player
 from rollout.manager.episodes.environment import StepResult
 from rollout.manager.manager import RolloutManager
+from rollout.threads import turns
 from tests.rollouts import GREEDY, assert_nothing_leaked, make_rollout, tokens
 
 
@@ -153,6 +157,39 @@ def test_a_blocking_call_of_an_environment_is_refused_before_it_waits_for_the_ru
         assert message.startswith(f"{name}() in an environment of run()")
         assert "await episode.sample(prompt)" in message
     assert set(told) == set(calls)
+
+
+def test_a_wait_of_a_pools_thread_that_has_no_end_is_logged(small, monkeypatch, caplog):
+    """A thread of the user's own pool does not inherit that it belongs to an environment."""
+    monkeypatch.setattr(turns, "LOGGED_WAIT_S", 0.01)
+
+    pool = ThreadPoolExecutor()
+
+    async def play(episode):
+        asked = asyncio.wrap_future(pool.submit(small.generate, [[5]], GREEDY))
+        return float(len(await asked))
+
+    # Only the deadline of `run` ends this; the pool's thread then generates.
+    with pytest.raises(DeadlineError, match=r"run\(\) passed"):
+        small.run([None], play, GREEDY, timeout_s=0.3)
+    pool.shutdown()
+    assert "if that one plays environments that wait for this thread, neither continues" in caplog.text
+    assert small.run([], play).rewards.tolist() == [1.0]
+
+
+def test_a_manager_closes_while_an_environment_blocks_its_event_loop(model, monkeypatch):
+    monkeypatch.setattr(player, "EXIT_S", 0.05)
+    manager, gate = make_rollout(model), threading.Event()
+
+    async def play(episode):
+        gate.wait()
+        return 1.0
+
+    with pytest.raises(DeadlineError):
+        manager.run([None], play, timeout_s=0.05)
+    with pytest.warns(UserWarning, match="1 groups of episodes in play"):
+        manager.close()
+    gate.set()
 
 
 def test_an_environment_may_generate_with_another_manager(small, frozen):

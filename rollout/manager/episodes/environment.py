@@ -93,12 +93,12 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
         return environment
-    given: object = environment
-    if not callable(given):
-        made = "; pass its class, since each episode makes its own" if hasattr(environment, "step") else ""
+    factory = cast("Any", environment)
+    if not callable(factory):
+        its_class = "; pass its class, since each episode makes its own" if hasattr(factory, "step") else ""
         raise TypeError(
-            f"environment of type {type(environment).__name__}: pass a coroutine function of an Episode, or a callable that "
-            f"makes an object with reset() and step(){made}"
+            f"environment of type {type(factory).__name__}: pass a coroutine function of an Episode, or a callable that "
+            f"makes an object with reset() and step(){its_class}"
         )
     check_call(
         f"environment={name}", environment, 0,
@@ -107,8 +107,6 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
     )  # fmt: skip
     if isinstance(environment, type):
         _check_methods(environment, name)
-
-    factory = cast("EnvironmentFactory", environment)
 
     async def play(episode: Episode) -> float:
         made: Any = factory()

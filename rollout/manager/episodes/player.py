@@ -35,7 +35,7 @@ from rollout.tracing.recorder import EngineTap
 _log = logging.getLogger(__name__)
 
 EXIT_S = 5.0
-"""Longest wait at the end of the process for environments that do not return to their event loop."""
+"""Longest wait, at the end of the manager and of the process, for environments that do not return to their event loop."""
 
 _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default=())
 """Players whose environments the running code is part of. Tasks and threads (`asyncio.to_thread`) inherit it."""
@@ -213,7 +213,7 @@ class EpisodePlayer:
         """Give up everything and end the loop."""
         self.drop(list(self._groups))
         if self._loop is not None:
-            self._loop.close()
+            self._loop.close(EXIT_S)
             self._loop = None
 
     # --- the loop thread ------------------------------------------------------------------------------------------
