@@ -20,7 +20,16 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.fused_forward import FusedForward
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.kernels import cpu_library
-from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, token_ids
+from tests.engines import (
+    assert_greedy,
+    at_random,
+    finish,
+    greedily,
+    in_one_piece,
+    make_engine,
+    pass_suspended,
+    token_ids,
+)
 from tests.models import CONFIGS, MORE_CONFIGS, make_model
 
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
@@ -55,7 +64,7 @@ def test_the_option_turns_it_off() -> None:
 
 def test_a_smaller_pool_at_the_same_address_is_bound_again() -> None:
     arena = torch.zeros(1 << 20)
-    engine = make_engine("qwen3", allocate=lambda numel, dtype, device: arena[:numel])
+    engine = make_engine("qwen3", allocate=in_one_piece(lambda numel, dtype, device: arena[:numel]))
     runner, cache = engine.controller.runner, engine.cache
     with engine.installation:
         epoch = runner.installation.module_epoch
