@@ -8,11 +8,9 @@ here they are summed in the order of the depth.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -319,69 +317,3 @@ def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
     odd = make_model("qwen3", num_hidden_layers=1, head_dim=6, num_key_value_heads=1, dtype=torch.bfloat16).to(DEVICE)
     with pytest.raises(UnsupportedModelError, match="block_size_tokens=1 a multiple of 8"):
         make_engine(odd, exact=True, block_size_tokens=1)
-
-
-# --- without a device -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
-@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In 16 bits tensor cores multiply, and loads of a tile are of 16 bytes."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from rollout.engine.kernels import triton_exact_kernels as code  # needs Triton
-
-    kind, narrow = f"*{dtype}", dtype == "bf16"
-    plan = triton_exact._plan(2, 128, torch.bfloat16 if narrow else torch.float32)
-    tile = triton_exact._tile(torch.bfloat16 if narrow else torch.float32)
-    found = {
-        "product": (
-            {"x": kind, "weight": kind, "bias": kind, "places": "*i64", "out": kind},
-            {"biased": True, "placed": False, "widen": False, "band": 8,
-             "block_rows": tile.rows, "block_columns": tile.columns, "block_depth": tile.depth},
-            tile.warps, tile.stages,
-        ),
-        "attend": (
-            dict.fromkeys(("query", "keys", "values"), kind) | dict.fromkeys(("peaks", "totals", "sums"), "*fp32")
-            | {"scale": "fp32"}
-            | dict.fromkeys(("table", "begins", "positions"), "*i32"),
-            {"group": 2, "kv_heads": 8, "tokens": plan.rows // 2, "rows": plan.rows, "span": plan.span,
-             "split": triton_exact.SPLIT, "window": 0, "dim": 128, "padded_dim": 128, "widen": False},
-            plan.warps, plan.stages,
-        ),
-        "fold": (
-            {"positions": "*i32", "peaks": "*fp32", "totals": "*fp32", "sums": "*fp32", "out": kind},
-            {"split": triton_exact.SPLIT, "heads": 16, "lines": 32, "dim": 128, "padded_dim": 128}, 4, 3,
-        ),
-        "rms_norm": (
-            {"x": kind, "weight": kind, "out": kind, "epsilon": "fp32"},
-            {"width": 1000, "padded_width": 1024, "rows": 1}, 2, 3,
-        ),
-        "rotate": (
-            {"x": kind, "cosines": kind, "sines": kind, "positions": "*i64", "out": kind},
-            {"heads": 8, "lines": 32, "half": 64, "padded_half": 64}, 4, 3,
-        ),
-        "silu_times": ({"gate": kind, "up": kind, "out": kind}, {"block": 1024}, 4, 3),
-    }  # fmt: skip
-    for name, how in found.items():
-        ptx = compiled(getattr(code, name), *how)
-        if name in ("product", "attend"):
-            assert ("wgmma" in ptx) == narrow
-            assert ptx.count("cp.async.cg" if narrow else "ld.global.v4") > 0
-            assert ptx.count("ld.global.b16") <= (0 if name == "attend" else 8)
-
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], warps: int, stages: int) -> str:
-    """PTX for an H100, as for tensors and widths that 16 divides."""
-    names = list(inspect.signature(kernel).parameters)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name].startswith("*") or name in ("depth", "columns")]
-    source = triton.compiler.ASTSource(
-        triton.jit(kernel), signature, {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])
