@@ -2,9 +2,9 @@
 
     python -m tests.kernels_compiled [sm_90 sm_80]
 
-prints registers, stack and shared memory of each variant, and what is above its limit. The kernels have no arrays of their
-own, so their stack is what the compiler spilled. The Triton that is installed compiles: `pip install triton==3.6.0` for the one
-of torch 2.11.
+prints registers, stack and shared memory of each variant, and what is above its limit. The kernels have no arrays of
+their own, so their stack is what the compiler spilled. The Triton that is installed compiles: `pip install triton==3.6.0`
+for the one of torch 2.11.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 """Of a block of threads, by architecture."""
 REGISTERS = 255
 SPILLED = {"attend": 160, "attend_parts": 8}
-"""Bytes of stack that a thread of exact mode's attention may take, and one of decode attention on sm_80; of other kernels none."""
+"""Bytes of stack of a thread of exact mode's attention, and of decode attention on sm_80; other kernels have none."""
 PIPELINED = ("attend_parts", "attend_chunks", "attend", "product")
 """Kernels that load the next tile while they compute this one, in 16 bits."""
 SINGLE_LOADS = {"merge": 1, "attend_chunks": 2, "write": 2}
@@ -99,10 +99,9 @@ class Compiled:
         return [f"{name} {getattr(self, name)} > {most}" for name, most in limits.items() if getattr(self, name) > most]
 
     def __str__(self) -> str:
-        return (
-            f"sm_{self.architecture} {self.name:13} {self.variant:32} {self.registers:4} registers, {self.stack:4} B of stack, "
-            f"{self.shared / 1024:6.1f} KiB shared, {self.single_loads:2} loads of 2 B, {self.async_copies:2} asynchronous copies"
-        )
+        used = f"{self.registers:4} registers, {self.stack:4} B of stack, {self.shared / 1024:6.1f} KiB shared"
+        loads = f"{self.single_loads:2} loads of 2 B, {self.async_copies:2} asynchronous copies"
+        return f"sm_{self.architecture} {self.name:13} {self.variant:32} {used}, {loads}"
 
 
 class _Driver:

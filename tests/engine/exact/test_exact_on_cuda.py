@@ -34,12 +34,9 @@ from tests.interpreter import INTERPRETED
 from tests.models import make_model
 
 try:
-    import triton
-    import triton.backends.compiler
-    import triton.compiler
     from triton.runtime import interpreter
 except ImportError:
-    triton = None
+    interpreter = None
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::UserWarning:triton")
 
