@@ -219,7 +219,8 @@ class EngineParts:
         when nothing has changed. That thread may hold the engine's lock (`step`, `locked`), so this must not wait for
         another thread, only wake it."""
         self._assemble(model)
-        if self.config.verify_model:
+        # Kernels of exact mode that do not compile would fail the requests of the first step.
+        if self.config.verify_model or (self.config.exact and layout.device.type == "cuda"):
             room = min(self.max_sequence_length, blocks // self.cache.num_groups * self.config.block_size_tokens)
             peers = self.peers
             all_ranks = bool if peers is None else lambda holds: peers.least(int(holds)) == 1

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rollout import UnsupportedModelError, exact
 from rollout.engine.exact import kernels as exact_kernels
+from rollout.engine.exact import operations
 from rollout.engine.exact.paged_forward import PagedForward
 from rollout.engine.forward import cuda_graphs
 from rollout.engine.forward.decode_kernels import TritonDecode
@@ -314,3 +315,33 @@ def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
     odd = make_model("qwen3", num_hidden_layers=1, head_dim=6, num_key_value_heads=1, dtype=torch.bfloat16).to(DEVICE)
     with pytest.raises(UnsupportedModelError, match="block_size_tokens=1 a multiple of 8"):
         make_engine(odd, exact=True, block_size_tokens=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_the_backward_of_attention_takes_a_windows_queries_in_steps_without_a_mask_of_all(
+    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "LEAST_QUERIES", 4)
+    largest, seen_by = [0], operations._seen
+
+    def watched(*given: Any) -> Tensor:
+        seen = seen_by(*given)
+        largest.append(seen.numel())
+        return seen
+
+    monkeypatch.setattr(operations, "_seen", watched)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, upstream = (
+        torch.randn(2, heads, 30, 8, generator=generator, dtype=torch.float64).to(dtype) for heads in (6, 2, 2, 6)
+    )
+    found = operations._recomputed_gradients(upstream, [query, key, value], window, 0.3)
+    exact = [part.double().requires_grad_() for part in (query, key, value)]
+    wide = [part.repeat_interleave(3, 1) for part in exact[1:]]
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()
+    mask &= ~mask.tril(-(window or 30))
+    out = nn.functional.scaled_dot_product_attention(exact[0], *wide, attn_mask=mask, scale=0.3)
+    for mine, wanted in zip(found, torch.autograd.grad(out, exact, upstream.double()), strict=True):
+        tolerance = 1e-6 if dtype == torch.float64 else 0.1
+        torch.testing.assert_close(mine.double(), wanted, atol=tolerance, rtol=tolerance)
+    assert max(largest) <= 2 * max(window or 0, 4) ** 2
