@@ -119,7 +119,7 @@ class InferenceConfig(Options):
 
     exact: bool = False
     """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a
-    CPU or a CUDA device, for Llama, Mistral, Qwen2 and Qwen3; others are refused."""
+    CPU, and as an experiment on a CUDA device, for Llama, Mistral, Qwen2 and Qwen3; others are refused."""
 
     record_routes: bool = False
     """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for

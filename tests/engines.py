@@ -49,11 +49,21 @@ def at_random(max_tokens: int, **options: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True, "seed": 11} | options))
 
 
+def in_one_piece(allocate: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    """Memory of a pool, by a function (or method) that makes one tensor of so many elements."""
+
+    def made(*given: Any) -> list[torch.Tensor]:
+        *owner, sizes, dtype, device = given
+        return list(allocate(*owner, sum(sizes), dtype, device).split_with_sizes(list(sizes)))
+
+    return made
+
+
 def make_engine(
     model: PreTrainedModel | str,
     tokenizer: Any = None,
     *,
-    allocate: Callable[..., torch.Tensor] | None = None,
+    allocate: Callable[..., list[torch.Tensor]] | None = None,
     **options: Any,
 ) -> DynamicInferenceEngine:
     """An engine with blocks of four tokens and room for a few requests."""

@@ -33,7 +33,7 @@ from rollout.requests.events import DynamicInferenceEventType as Kind
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
-from tests.engines import Key, make_engine, token_ids
+from tests.engines import Key, in_one_piece, make_engine, token_ids
 from tests.models import VOCAB, make_model
 from tests.oracle import Counts, Policy, check_record
 
@@ -120,10 +120,11 @@ class Life:
     def new_engine(self) -> DynamicInferenceEngine:
         return make_engine(self.policy.model, allocate=self.allocate, **self.options)
 
+    @in_one_piece
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if numel > self.room:
             raise torch.OutOfMemoryError("taken")
-        return zeros(numel, dtype, device)
+        return zeros([numel], dtype, device)[0]
 
     # --- what happens -------------------------------------------------------------------------------------------
 

@@ -139,7 +139,8 @@ def build(base: EngineBase) -> EngineParts:
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
     parts = _assemble(base, config, model, longest, cache, states, context, controller)
-    if config.verify_model:
+    # Kernels of exact mode that do not compile would fail the requests of the first step.
+    if config.verify_model or (config.exact and layout.device.type == "cuda"):
         room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
         controller.verify_model(room, peers.all_hold)
     # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.

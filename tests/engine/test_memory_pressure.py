@@ -13,7 +13,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.trial_forwards import peak_bytes, run_prefill
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.state import EngineState
-from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
+from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, token_ids
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -28,6 +28,7 @@ class Device:
         self.pool = 0
         self.others = 0
 
+    @in_one_piece
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if numel * dtype.itemsize + self.others > self.total:
             raise torch.OutOfMemoryError("no room for the pool")

@@ -26,7 +26,7 @@ from rollout.requests.growth import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from tests import replay_table
-from tests.engines import finish, greedily, make_engine, pass_suspended, shared_model, steps, token_ids
+from tests.engines import finish, greedily, in_one_piece, make_engine, pass_suspended, shared_model, steps, token_ids
 from tests.rollouts import trainer_logprobs_of, update
 from tests.routers import batch_of, elsewhere
 from tests.zoo.small_models import build
@@ -132,6 +132,7 @@ def test_routes_survive_a_suspend_and_are_readable_inside_of_it(mode: str) -> No
 def test_routes_survive_a_resume_in_less_memory() -> None:
     room = [10**9]
 
+    @in_one_piece
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if numel > room[0]:
             raise torch.OutOfMemoryError("taken")

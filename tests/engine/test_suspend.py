@@ -24,6 +24,7 @@ from tests.engines import (
     finish,
     gated,
     greedily,
+    in_one_piece,
     make_engine,
     pass_suspended,
     steps,
@@ -40,11 +41,12 @@ class Device:
         self.room = 10**9
         self.asked: list[int] = []
 
+    @in_one_piece
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.asked.append(numel)
         if numel > self.room:
             raise torch.OutOfMemoryError(f"{numel} elements and room for {self.room}")
-        return zeros(numel, dtype, device)
+        return zeros([numel], dtype, device)[0]
 
     def leave_room_for(self, blocks: int, engine: DynamicInferenceEngine) -> None:
         self.room = blocks * engine.cache.block_bytes // engine.cache.dtype.itemsize
@@ -291,12 +293,13 @@ def test_a_failure_at_any_allocation_loses_nothing(mode: str, failures: int) -> 
     engine.suspend(mode)
     left = failures
 
+    @in_one_piece
     def failing(numel: int, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
         nonlocal left
         left -= 1
         if left >= 0:
             raise torch.OutOfMemoryError("taken")
-        return zeros(numel, dtype, where)
+        return zeros([numel], dtype, where)[0]
 
     engine.cache._allocate = failing
     try:

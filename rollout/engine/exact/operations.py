@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from rollout.engine.exact.kernels import kernels_on
 from rollout.engine.exact.packing import Packing
 
+LEAST_QUERIES = 1024
+"""Queries of a step of the backward of attention with a window, at least."""
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -147,50 +149,86 @@ class _Attention(Function):
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         query, key, value, *outputs = ctx.saved_tensors
         packing, scaling, window = ctx.how
-        groups = query.shape[1] // key.shape[1]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for places, real in packing.rectangles():
             filled = bool(real.all())
             upstream = grad[places] if filled else grad[places] * real[..., None, None]
-            # [b, L, H, D] to [b, H, L, D], each KV head repeated for its query heads.
+            # [b, L, H, D] to [b, H, L, D].
             parts = [part[places].transpose(1, 2) for part in (query, key, value, *outputs)]
-            if groups > 1:
-                parts[1:3] = (part.repeat_interleave(groups, 1) for part in parts[1:3])
-            mask = None if window is None else _window_mask(places.shape[1], window, query)
             find = _cpu_gradients if outputs else _recomputed_gradients
-            found = find(upstream.transpose(1, 2), parts, mask, scaling)
+            found = find(upstream.transpose(1, 2), parts, window, scaling)
             for whole, part in zip(grads, found, strict=True):
-                if part.shape[1] != whole.shape[1]:
-                    part = part.reshape(part.shape[0], whole.shape[1], groups, *part.shape[2:]).sum(2)
                 part = part.transpose(1, 2)
                 whole[places if filled else places[real]] = part if filled else part[real]
         return *grads, None, None, None
 
 
 def _cpu_gradients(
-    upstream: Tensor, parts: list[Tensor], mask: Tensor | None, scaling: float
+    upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value [b, H, L, D], from these, the output and its log-sums."""
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        upstream, *parts, 0.0, mask is None, attn_mask=mask, scale=scaling
+    """Of query, key and value [b, H or Hkv, L, D], from these, the output and its log-sums."""
+    query, key, value, *outputs = parts
+    groups, mask = query.shape[1] // key.shape[1], None
+    if window is not None:
+        seen = _seen(0, query.shape[2], 0, window, query.device)
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
+    # Each KV head is repeated for its query heads.
+    wide = [part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value)]
+    of_query, *others = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        upstream, query, *wide, *outputs, 0.0, mask is None, attn_mask=mask, scale=scaling
     )
-    return found
+    if groups > 1:
+        others = [part.reshape(len(part), -1, groups, *part.shape[2:]).sum(2) for part in others]
+    return of_query, others[0], others[1]
 
 
 def _recomputed_gradients(
-    upstream: Tensor, parts: list[Tensor], mask: Tensor | None, scaling: float
-) -> tuple[Tensor, ...]:
-    """Of query, key and value [b, H, L, D], through torch's own attention."""
-    with torch.enable_grad():
-        query, key, value = inputs = tuple(part.detach().requires_grad_() for part in parts)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
+    upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value [b, H or Hkv, L, D], through torch's own attention."""
+    query, key, value = parts
+    if window is None:
+        return _gradients_of(upstream, query, key, value, None, scaling)
+    of_query = torch.empty_like(query)
+    of_key, of_value = (torch.zeros_like(part, dtype=torch.float32) for part in (key, value))
+    # A mask of all queries and keys would be larger than the activations: a window's queries see two windows of keys.
+    step, length = max(window, LEAST_QUERIES), query.shape[2]
+    for begin in range(0, length, step):
+        end, first = min(begin + step, length), max(0, begin + 1 - window)
+        mine, seen = slice(begin, end), slice(first, end)
+        mask = _seen(begin, end, first, window, query.device)
+        found = _gradients_of(
+            upstream[:, :, mine], query[:, :, mine], key[:, :, seen], value[:, :, seen], mask, scaling
         )
-    return torch.autograd.grad(out, inputs, upstream)
+        of_query[:, :, mine] = found[0]
+        of_key[:, :, seen] += found[1]
+        of_value[:, :, seen] += found[2]
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-def _window_mask(length: int, window: int, like: Tensor) -> Tensor:
-    """[L, L], 0 where a query attends to a key, else -inf."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
-    seen &= ~seen.tril(-window)
-    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
+def _gradients_of(
+    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    # In 16 bits and without a mask FlashAttention reads a KV head for all of its query heads; no other kernel does.
+    native = mask is None and query.dtype.itemsize == 2
+    with torch.enable_grad():
+        inputs = [part.detach().requires_grad_() for part in (query, key, value)]
+        keys, values = (part if native or groups == 1 else part.repeat_interleave(groups, 1) for part in inputs[1:])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            inputs[0],
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=native and groups > 1,
+        )
+    of_query, of_key, of_value = torch.autograd.grad(out, inputs, upstream)
+    return of_query, of_key, of_value
+
+
+def _seen(begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
+    """[end - begin, end - first] bool, whether the queries from `begin` on attend to the keys from `first` on."""
+    distance = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return (distance >= 0) & (distance < window)

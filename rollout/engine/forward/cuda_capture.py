@@ -82,7 +82,7 @@ class CudaDevice:
             if self._caches:
                 # The allocator cannot release cached memory during a capture.
                 self._caches = False
-                torch.cuda.synchronize()
+                self._stream.synchronize()
                 torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info()
             with _own_cublas_workspace(), _no_collection():
@@ -128,7 +128,6 @@ class CudaDevice:
             torch._C._cuda_endAllocateToPool(self._index(), self._pool)
         self._leaked.append(self._pool)
         self._pool = None
-        torch.cuda.synchronize()
         # Up to torch 2.12 the default generator still assumes so too, and every dropout of the trainer would raise; a
         # capture that ends sets it right.
         number = torch.zeros((), device=self._device)
@@ -142,7 +141,7 @@ class CudaDevice:
                     graph.capture_end()
         except RuntimeError as exc:
             _log.warning("after a failed capture of a CUDA graph another one failed too: %s", exc)
-        torch.cuda.synchronize()
+        self._stream.synchronize()
 
     def _index(self) -> int:
         return torch.cuda.current_device() if self._device.index is None else self._device.index

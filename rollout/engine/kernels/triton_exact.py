@@ -125,7 +125,9 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
     if gate.numel():
         with _on(gate):
-            _kernels().silu_times[(-(-gate.numel() // _ELEMENTS),)](gate, up, out, gate.numel(), block=_ELEMENTS)
+            _kernels().silu_times[(-(-gate.numel() // _ELEMENTS),)](
+                gate, up, out, gate.numel() // gate.shape[-1], width=gate.shape[-1], block=_ELEMENTS
+            )  # fmt: skip
     return out
 
 
@@ -259,8 +261,8 @@ def _kernels() -> _Kernels:
     return _Kernels(
         compiled(code.product, "num_rows", anywhere=("places",)),
         compiled(code.rms_norm, "num_rows", "epsilon"),
-        compiled(code.rotate, "count", anywhere=("positions", "cosines", "sines")),
-        compiled(code.silu_times, "count"),
+        compiled(code.rotate, "count", anywhere=("positions",)),
+        compiled(code.silu_times, "num_rows"),
         attend,
         compiled(code.fold, "num_queries", "run", anywhere=("positions",)),
         type(attend).__name__ == "InterpretedFunction",

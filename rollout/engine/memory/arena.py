@@ -10,7 +10,7 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, py_object
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,73 +28,82 @@ _log = logging.getLogger(__name__)
 
 
 class Arena:
-    """Flat device memory with one user at a time.
+    """Device memory with one user at a time, in ranges of addresses that stay where they are.
 
-    Always true: mapped memory is a prefix of the reserved addresses, and it belongs to the tensor that `allocate` returned
-    last. Nothing may use that tensor after `release`.
+    Always true: mapped memory is a prefix of each range, and belongs to the tensors that were returned last. Nothing may use
+    these after `release`.
     """
 
     def __init__(self, memory: VirtualMemory) -> None:
         self._memory = memory
-        self._mapped = _Mapped(memory)
-        self._whole: Tensor | None = None
+        self._ranges: list[_Mapped] = []
         # Not at exit: the process gives everything back, and the driver may have been shut down.
-        weakref.finalize(self, self._mapped.free_if_own).atexit = False
+        weakref.finalize(self, _free_all, self._ranges).atexit = False
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel] zeros; see `take`."""
-        return self.take(numel, dtype, device).zero_()
+    def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Zeros of each of these sizes; see `take`."""
+        return [each.zero_() for each in self.take(sizes, dtype, device)]
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel] of any content, at the addresses of the last ones unless those were fewer.
+    def take(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """A tensor of each of these sizes, of any content, at the addresses of the last one at its place in the order unless
+        that was never as large.
 
         Raises:
             torch.OutOfMemoryError: the device has not so much memory; nothing is mapped.
         """
-        unit = self._memory.granularity
-        used = numel * dtype.itemsize
-        size = -(-used // unit) * unit
         self.release()
-        if size > self._mapped.reserved:
-            self._mapped.reserve(size)
-            self._whole = tensor_at(self._mapped.address, size, self._memory.device)
+        self._memory.settle()
+        self._ranges += [_Mapped(self._memory) for _ in sizes[len(self._ranges) :]]
         try:
-            self._mapped.grow(size)
+            return [
+                place.grow(size * dtype.itemsize).view(dtype) for place, size in zip(self._ranges, sizes, strict=False)
+            ]
         except torch.OutOfMemoryError:
             self.release()
             raise
-        assert self._whole is not None
-        return self._whole[:used].view(dtype)
 
     def release(self) -> None:
         """Give all memory back to the device; the addresses stay reserved."""
-        self._mapped.shrink()
+        if any(place.chunks for place in self._ranges):
+            self._memory.settle()
+        for place in self._ranges:
+            place.shrink()
+
+
+def _free_all(ranges: list[_Mapped]) -> None:
+    """Free, unless this process is a fork, in which the driver cannot be called: the memory is its parent's."""
+    for place in ranges:
+        if os.getpid() == place.process:
+            place.free()
 
 
 @dataclass(eq=False)
 class _Mapped:
-    """Reserved addresses, and the chunks of memory mapped to the first of them."""
+    """A range of reserved addresses, and the chunks of memory mapped to the first of them."""
 
     memory: VirtualMemory
     address: int = 0
     reserved: int = 0
+    whole: Tensor | None = None
+    """Over the whole range."""
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     """Address, size and handle of each."""
     process: int = field(default_factory=os.getpid)
     """That the driver's handles are of."""
 
-    def reserve(self, size: int) -> None:
-        self.free()
-        self.address = self.memory.reserve(size)
-        self.reserved = size
-
-    def grow(self, size: int) -> None:
-        self.memory.settle()
+    def grow(self, used: int) -> Tensor:
+        """[used] bytes at the first addresses, none of which is mapped."""
         unit = self.memory.granularity
+        size = -(-max(used, 1) // unit) * unit
+        if size > self.reserved or self.whole is None:
+            self.free()
+            self.address, self.reserved = self.memory.reserve(size), size
+            self.whole = tensor_at(self.address, size, self.memory.device)
         step = max(CHUNK_BYTES // unit, 1) * unit
         for start in range(0, size, step):
             count = min(step, size - start)
             self.chunks.append((self.address + start, count, self._map(self.address + start, count)))
+        return self.whole[:used]
 
     def _map(self, address: int, size: int) -> int:
         try:
@@ -104,21 +113,18 @@ class _Mapped:
             return self.memory.map(address, size)
 
     def shrink(self) -> None:
-        if self.chunks:
-            self.memory.settle()
+        """Unmap all of it, which nothing uses any more."""
         while self.chunks:
             self.memory.unmap(*self.chunks.pop())
 
     def free(self) -> None:
+        """Give the addresses back too."""
+        if self.chunks:
+            self.memory.settle()
         self.shrink()
         if self.reserved:
             self.memory.free(self.address, self.reserved)
             self.address = self.reserved = 0
-
-    def free_if_own(self) -> None:
-        """Free, unless this process is a fork, in which the driver cannot be called: the memory is its parent's."""
-        if os.getpid() == self.process:
-            self.free()
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ def fixed_memory(device: torch.device, *, zeroed: bool = False) -> PoolMemory | 
 
 
 def _try_out(arena: Arena, device: torch.device) -> None:
-    ones = arena.allocate(2**20, torch.int32, device).fill_(1)
+    (ones,) = arena.allocate([2**20], torch.int32, device)
+    ones.fill_(1)
     whole = int(ones.sum()) == 2**20
     del ones
     arena.release()

@@ -22,17 +22,21 @@ from rollout.engine.memory.host_blocks import HostBlocks, Inline
 from rollout.engine.memory.host_pool import HostPool
 from rollout.engine.memory.kv_transfer import CudaStream, KVTransfer, Stream
 
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
+"""Makes a flat device tensor of each of these sizes; raises `torch.OutOfMemoryError` when it cannot."""
 
 
-def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel] zeros: a masked position has weight 0, and 0 x NaN of uninitialised memory would be NaN.
+def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Zeros of each of these sizes: a masked position has weight 0, and 0 x NaN of uninitialised memory would be NaN.
 
     On a CPU the pages are only mapped when first written.
     """
+    numel = sum(sizes)
     if device.type == "cpu" and numel:
-        return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
+        whole = torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
+    else:
+        whole = torch.zeros(numel, dtype=dtype, device=device)
+    return list(whole.split_with_sizes(list(sizes)))
 
 
 class BlockMemory(Protocol):
@@ -56,8 +60,8 @@ class BlockPool:
 
     Args:
         widths: elements of one block in each part.
-        allocate: makes a flat device tensor; raises `torch.OutOfMemoryError` when it cannot (replaceable in tests).
-        release: gives the memory of that tensor back, after it was dropped; None: dropping it does.
+        allocate: makes the parts.
+        release: gives their memory back, after they were dropped; None: dropping them does.
     """
 
     def __init__(
@@ -74,8 +78,8 @@ class BlockPool:
         self.device = device
         self._widths = list(widths)
         self._allocate, self._release = allocate, release
-        self._data: Tensor | None = None
         self._parts: list[Tensor] = []
+        self._held = False
         self._host = HostPool(dtype, pinned=device.type == "cuda")
         self._saved: NDArray[np.int32] | None = None
         self._tier: HostBlocks | None = None
@@ -92,7 +96,7 @@ class BlockPool:
     @property
     def device_bytes(self) -> int:
         """Bytes held on the device now."""
-        return 0 if self._data is None else self._data.numel() * self.dtype.itemsize
+        return self.num_blocks * self.block_bytes if self._held else 0
 
     @property
     def host_bytes(self) -> int:
@@ -107,7 +111,7 @@ class BlockPool:
     @property
     def on_device(self) -> bool:
         """Whether the pool can be read and written."""
-        return self._data is not None
+        return self._held
 
     def materialize(self, num_blocks: int) -> None:
         """Allocate device memory for `num_blocks` blocks, content undefined, after `drop` or `save`.
@@ -115,18 +119,18 @@ class BlockPool:
         Raises:
             torch.OutOfMemoryError: not enough device memory; nothing has changed.
         """
-        numel = num_blocks * sum(self._widths)
+        sizes = [num_blocks * width for width in self._widths]
         # The blocks of a model without attention layers have no content.
-        data = (self._allocate if numel else zeros)(numel, self.dtype, self.device)
-        self._data, self.num_blocks = data, num_blocks
-        self._parts = list(self._split(data, num_blocks))
+        flat = self._allocate(sizes, self.dtype, self.device) if any(sizes) else zeros(sizes, self.dtype, self.device)
+        self._parts = [part.view(num_blocks, width) for part, width in zip(flat, self._widths, strict=True)]
+        self.num_blocks, self._held = num_blocks, True
 
     def drop(self) -> int:
         """Free the device memory, losing its content; returns the bytes freed."""
         freed = self.device_bytes
         if self._tier is not None:
             self._tier.release(self._compute())
-        self._data, self._parts = None, []
+        self._parts, self._held = [], False
         if self._release is not None:
             self._release()
         return freed

@@ -55,8 +55,8 @@ class KVCache(BlockPool):
 
     Args:
         layers: KV shape per attention layer.
-        allocate: makes a flat device tensor; raises `torch.OutOfMemoryError` when it cannot (replaceable in tests).
-        release: gives the memory of that tensor back, after it was dropped; None: dropping it does.
+        allocate: makes K and V of each layer; raises `torch.OutOfMemoryError` when it cannot (replaceable in tests).
+        release: gives their memory back, after they were dropped; None: dropping them does.
         routes: keep expert routes of this shape beside K and V; None: none.
         groups: of the layers; a block of this pool is then a page of one group. None: it holds all layers.
 

@@ -1,4 +1,7 @@
-"""Order of an engine's steps behind what callers queue on the device, whatever their streams."""
+"""Order of an engine's steps behind what callers queue on the device, whatever their streams.
+
+The host never waits for a whole device: while any thread of the process captures a CUDA graph, that is an error in both.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,17 @@ from typing import Any
 import torch
 
 from rollout.engine.memory.kv_transfer import CudaStream, Stream
+
+_used: set[torch.cuda.Stream] = set()
+"""Streams on which an engine of this process has run steps since the last `wait_for_steps`."""
+
+
+def wait_for_steps(device: torch.device) -> None:
+    """Block the host until the steps of all engines on a CUDA device, and the caller's stream, have done what is queued."""
+    streams = {stream for stream in tuple(_used) if stream.device == device}
+    for stream in {*streams, torch.cuda.current_stream(device)}:
+        stream.record_event().synchronize()
+    _used.difference_update(streams)
 
 
 class StreamOrder:
@@ -24,7 +38,7 @@ class StreamOrder:
         self._marks: list[Any] = []
         self.stream: Callable[[], Stream] | None = None
         if device.type == "cuda":
-            self.stream = lambda: CudaStream(torch.cuda.current_stream(device))
+            self.stream = self._current
 
     def mark(self) -> None:
         """Have later steps wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
@@ -32,7 +46,9 @@ class StreamOrder:
             self._marks.append(self.stream().mark())
 
     def follow(self) -> None:
-        """Let later work of the caller's stream wait for what was marked since the last call."""
+        """Before a step: let later work of the caller's stream wait for what was marked since the last call."""
+        if self._device.type == "cuda":
+            _used.add(torch.cuda.current_stream(self._device))
         if self.stream is not None and self._marks:
             for mark in self._marks:
                 self.stream().after(mark)
@@ -44,6 +60,9 @@ class StreamOrder:
             mark.synchronize()
 
     def settle(self) -> None:
-        """Block the host until the device has done what is queued on all of its streams."""
+        """Block the host until the device has done what engines have queued, on whichever stream."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            wait_for_steps(self._device)
+
+    def _current(self) -> Stream:
+        return CudaStream(torch.cuda.current_stream(self._device))

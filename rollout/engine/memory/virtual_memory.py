@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rollout.engine.memory.stream_order import wait_for_steps
+
 _OUT_OF_MEMORY = 2
 _SUPPORTED = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
@@ -42,7 +44,7 @@ class VirtualMemory(Protocol):
         """Give reserved addresses back, of which none is mapped."""
 
     def settle(self) -> None:
-        """Wait for all work queued on the device, which may use mapped memory."""
+        """Wait for queued work that may use mapped memory."""
 
     def reclaim(self) -> None:
         """Have torch give the memory that it holds and does not use back to the device."""
@@ -147,8 +149,8 @@ class CudaVirtualMemory:
         self._call("cuMemAddressFree", address, size)
 
     def settle(self) -> None:
-        """Synchronise with the device, which also makes its context current in this thread; see `VirtualMemory`."""
-        torch.cuda.synchronize(self.device)
+        """Wait for steps and the current stream, which also makes the device's context current; see `VirtualMemory`."""
+        wait_for_steps(self.device)
 
     def reclaim(self) -> None:
         """Empty the cache of torch's allocator; see `VirtualMemory`."""

@@ -143,7 +143,7 @@ class AutocastCopies:
                 raise torch.OutOfMemoryError(
                     f"{-room / 2**20:.0f} MiB are missing for them beside the KV pool and a step"
                 )
-            self._flat = self._memory.allocate(size, torch.uint8, self._device)
+            (self._flat,) = self._memory.allocate([size], torch.uint8, self._device)
         except torch.OutOfMemoryError as exc:
             self._refused = True
             _log.log(
@@ -196,8 +196,8 @@ def autocast_copies(
     return AutocastCopies(weights.sampled, device, memory, None if wanted else room)
 
 
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
+def _empty(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    return [torch.empty(size, dtype=dtype, device=device) for size in sizes]
 
 
 class _Substituted(TorchFunctionMode):

@@ -84,7 +84,7 @@ class MappedWeights(ShardedWeights):
             reshard(unit)
         places = dict(self._places())
         end = max((stop for _, stop in places.values()), default=0)
-        memory = self._memory.allocate(end, torch.uint8, self._fsdp_groups[0].device)
+        (memory,) = self._memory.allocate([end], torch.uint8, self._fsdp_groups[0].device)
         if self._memory.release is not None:
             undo.callback(self._memory.release)
         if memory.data_ptr() != self._address:

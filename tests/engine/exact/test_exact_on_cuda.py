@@ -8,11 +8,9 @@ here they are summed in the order of the depth.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 
 from rollout import UnsupportedModelError, exact
 from rollout.engine.exact import kernels as exact_kernels
+from rollout.engine.exact import operations
 from rollout.engine.exact.paged_forward import PagedForward
 from rollout.engine.forward import cuda_graphs
 from rollout.engine.forward.decode_kernels import TritonDecode
@@ -36,12 +35,9 @@ from tests.interpreter import INTERPRETED
 from tests.models import make_model
 
 try:
-    import triton
-    import triton.backends.compiler
-    import triton.compiler
     from triton.runtime import interpreter
 except ImportError:
-    triton = None
+    interpreter = None
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::UserWarning:triton")
 
@@ -321,67 +317,31 @@ def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
         make_engine(odd, exact=True, block_size_tokens=1)
 
 
-# --- without a device -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
-@pytest.mark.skipif(triton is None, reason="Triton is not installed: pip install triton")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_the_backward_of_attention_takes_a_windows_queries_in_steps_without_a_mask_of_all(
+    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 16 bits tensor cores multiply, and loads of a tile are of 16 bytes."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from rollout.engine.kernels import triton_exact_kernels as code  # needs Triton
+    monkeypatch.setattr(operations, "LEAST_QUERIES", 4)
+    largest, seen_by = [0], operations._seen
 
-    kind, narrow = f"*{dtype}", dtype == "bf16"
-    plan = triton_exact._plan(2, 128, torch.bfloat16 if narrow else torch.float32)
-    tile = triton_exact._tile(torch.bfloat16 if narrow else torch.float32)
-    found = {
-        "product": (
-            {"x": kind, "weight": kind, "bias": kind, "places": "*i64", "out": kind},
-            {"biased": True, "placed": False, "widen": False, "band": 8,
-             "block_rows": tile.rows, "block_columns": tile.columns, "block_depth": tile.depth},
-            tile.warps, tile.stages,
-        ),
-        "attend": (
-            dict.fromkeys(("query", "keys", "values"), kind) | dict.fromkeys(("peaks", "totals", "sums"), "*fp32")
-            | {"scale": "fp32"}
-            | dict.fromkeys(("table", "begins", "positions"), "*i32"),
-            {"group": 2, "kv_heads": 8, "tokens": plan.rows // 2, "rows": plan.rows, "span": plan.span,
-             "split": triton_exact.SPLIT, "window": 0, "dim": 128, "padded_dim": 128, "widen": False},
-            plan.warps, plan.stages,
-        ),
-        "fold": (
-            {"positions": "*i32", "peaks": "*fp32", "totals": "*fp32", "sums": "*fp32", "out": kind},
-            {"split": triton_exact.SPLIT, "heads": 16, "lines": 32, "dim": 128, "padded_dim": 128}, 4, 3,
-        ),
-        "rms_norm": (
-            {"x": kind, "weight": kind, "out": kind, "epsilon": "fp32"},
-            {"width": 1000, "padded_width": 1024, "rows": 1}, 2, 3,
-        ),
-        "rotate": (
-            {"x": kind, "cosines": kind, "sines": kind, "positions": "*i64", "out": kind},
-            {"heads": 8, "lines": 32, "half": 64, "padded_half": 64}, 4, 3,
-        ),
-        "silu_times": ({"gate": kind, "up": kind, "out": kind}, {"block": 1024}, 4, 3),
-    }  # fmt: skip
-    for name, how in found.items():
-        ptx = compiled(getattr(code, name), *how)
-        if name in ("product", "attend"):
-            assert ("wgmma" in ptx) == narrow
-            assert ptx.count("cp.async.cg" if narrow else "ld.global.v4") > 0
-            assert ptx.count("ld.global.b16") <= (0 if name == "attend" else 8)
+    def watched(*given: Any) -> Tensor:
+        seen = seen_by(*given)
+        largest.append(seen.numel())
+        return seen
 
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], warps: int, stages: int) -> str:
-    """PTX for an H100, as for tensors and widths that 16 divides."""
-    names = list(inspect.signature(kernel).parameters)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name].startswith("*") or name in ("depth", "columns")]
-    source = triton.compiler.ASTSource(
-        triton.jit(kernel), signature, {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])
+    monkeypatch.setattr(operations, "_seen", watched)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, upstream = (
+        torch.randn(2, heads, 30, 8, generator=generator, dtype=torch.float64).to(dtype) for heads in (6, 2, 2, 6)
+    )
+    found = operations._recomputed_gradients(upstream, [query, key, value], window, 0.3)
+    exact = [part.double().requires_grad_() for part in (query, key, value)]
+    wide = [part.repeat_interleave(3, 1) for part in exact[1:]]
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()
+    mask &= ~mask.tril(-(window or 30))
+    out = nn.functional.scaled_dot_product_attention(exact[0], *wide, attn_mask=mask, scale=0.3)
+    for mine, wanted in zip(found, torch.autograd.grad(out, exact, upstream.double()), strict=True):
+        tolerance = 1e-6 if dtype == torch.float64 else 0.1
+        torch.testing.assert_close(mine.double(), wanted, atol=tolerance, rtol=tolerance)
+    assert max(largest) <= 2 * max(window or 0, 4) ** 2

@@ -35,7 +35,7 @@ class Cuda:
         self._handles = 0
         cuda = {
             "Stream": lambda device: Stream(), "current_stream": lambda: Stream(), "stream": self.stream,
-            "device": self.nothing, "synchronize": lambda: None, "empty_cache": self.empty_cache,
+            "device": self.nothing, "synchronize": self.never, "empty_cache": self.empty_cache,
             "current_device": lambda: 0, "mem_get_info": lambda: (self.free, 80 * GIB), "CUDAGraph": lambda: Graph(self),
             "graph_pool_handle": self.handle,
         }  # fmt: skip
@@ -59,6 +59,9 @@ class Cuda:
     @contextmanager
     def nothing(self, device: Any) -> Iterator[None]:
         yield
+
+    def never(self) -> None:
+        raise AssertionError("the device is waited for: another engine's capture would fail")
 
     def handle(self) -> int:
         self._handles += 1
@@ -100,6 +103,9 @@ class Cuda:
 
 class Stream:
     def wait_stream(self, other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
         pass
 
 

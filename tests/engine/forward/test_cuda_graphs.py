@@ -44,6 +44,7 @@ from tests.engines import (
     at_random,
     finish,
     greedily,
+    in_one_piece,
     make_engine,
     pass_suspended,
     shared_model,
@@ -193,6 +194,7 @@ def test_a_step_with_a_chunk_in_it_runs_the_forward_of_the_module() -> None:
 def test_graphs_survive_a_suspend_if_the_pool_comes_back_at_its_addresses(mode: str, *, fixed: bool) -> None:
     held: list[Tensor] = []
 
+    @in_one_piece
     def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         held.append(torch.zeros(numel, dtype=dtype))
         return held[-1]

@@ -25,6 +25,7 @@ from tests.engines import (
     at_random,
     finish,
     greedily,
+    in_one_piece,
     logprob_error,
     make_engine,
     pass_suspended,
@@ -64,7 +65,7 @@ def test_the_option_turns_it_off() -> None:
 
 def test_a_smaller_pool_at_the_same_address_is_bound_again() -> None:
     arena = torch.zeros(1 << 20)
-    engine = make_engine("qwen3", allocate=lambda numel, dtype, device: arena[:numel])
+    engine = make_engine("qwen3", allocate=in_one_piece(lambda numel, dtype, device: arena[:numel]))
     runner, cache = engine.controller.runner, engine.cache
     with engine.installation:
         epoch = runner.installation.module_epoch

@@ -26,7 +26,17 @@ from rollout.engine.memory.block_pool import zeros
 from rollout.engine.scheduling import run_ahead
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 from tests.capturable import Capturable
-from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.engines import (
+    assert_greedy,
+    at_random,
+    finish,
+    greedily,
+    in_one_piece,
+    make_engine,
+    pass_suspended,
+    steps,
+    token_ids,
+)
 from tests.interpreter import INTERPRETED
 from tests.models import make_model
 
@@ -205,6 +215,7 @@ def test_under_autocast_logits_are_those_of_the_module_under_autocast(name) -> N
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 def test_the_kernels_of_graphs_read_a_pool_that_has_moved() -> None:
+    @in_one_piece
     def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         pools.append(torch.zeros(numel, dtype=dtype))
         return pools[-1]

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory import arena as arena_module
+from rollout.engine.memory import virtual_memory
 from rollout.engine.memory.arena import Arena, pool_memory
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
+from rollout.engine.memory.stream_order import StreamOrder, wait_for_steps
 from rollout.engine.memory.virtual_memory import CudaVirtualMemory
-from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
+from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, token_ids
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -85,7 +87,7 @@ class Driver:
         ctypes.memset(address, 0xFF, size)
 
     def free(self, address: int, size: int) -> None:
-        assert not self.mappings
+        assert not [at for at in self.mappings if address <= at < address + size]
         assert len(self._reserved.pop(address)) == size
 
     def settle(self) -> None:
@@ -108,7 +110,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_goes_back_to_the_driver_and_comes_back_at_the_same_addresses() -> None:
     driver = Driver(100 * PAGE)
     arena = Arena(driver)
-    first = arena.allocate(10 * PAGE // 4 + 1, torch.float32, CPU)
+    (first,) = arena.allocate([10 * PAGE // 4 + 1], torch.float32, CPU)
     assert first.shape == (10 * PAGE // 4 + 1,)
     assert not first.any()
     assert driver.used == 11 * PAGE
@@ -119,15 +121,36 @@ def test_memory_goes_back_to_the_driver_and_comes_back_at_the_same_addresses() -
     arena.release()
     assert driver.used == 0
     for numel in (5 * PAGE // 2, 20 * PAGE // 4):
-        again = arena.allocate(numel, torch.bfloat16, CPU)
+        (again,) = arena.allocate([numel], torch.bfloat16, CPU)
         assert again.data_ptr() == address
         assert not again.any(), "what was there is gone, and a masked NaN would be one"
         assert driver.used == -(-2 * numel // PAGE) * PAGE
     assert driver.reservations == 1
-    larger = arena.allocate(50 * PAGE, torch.uint8, CPU)
+    larger = arena.allocate([50 * PAGE], torch.uint8, CPU)
     assert driver.used == 50 * PAGE
     assert driver.reservations == 1
     del again, larger
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_parts_of_a_pool_that_comes_back_smaller_are_where_they_were() -> None:
+    """Parts that lay behind one another moved, and CUDA graphs had to look for them."""
+    driver = Driver(100 * PAGE)
+    arena = Arena(driver)
+    shapes = [LayerShape(2, 16, 8), LayerShape(1, 16, 16)]
+    cache = KVCache(shapes, 70, 8, torch.float32, CPU, arena.allocate, release=arena.release)
+    before = cache.addresses
+    assert driver.reservations == 4
+    for blocks in (35, 1, 70):
+        cache.drop()
+        assert driver.used == 0
+        cache.materialize(blocks)
+        assert cache.addresses == before
+        for index in range(2):
+            for part in cache.layer(index):
+                assert len(part) == blocks
+                assert not part.any()
+                part.fill_(7)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -136,21 +159,21 @@ def test_too_much_is_refused_and_leaves_nothing_mapped() -> None:
     arena = Arena(driver)
     driver.taken = 3 * PAGE
     with pytest.raises(torch.OutOfMemoryError):
-        arena.allocate(8 * PAGE, torch.uint8, CPU)
+        arena.allocate([4 * PAGE, 4 * PAGE], torch.uint8, CPU)
     assert driver.used == driver.taken
-    assert arena.allocate(7 * PAGE, torch.uint8, CPU).numel() == 7 * PAGE
+    assert arena.allocate([7 * PAGE], torch.uint8, CPU)[0].numel() == 7 * PAGE
 
 
 def test_memory_that_torch_holds_without_using_it_is_asked_back() -> None:
     driver = Driver(10 * PAGE)
     driver.taken = driver.reclaimable = 6 * PAGE
-    assert Arena(driver).allocate(9 * PAGE, torch.uint8, CPU).numel() == 9 * PAGE
+    assert Arena(driver).allocate([9 * PAGE], torch.uint8, CPU)[0].numel() == 9 * PAGE
 
 
 def test_an_arena_that_is_dropped_gives_everything_back() -> None:
     driver = Driver(10 * PAGE)
     arena = Arena(driver)
-    arena.allocate(3 * PAGE, torch.uint8, CPU)
+    arena.allocate([3 * PAGE], torch.uint8, CPU)
     del arena
     gc.collect()
     assert driver.used == 0
@@ -160,7 +183,7 @@ def test_an_arena_that_is_dropped_gives_everything_back() -> None:
 def test_a_fork_that_drops_an_arena_leaves_it_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(10 * PAGE)
     arena = Arena(driver)
-    arena.allocate(3 * PAGE, torch.uint8, CPU)
+    arena.allocate([3 * PAGE], torch.uint8, CPU)
     monkeypatch.setattr("os.getpid", lambda: -1)
     del arena
     gc.collect()
@@ -206,6 +229,7 @@ class PlainPool:
         self._allocator = allocator
         self._held: tuple[list[int], int] | None = None
 
+    @in_one_piece
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = numel * dtype.itemsize
         self._held = self._allocator.take(size), size
@@ -246,9 +270,11 @@ def train_three_steps(driver: Driver, allocator: CachingAllocator, pool: Any, re
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_pool_stays_whole_although_adam_is_born_while_it_is_suspended() -> None:
-    size = make_engine("qwen3", kv_cache_blocks=BLOCKS).cache.device_bytes
-    assert size > 100 * PAGE
-    room = -(-size // PAGE) * PAGE + 70 * PAGE
+    cache = make_engine("qwen3", kv_cache_blocks=BLOCKS).cache
+    assert cache.device_bytes > 100 * PAGE
+    # Each part takes whole pages.
+    room = cache.device_bytes + (len(cache.addresses) + 70) * PAGE // PAGE * PAGE
+    room -= room % PAGE
     for kind in ("arena", "emptied"):
         driver = Driver(room)
         allocator = CachingAllocator(driver)
@@ -313,8 +339,44 @@ class Library:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(virtual_memory, "wait_for_steps", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+class Lane:
+    """A stream whose events are waited for."""
+
+    def __init__(self, name: str, waited: list[str], device: torch.device) -> None:
+        self.name, self.waited, self.device = name, waited, device
+
+    def record_event(self) -> Lane:
+        return self
+
+    def synchronize(self) -> None:
+        self.waited.append(self.name)
+
+
+def test_memory_is_unmapped_behind_the_steps_of_every_stream_and_no_device_is_waited_for(monkeypatch) -> None:
+    """A wait for the device breaks the captures of every thread of the process."""
+    device, other, waited = torch.device("cuda", 0), torch.device("cuda", 1), list[str]()
+    lanes = {name: Lane(name, waited, other if name == "other" else device) for name in ("steps", "caller", "other")}
+    current = ["steps"]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: lanes[current[0]])
+    order = StreamOrder(device)
+    order.follow()
+    current[0] = "other"
+    StreamOrder(other).follow()
+    current[0] = "caller"
+    memory = CudaVirtualMemory.__new__(CudaVirtualMemory)
+    memory.device = device
+    memory.settle()
+    assert sorted(waited) == ["caller", "steps"]
+    waited.clear()
+    order.settle()
+    assert waited == ["caller"], "no step has run since"
+    current[0] = "other"
+    wait_for_steps(other)
 
 
 @pytest.mark.usefixtures("no_device", "small_chunks")
@@ -327,7 +389,7 @@ def test_a_driver_in_c_takes_the_arguments_as_its_header_declares_them(tmp_path:
     memory.device = CPU
     unit, arena = memory.granularity, Arena(memory)
     for size in (3 * unit - 8, 2 * unit, 5 * unit):
-        whole = arena.allocate(size // 8, torch.int64, CPU)
+        (whole,) = arena.allocate([size // 8], torch.int64, CPU)
         assert whole.data_ptr() % unit == 0
         whole.copy_(torch.arange(size // 8))
         assert int(whole[-1]) == size // 8 - 1
@@ -337,7 +399,7 @@ def test_a_driver_in_c_takes_the_arguments_as_its_header_declares_them(tmp_path:
         assert library.used() == 0
     library.limit(4 * unit)
     with pytest.raises(torch.OutOfMemoryError, match=r"cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
-        arena.allocate(5 * unit, torch.uint8, CPU)
+        arena.allocate([5 * unit], torch.uint8, CPU)
     assert library.used() == 0
     del arena
     gc.collect()

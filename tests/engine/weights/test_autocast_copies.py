@@ -29,7 +29,7 @@ from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.errors import ConfigError
 from tests.engine.forward.recorded_graphs import Plain, Record, Recorder
 from tests.engine.memory.test_arena import PAGE, Driver
-from tests.engines import greedily, make_engine, pass_suspended, token_ids
+from tests.engines import greedily, in_one_piece, make_engine, pass_suspended, token_ids
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -289,6 +289,7 @@ def test_copies_in_memory_that_comes_back_elsewhere_are_captured_anew() -> None:
     engine, recorder = graphed(small(), driver=Driver(2**22), autocast_dtype="bfloat16")
     copies, held = engine.controller.runner.copies, []
 
+    @in_one_piece
     def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         held.append(torch.full((numel,), 255, dtype=dtype))
         return held[-1]

@@ -1,0 +1,260 @@
+"""Compile every Triton kernel through its own launch wrapper, without a device, and check what it takes of one.
+
+    python -m tests.kernels_compiled [sm_90 sm_80]
+
+prints registers, stack and shared memory of each variant, and what is above its limit. The kernels have no arrays of
+their own, so their stack is what the compiler spilled. The Triton that is installed compiles: `pip install triton==3.6.0`
+for the one of torch 2.11.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.engine.kernels import triton_exact, triton_paged
+from rollout.engine.kernels.triton_paged import TritonPaged
+
+CPU = torch.device("cpu")
+SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
+"""Of a block of threads, by architecture."""
+REGISTERS = 255
+SPILLED = {"attend": 160, "attend_parts": 8}
+"""Bytes of stack of a thread of exact mode's attention, and of decode attention on sm_80; other kernels have none."""
+PIPELINED = ("attend_parts", "attend_chunks", "attend", "product")
+"""Kernels that load the next tile while they compute this one, in 16 bits."""
+SINGLE_LOADS = {"merge": 1, "attend_chunks": 2, "write": 2}
+"""Loads of two bytes: of sinks, and where a row has few heads."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention that is compiled."""
+
+    dtype: torch.dtype
+    dim: int
+    group: int
+    kv_heads: int
+    softcap: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        rules = (("cap", self.softcap), ("window", self.window), ("chunk", self.chunk), ("sinks", self.sinks))
+        named = "".join(f" {name}" for name, value in rules if value)
+        return f"{str(self.dtype)[6:]} d{self.dim} g{self.group}{named}"
+
+
+ATTENTION = (
+    Heads(torch.bfloat16, 128, 2, 8),
+    Heads(torch.bfloat16, 128, 8, 8, window=512),
+    Heads(torch.bfloat16, 128, 5, 8, chunk=8192),
+    Heads(torch.bfloat16, 64, 8, 8, window=128, sinks=True),
+    Heads(torch.bfloat16, 64, 7, 2),
+    Heads(torch.bfloat16, 96, 1, 32),
+    Heads(torch.bfloat16, 256, 4, 2, softcap=50.0),
+    Heads(torch.bfloat16, 512, 8, 1),
+    Heads(torch.float16, 128, 4, 8),
+    Heads(torch.float32, 128, 2, 8),
+    Heads(torch.float32, 256, 2, 4),
+)
+"""Of Qwen3, Mistral, Llama 4, gpt-oss, Qwen2, Phi-3, Gemma 2 and Gemma 4, and other dtypes."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiled kernel takes of a device, for each of its threads or blocks."""
+
+    name: str
+    variant: str
+    architecture: int
+    registers: int
+    stack: int
+    shared: int
+    single_loads: int
+    """Loads of two bytes of global memory, in PTX."""
+    async_copies: int
+    """Copies to shared memory in 16 bytes that are not waited for, in PTX."""
+
+    @property
+    def above(self) -> list[str]:
+        """Limits that it exceeds."""
+        limits = {
+            "registers": REGISTERS, "stack": SPILLED.get(self.name, 0), "shared": SHARED_BYTES[self.architecture],
+            "single_loads": SINGLE_LOADS.get(self.name, 0),
+        }  # fmt: skip
+        if self.name in PIPELINED and "float32" not in self.variant and not self.async_copies:
+            return ["no asynchronous copies"]
+        return [f"{name} {getattr(self, name)} > {most}" for name, most in limits.items() if getattr(self, name) > most]
+
+    def __str__(self) -> str:
+        used = f"{self.registers:4} registers, {self.stack:4} B of stack, {self.shared / 1024:6.1f} KiB shared"
+        loads = f"{self.single_loads:2} loads of 2 B, {self.async_copies:2} asynchronous copies"
+        return f"sm_{self.architecture} {self.name:13} {self.variant:32} {used}, {loads}"
+
+
+class _Driver:
+    def __init__(self, architecture: int) -> None:
+        self._architecture = architecture
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_capability(self, *_: Any) -> tuple[int, int]:
+        return divmod(self._architecture, 10)
+
+
+class _Launcher:
+    """A kernel whose launches compile it."""
+
+    def __init__(self, kernel: Any, told: Callable[[str, Any], None]) -> None:
+        self._kernel, self._told = kernel, told
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*given: Any, **options: Any) -> None:
+            self._told(self._kernel.fn.__name__, self._kernel.run(*given, grid=grid, warmup=True, **options))
+
+        return launch
+
+
+def compile_all(architecture: int, folder: Path) -> Iterator[Compiled]:
+    """Every kernel in every variant, compiled for an architecture (90: sm_90).
+
+    Args:
+        folder: for files meanwhile.
+    """
+    found: dict[str, Compiled] = {}
+    variant = [""]
+
+    def told(name: str, kernel: Any) -> None:
+        if kernel.hash not in found:
+            found[kernel.hash] = _measured(name, variant[0], architecture, kernel, folder)
+
+    with _pretended(architecture):
+        for label, launch in (*_attention(told), *_exact(told)):
+            variant[0], before = label, len(found)
+            launch()
+            yield from list(found.values())[before:]
+
+
+def _attention(told: Callable[[str, Any], None]) -> Iterator[tuple[str, Callable[[], object]]]:
+    kernels = triton_paged._kernels.__wrapped__(CPU)
+    assert kernels is not None
+    paged = TritonPaged(_launchers(kernels, told))
+    for heads in ATTENTION:
+        yield str(heads), lambda heads=heads: _attend(paged, heads)  # type: ignore[misc]
+
+
+def _attend(paged: TritonPaged, heads: Heads) -> None:
+    keys = torch.zeros(64, 16, heads.kv_heads, heads.dim, dtype=heads.dtype)
+    query = torch.zeros(300, heads.kv_heads * heads.group, heads.dim, dtype=heads.dtype)
+    ids = torch.zeros(64, dtype=torch.int32)
+    tables = torch.zeros(64, 64, dtype=torch.int32)
+    rules: dict[str, Any] = {
+        "softcap": heads.softcap, "chunk": heads.chunk, "sinks": query[0, :, 0].contiguous() if heads.sinks else None
+    }  # fmt: skip
+    paged.write(keys[0, :4], keys[0, :4], keys, keys, ids[:4])
+    paged.decode_with_lse(query[:4], keys, keys, tables[:4], ids[:4] + 600, heads.window, 0.1, **rules)
+    begins = torch.zeros(65, dtype=torch.int32)
+    paged.prefill(query, keys, keys, tables, begins, ids, heads.window, 0.1, **rules)
+
+
+def _exact(told: Callable[[str, Any], None]) -> Iterator[tuple[str, Callable[[], object]]]:
+    kernels = _launchers(triton_exact._kernels(), told)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"exact {str(dtype)[6:]}", lambda dtype=dtype: _exactly(kernels, dtype)  # type: ignore[misc]
+
+
+def _exactly(kernels: Any, dtype: torch.dtype) -> None:
+    own, triton_exact._kernels = triton_exact._kernels, lambda: kernels  # type: ignore[assignment]
+    try:
+        x, weight = torch.zeros(16, 4096, dtype=dtype), torch.zeros(1024, 4096, dtype=dtype)
+        query, keys = torch.zeros(16, 32, 128, dtype=dtype), torch.zeros(64, 16, 8, 128, dtype=dtype)
+        tables, ids = torch.zeros(64, 128, dtype=dtype), torch.zeros(64, dtype=torch.int32)
+        triton_exact.linear(x, weight, None)
+        triton_exact.rms_norm(x, weight[0], 1e-6)
+        triton_exact.rotate(query, tables, tables, ids[:16].long())
+        triton_exact.silu_times(x, x)
+        rows = triton_exact.AttendedRows(ids[None], ids[:2], ids[:16], 1000, 16, 16)
+        for window in (None, 512):
+            triton_exact.paged_attention(query, keys, keys, rows, 0.1, window)
+    finally:
+        triton_exact._kernels = own
+
+
+def _launchers(kernels: Any, told: Callable[[str, Any], None]) -> Any:
+    made = {each.name: getattr(kernels, each.name) for each in fields(kernels)}
+    return type(kernels)(
+        **{name: each if isinstance(each, bool) else _Launcher(each, told) for name, each in made.items()}
+    )
+
+
+@contextmanager
+def _pretended(architecture: int) -> Iterator[None]:
+    from triton.runtime import driver
+
+    before, tried, programs = driver._active, triton_paged._try_out, triton_paged._programs
+    triton_exact._kernels.cache_clear()
+    driver.set_active(_Driver(architecture))
+    triton_paged._try_out = lambda *_: None
+    triton_paged._programs = lambda _: 3  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        driver._active, triton_paged._try_out, triton_paged._programs = before, tried, programs
+        triton_exact._kernels.cache_clear()
+
+
+def _measured(name: str, variant: str, architecture: int, kernel: Any, folder: Path) -> Compiled:
+    (cubin := folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    used = _run("cuobjdump", "-res-usage", str(cubin))
+    registers, stack = (int(each) for each in re.findall(r"REG:(\d+) STACK:(\d+)", used)[-1])
+    ptx, shared = str(kernel.asm["ptx"]), int(kernel.metadata.shared)
+    counts = ptx.count("ld.global.b16"), ptx.count("cp.async.cg")
+    return Compiled(name, variant, architecture, registers, stack, shared, *counts)
+
+
+def _run(program: str, *arguments: str) -> str:
+    import triton.backends.nvidia
+
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / program
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print every variant; returns the number of those above a limit."""
+    import triton
+
+    above = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        print(f"Triton {triton.__version__}")
+        for named in arguments or ("sm_90", "sm_80"):
+            for each in compile_all(int(named.removeprefix("sm_")), Path(folder)):
+                above += bool(each.above)
+                print(each, *(f"ABOVE: {', '.join(each.above)}" for _ in range(bool(each.above))), flush=True)
+    return above
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
