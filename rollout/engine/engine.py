@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -69,6 +69,12 @@ class DynamicInferenceEngine(GroupMember):
         """Named holds under which no step is made: of the coordinator, a weight update, the caller."""
         watch(self)
         answer_signal()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DynamicInferenceEngine cannot be pickled or copied: it holds the KV cache beside the very model that is "
+            "trained; build one where it is needed: DynamicInferenceEngine(model, tokenizer, config)"
+        )
 
     def describe_state(self) -> Iterator[str]:
         """Lines for `rollout.diagnosis`: lifecycle, holds, lock, turn, scheduler, last step, oldest samples."""
