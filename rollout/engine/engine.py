@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -103,6 +103,12 @@ class DynamicInferenceEngine:
         """Named holds under which no step is made: of the coordinator, a weight update, the caller."""
         watch(self)
         answer_signal()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DynamicInferenceEngine cannot be pickled or copied: it holds the KV cache beside the very model that is "
+            "trained; build one where it is needed: DynamicInferenceEngine(model, tokenizer, config)"
+        )
 
     def describe_state(self) -> Iterator[str]:
         """Lines for `rollout.diagnosis`: lifecycle, holds, lock, turn, scheduler, last step, oldest samples."""

@@ -311,12 +311,13 @@ def test_close_warns_of_what_it_gives_up_and_may_be_repeated(model):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_manager_cannot_be_copied_and_says_what_to_do_instead(model, copied):
-    with (
-        make_rollout(model) as rollout,
-        pytest.raises(TypeError, match=r"cannot be pickled or copied: .* build one where"),
-    ):
-        copied(rollout)
+def test_a_manager_or_engine_cannot_be_copied_and_says_what_to_do_instead(model, copied):
+    with make_rollout(model) as rollout:
+        for each in (rollout, rollout.engine):
+            with pytest.raises(
+                TypeError, match=rf"{type(each).__name__} cannot be pickled or copied: .* build one where"
+            ):
+                copied(each)
 
 
 def test_the_optimizer_hook_of_a_closed_rollout_has_nothing_to_do(model):
