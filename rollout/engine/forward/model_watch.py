@@ -101,7 +101,7 @@ class ModelWatch:
             (place, name): scan.frozen(value)
             for place, owner in enumerate([getattr(self._model, "config", None), *self._attentions])
             for name, value in getattr(owner, "__dict__", {}).items()
-            if name not in _UNREAD and not name.endswith("_token_id")
+            if name not in _UNREAD and not name.startswith("_") and not name.endswith("_token_id")
         }
 
     def _precision(self) -> Hashable:
