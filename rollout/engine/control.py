@@ -235,7 +235,7 @@ class EngineControl(EngineInspection):
             why = "it has recurrent layers"
         elif self.controller.takes_images:
             why = "it takes images"
-        elif self._adapters.present(self.installation.module_epoch):
+        elif self._watch.adapters.present(self.installation.module_epoch):
             why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
         if why is not None:
             raise UnsupportedModelError(f"load_adapter() into {type(self.model).__name__}: {why}")

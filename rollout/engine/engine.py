@@ -21,7 +21,6 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.diagnosis import answer_signal, watch
 from rollout.engine.admission import prompt_of, refuse_what_is_not_served
-from rollout.engine.forward.model_support import inspect_model
 from rollout.engine.group_member import GroupMember
 from rollout.engine.holds import Holds
 from rollout.engine.ledger import Ledger
@@ -116,10 +115,10 @@ class DynamicInferenceEngine(GroupMember):
                 raise
             self._guard.rebuild_due = False
 
-    def changed_settings(self) -> list[str]:
+    def changed_settings(self) -> str:
         """Names of settings that masks may be made of and that changed since the engine was built."""
         self.weights.follow()
-        return self._stepper.watch.changed_settings()
+        return self._watch.changed_settings()
 
     def follow_model(self) -> None:
         """Build the engine again if windows, chunks or masks of attention layers have changed since it was built.
@@ -130,9 +129,7 @@ class DynamicInferenceEngine(GroupMember):
             UnsupportedModelError: the attention layers now do something that the engine does not support.
             EngineStateError: settings have changed, and ranks compute each forward together.
         """
-        if self.installation.active or not self.weights.ready:
-            return
-        if not (names := ", ".join(self.changed_settings())):
+        if self.installation.active or not self.weights.ready or not (names := self.changed_settings()):
             return
         if self.peers is not None:
             raise EngineStateError(
@@ -140,14 +137,9 @@ class DynamicInferenceEngine(GroupMember):
                 "computes forwards together: undo it, or call manager.close() and build another on every rank"
             )
         with plain_tensors(), self._under_autocast():
-            try:
-                layout = inspect_model(self.weights.sampled, self.config.max_sequence_length)
-            except UnsupportedModelError as exc:
-                raise UnsupportedModelError(f"{names} changed after the rollout was built; undo it: {exc}") from exc
-        if layout.masks != self.controller.layout.masks:
+            changed = self._watch.masks_changed(self.config.max_sequence_length)
+        if changed:
             self.rebuild()
-        else:
-            self._stepper.watch.accept_settings()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -266,7 +258,7 @@ class DynamicInferenceEngine(GroupMember):
         turn = scheduler.shares.turn(leader.request.priority, client, charge)
         for each in group:
             each.order, each.client = (turn, self._order), client
-        scheduler.add(leader, self._variant())
+        scheduler.add(leader, self._watch.variant())
         self._order += 1
 
     def abort_request(self, request_id: int, sample_index: int | None = None) -> int:
@@ -288,7 +280,7 @@ class DynamicInferenceEngine(GroupMember):
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has something left to do or to hand out, with the adapters that act now."""
-        return bool(self._ledger.ended or self.context.scheduler.has_work(self._adapters.variant))
+        return bool(self._ledger.ended or self.context.scheduler.has_work(self._watch.adapters.variant))
 
     @property
     def policy_version(self) -> int:

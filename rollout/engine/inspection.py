@@ -29,7 +29,7 @@ class EngineInspection(EngineParts):
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has something left to do or to hand out, with the adapters that act now."""
-        return bool(self._ledger.ended or self.context.scheduler.has_work(self._adapters.variant))
+        return bool(self._ledger.ended or self.context.scheduler.has_work(self._watch.adapters.variant))
 
     @property
     def num_active(self) -> int:
@@ -68,7 +68,7 @@ class EngineInspection(EngineParts):
             )
         raise EngineStateError(
             f"{self.num_waiting} samples in flight were accepted with other adapters (acting then: "
-            f"{'; '.join(map(described, waiting))}) than act now ({described(self._adapters.variant)}): leave the "
+            f"{'; '.join(map(described, waiting))}) than act now ({described(self._watch.adapters.variant)}): leave the "
             "`with adapter(...)` block or switch back, and they go on; or abort them"
         )
 
@@ -76,7 +76,7 @@ class EngineInspection(EngineParts):
     def acting_adapters(self) -> str:
         """The adapters of the model that act now, in words."""
         with self._lock:
-            return described(self._variant())
+            return described(self._watch.variant())
 
     def explain(self, *, measure: bool = True) -> Explanation:
         """What the engine does with this model on this machine, and why; `print` it.
@@ -121,7 +121,7 @@ class EngineInspection(EngineParts):
             EngineStateError: some wait for other adapters than are active, which no record can express.
         """
         with self._lock:
-            scheduler, variant = self.context.scheduler, self._variant()
+            scheduler, variant = self.context.scheduler, self._watch.variant()
             foreign = [sample for sample in scheduler if sample.variant != variant]
             if foreign:
                 raise EngineStateError(

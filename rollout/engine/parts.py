@@ -46,7 +46,6 @@ from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.plain_tensors import plain_tensors
-from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
 from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.staleness import Staleness
@@ -290,23 +289,16 @@ class EngineParts:
         return pool_memory(device, virtual=self.config.virtual_memory)
 
     def _assemble(self, model: nn.Module) -> None:
-        scheduler, clock, layout = self.context.scheduler, self._clock, self.controller.layout
-        adapters = self._adapters = AdapterSwitches(model)
-        installation = self.installation
-
-        def variant() -> Variant:
-            return adapters.look(installation.module_epoch)
-
-        self._variant = variant
+        scheduler, clock = self.context.scheduler, self._clock
+        watch = self._watch = ModelWatch(model, self.controller.layout, self.installation, self._autocast)
         self._ledger = Ledger(scheduler, self.controller, clock, self.tap)
         self._admission = Admission(self.config, self.controller, self.max_sequence_length, clock, self.cache.routes)
         failures = self._failures = FailureContainment(
             self.context, self._ledger, self._admission, self._lifecycle, clock
         )
         self._staleness = Staleness(self.config, scheduler, self._ledger, self._admission, failures)
-        watch = ModelWatch(model, layout.device, self._autocast, layout.layer_of)
         self._stepper = Stepper(
-            scheduler, self.controller, self._ledger, failures, watch, variant, self.stats, self.tap, self._make_room,
+            scheduler, self.controller, self._ledger, failures, watch, self.stats, self.tap, self._make_room,
             self._lock,
         )  # fmt: skip
 

@@ -26,7 +26,6 @@ class Stepper:
 
     Args:
         watch: compares what the model computes.
-        variant: reads which adapters of the model are active.
         stats: for the message of an error that must not happen.
         tap: hears of every step while a trace is recorded.
         make_room: frees device memory after a step ran out of it, at the cost of all KV; False: there is none to free.
@@ -41,8 +40,7 @@ class Stepper:
     _controller: TextGenerationController
     _ledger: Ledger
     _failures: FailureContainment
-    watch: ModelWatch
-    _variant: Callable[[], Variant]
+    _watch: ModelWatch
     _stats: Callable[[], dict[str, float]]
     _tap: EngineTap
     _make_room: Callable[[BaseException], bool]
@@ -79,11 +77,11 @@ class Stepper:
     def follow_forward(self) -> Variant:
         """Take note of the adapters and forward settings that act now; returns the variant. KV of others is not shared."""
         scheduler, installation = self._scheduler, self._controller.runner.installation
-        variant = self._variant()
+        variant = self._watch.variant()
         if variant != scheduler.variant:
             # What a forward has bound of the model may be of the other adapters.
             installation.module_epoch += 1
-        forward = self.watch.look(installation.module_epoch)
+        forward = self._watch.forward_key()
         if (variant, forward) != (scheduler.variant, scheduler.forward):
             scheduler.switch(variant, forward)
             self._controller.runner.vision.features.clear()
