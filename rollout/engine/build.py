@@ -46,7 +46,6 @@ from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.peers import GroupMember, Peers
 from rollout.engine.plain_tensors import plain_tensors
-from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
 from rollout.engine.staleness import Staleness
 from rollout.engine.stepper import Stepper
 from rollout.engine.weights.autocast_copies import autocast_copies
@@ -115,8 +114,7 @@ class EngineParts:
     control: EngineControl
     inspection: Inspection
     member: GroupMember
-    variant: Callable[[], Variant]
-    """Reads which adapters of the model act now."""
+    watch: ModelWatch
 
 
 def build(base: EngineBase) -> EngineParts:
@@ -188,7 +186,7 @@ def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
         UnsupportedModelError: the attention layers now do something that the engine does not support.
         EngineStateError: settings have changed, and ranks compute each forward together.
     """
-    if not (names := ", ".join(parts.inspection.changed_settings())):
+    if not (names := parts.inspection.changed_settings()):
         return parts
     if (group := base.peers.everyone) is not None:
         raise EngineStateError(
@@ -196,14 +194,8 @@ def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
             "computes forwards together: undo it, or call manager.close() and build another on every rank"
         )
     with plain_tensors(), base.under_autocast():
-        try:
-            layout = inspect_model(base.guard.source.sampled, base.config.max_sequence_length)
-        except UnsupportedModelError as exc:
-            raise UnsupportedModelError(f"{names} changed after the rollout was built; undo it: {exc}") from exc
-    if layout.masks != parts.controller.layout.masks:
-        return rebuilt(base, parts)
-    parts.stepper.watch.accept_settings()
-    return parts
+        changed = parts.watch.masks_changed(base.config.max_sequence_length)
+    return rebuilt(base, parts) if changed else parts
 
 
 def _memory(
@@ -315,31 +307,25 @@ def _assemble(
 ) -> EngineParts:
     """Bookkeeping, steps and control over the memory and the runner."""
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
-    switches, installation = AdapterSwitches(model), controller.runner.installation
-    switches.look(installation.module_epoch)
-
-    def variant() -> Variant:
-        return switches.look(installation.module_epoch)
-
+    watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
+    # Refuses adapters that cannot be sampled.
+    watch.variant()
     ledger = Ledger(scheduler, controller, clock, tap)
     admission = Admission(config, controller, longest, clock, cache.routes)
     failures = FailureContainment(context, controller, ledger, admission, lifecycle, clock)
     staleness = Staleness(config, scheduler, ledger, admission, failures)
-    layout = controller.layout
-    watch = ModelWatch(model, layout.device, base.autocast, layout.layer_of)
-    stepper = Stepper(scheduler, controller, ledger, failures, watch, variant, tap, lifecycle.lock)
+    stepper = Stepper(scheduler, controller, ledger, failures, watch, tap, lifecycle.lock)
     control = EngineControl(
-        config, lifecycle, base.guard, base.adapters, switches, controller, context, ledger, staleness, tap, clock
+        config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, staleness, tap, clock
     )
     inspection = Inspection(
-        config, longest, lifecycle, base.guard, controller, context, cache, states, ledger, staleness, stepper, switches,
-        variant,
+        config, longest, lifecycle, base.guard, controller, context, cache, states, ledger, staleness, stepper, watch,
     )  # fmt: skip
-    intake = Intake(lifecycle, controller, scheduler, admission, ledger, variant)
+    intake = Intake(lifecycle, controller, scheduler, admission, ledger, watch)
     member = GroupMember(base.peers, lifecycle, controller, failures)
     return EngineParts(
         config, longest, cache, states, context, controller, admission, ledger, stepper, intake, control, inspection, member,
-        variant,
+        watch,
     )  # fmt: skip
 
 

@@ -14,10 +14,10 @@ from rollout.config import InferenceConfig
 from rollout.engine.context import DynamicInferenceContext, MemoryMove
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.forward.adapters import LoraAdapters
+from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.plain_tensors import plain_tensors
-from rollout.engine.scheduling.adapters import AdapterSwitches
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.staleness import Staleness
 from rollout.engine.weights.folder import load_weights
@@ -40,7 +40,7 @@ class EngineControl:
     _lifecycle: Lifecycle
     _guard: WeightsGuard
     _adapters: LoraAdapters
-    _switches: AdapterSwitches
+    _watch: ModelWatch
     _controller: TextGenerationController
     _context: DynamicInferenceContext
     _ledger: Ledger
@@ -238,7 +238,7 @@ class EngineControl:
             why = "it has recurrent layers"
         elif self._controller.takes_images:
             why = "it takes images"
-        elif self._switches.present(self._controller.runner.installation.module_epoch):
+        elif self._watch.adapters.present(self._controller.runner.installation.module_epoch):
             why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
         if why is not None:
             raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
@@ -11,11 +11,12 @@ from rollout.config import InferenceConfig
 from rollout.engine.context import DynamicInferenceContext
 from rollout.engine.controller import TextGenerationController
 from rollout.engine.explain.explanation import Explanation, explain
+from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.scheduling.adapters import AdapterSwitches, Variant, described
+from rollout.engine.scheduling.adapters import described
 from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.sequences import rank
 from rollout.engine.scheduling.state_slots import StateSlots
@@ -49,18 +50,17 @@ class Inspection:
     _ledger: Ledger
     _staleness: Staleness
     _stepper: Stepper
-    _switches: AdapterSwitches
-    _variant: Callable[[], Variant]
+    _watch: ModelWatch
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has something left to do or to hand out, with the adapters that act now."""
-        return bool(self._ledger.ended or self._context.scheduler.has_work(self._switches.variant))
+        return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.adapters.variant))
 
-    def changed_settings(self) -> list[str]:
+    def changed_settings(self) -> str:
         """Names of settings that masks may be made of and that changed since the engine was built."""
         self._guard.source.follow()
-        return self._stepper.watch.changed_settings()
+        return self._watch.changed_settings()
 
     @property
     def resized(self) -> bool:
@@ -80,7 +80,7 @@ class Inspection:
             )
         raise EngineStateError(
             f"{self._context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
-            f"{'; '.join(map(described, waiting))}) than act now ({described(self._switches.variant)}): leave the "
+            f"{'; '.join(map(described, waiting))}) than act now ({described(self._watch.adapters.variant)}): leave the "
             "`with adapter(...)` block or switch back, and they go on; or abort them"
         )
 
@@ -88,7 +88,7 @@ class Inspection:
     def acting_adapters(self) -> str:
         """The adapters of the model that act now, in words."""
         with self._lifecycle.lock:
-            return described(self._variant())
+            return described(self._watch.variant())
 
     def explain(self) -> Explanation:
         """What the engine does with this model on this machine, and why; `print` it.
@@ -130,7 +130,7 @@ class Inspection:
             EngineStateError: some wait for other adapters than are active, which no record can express.
         """
         with self._lifecycle.lock:
-            scheduler, variant = self._context.scheduler, self._variant()
+            scheduler, variant = self._context.scheduler, self._watch.variant()
             foreign = [sample for sample in scheduler if sample.variant != variant]
             if foreign:
                 raise EngineStateError(

@@ -7,9 +7,9 @@ from typing import Any
 
 from rollout.engine.admission import Admission, prompt_of, refuse_what_is_not_served
 from rollout.engine.controller import TextGenerationController
+from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.ledger import Ledger
 from rollout.engine.lifecycle import Lifecycle
-from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import InvalidRequestError
@@ -24,9 +24,6 @@ from rollout.threads.interrupts import uninterrupted
 class Intake:
     """Queues the requests of one engine.
 
-    Args:
-        variant: reads which adapters of the model are active.
-
     Attributes:
         next_request_id: id of the next request that brings none.
         order: number of groups queued so far; ties in the queue are broken by it.
@@ -39,14 +36,14 @@ class Intake:
         scheduler: Scheduler,
         admission: Admission,
         ledger: Ledger,
-        variant: Callable[[], Variant],
+        watch: ModelWatch,
     ) -> None:
         self._lifecycle = lifecycle
         self._controller = controller
         self._scheduler = scheduler
         self._admission = admission
         self._ledger = ledger
-        self._variant = variant
+        self._watch = watch
         self.next_request_id = 0
         self.order = 0
 
@@ -145,7 +142,7 @@ class Intake:
         turn = self._scheduler.shares.turn(leader.request.priority, client, charge)
         for each in group:
             each.order, each.client = (turn, self.order), client
-        self._scheduler.add(leader, self._variant())
+        self._scheduler.add(leader, self._watch.variant())
         self.order += 1
 
     def abort(self, request_id: int, sample_index: int | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from traceback import clear_frames
 
@@ -26,7 +25,6 @@ class Stepper:
 
     Args:
         watch: compares what the model computes.
-        variant: reads which adapters of the model are active.
         tap: hears of every step while a trace is recorded.
         lock: the engine's.
 
@@ -39,8 +37,7 @@ class Stepper:
     _controller: TextGenerationController
     _ledger: Ledger
     _failures: FailureContainment
-    watch: ModelWatch
-    _variant: Callable[[], Variant]
+    _watch: ModelWatch
     _tap: EngineTap
     _lock: FairLock
     last: ScheduledStep | None = None
@@ -77,11 +74,11 @@ class Stepper:
     def follow_forward(self) -> Variant:
         """Take note of the adapters and forward settings that act now; returns the variant. KV of others is not shared."""
         scheduler, installation = self._scheduler, self._controller.runner.installation
-        variant = self._variant()
+        variant = self._watch.variant()
         if variant != scheduler.variant:
             # What a forward has bound of the model may be of the other adapters.
             installation.module_epoch += 1
-        forward = self.watch.look(installation.module_epoch)
+        forward = self._watch.forward_key()
         if (variant, forward) != (scheduler.variant, scheduler.forward):
             scheduler.switch(variant, forward)
             self._controller.runner.vision.features.clear()

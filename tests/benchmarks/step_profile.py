@@ -116,7 +116,7 @@ def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str,
 def _watch_share(engine: DynamicInferenceEngine, prompt: list[int], length: int) -> float:
     """Share of a `generate` call, of one sample, in which it looks for changes of the module."""
     spent: dict[str, list[float]] = defaultdict(list)
-    with stopwatch(spent, {"look": (engine.parts.stepper.watch, "look"), "generate": (engine, "generate")}):
+    with stopwatch(spent, {"look": (engine.parts.watch, "forward_key"), "generate": (engine, "generate")}):
         for _ in range(STEPS):
             engine.generate([prompt], SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0))
     return sum(spent["look"]) / sum(spent["generate"])

@@ -331,7 +331,8 @@ def configs_of(model: nn.Module) -> list[Any]:
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})
     for module in model.modules():
-        config = getattr(module, "config", None)
+        # A module asks its wrapped ones for an attribute that it lacks, which takes long in a model with adapters.
+        config = vars(module).get("config")
         if hasattr(config, _IMPLEMENTATION_FIELD) and not isinstance(config, towers):
             found[id(config)] = config
     return list(found.values())

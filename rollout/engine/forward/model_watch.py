@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -25,8 +25,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig
 
+from rollout.engine.forward.attention import Installation
 from rollout.engine.forward.fused_checks import only_marks
+from rollout.engine.forward.model_support import ModelLayout, inspect_model
 from rollout.engine.forward.originals import PACKAGES, names_in
+from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
+from rollout.errors import UnsupportedModelError
 
 FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl", "rollout", "trainer_hooks"})
 """Packages whose code reads only the key and the weights. Code of others is foreign, except Python's own."""
@@ -49,66 +53,80 @@ _SMALL_BYTES = 1 << 16
 
 
 class ModelWatch:
-    """Computes the forward key of one model, and compares what its masks may be made of.
+    """Compares what one model computes with before: its active adapters, its forward key, and its masks.
 
     Args:
+        layout: of the model when the engine was built.
+        installation: counts how often the caller may have modified the module.
         autocast: the dtype that all its forwards are autocast to; None: the caller's autocast applies.
-        attentions: its attention layers.
+
+    Attributes:
+        adapters: reads which adapters are active.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        autocast: torch.dtype | None = None,
-        attentions: Iterable[nn.Module] = (),
+        self, model: nn.Module, layout: ModelLayout, installation: Installation, autocast: torch.dtype | None = None
     ) -> None:
+        self.adapters = AdapterSwitches(model)
         self._model = model
-        self._device = device.type
+        self._layout = layout
+        self._installation = installation
         self._autocast = autocast
-        self._attentions = list(attentions)
         self._module_epoch = -1
         self._contents = _Contents()
         self._modules: Hashable = ()
         self._settings = self._mask_settings()
 
-    def look(self, module_epoch: int) -> Hashable:
-        """Current key, after rescanning the modules if `module_epoch` has changed.
+    def variant(self) -> Variant:
+        """Adapters that act now."""
+        return self.adapters.look(self._installation.module_epoch)
 
-        Args:
-            module_epoch: changes whenever the trainer may have modified the module.
-        """
-        if module_epoch != self._module_epoch:
-            self._module_epoch = module_epoch
+    def forward_key(self) -> Hashable:
+        """Key of everything else that a forward computes; the modules are read again if the caller had them."""
+        if (epoch := self._installation.module_epoch) != self._module_epoch:
+            self._module_epoch = epoch
             scan = _Scan(self._contents)
-            found = scan.model(self._model), module_epoch if scan.foreign else None
+            found = scan.model(self._model), epoch if scan.foreign else None
             # One object for equal keys, so that the comparison in every step is one of identity.
             self._modules = self._modules if found == self._modules else found
         return self._precision(), self._modules
 
-    def changed_settings(self) -> list[str]:
-        """Names of values of the configuration and of attention layers, from which masks may be made, that have changed."""
+    def changed_settings(self) -> str:
+        """Names of values of the configuration and of attention layers that masks may be made of and that have changed."""
         before, now = self._settings, self._mask_settings()
-        return sorted({name for place, name in before | now if before.get((place, name)) != now.get((place, name))})
+        return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
-    def accept_settings(self) -> None:
-        """Compare with the present values from here on."""
-        self._settings = self._mask_settings()
+    def masks_changed(self, max_sequence_length: int | None) -> bool:
+        """Whether the masks differ from the layout's, after inspecting the model if settings have changed.
+
+        Raises:
+            UnsupportedModelError: the attention layers now do something that the engine does not support.
+        """
+        if not (names := self.changed_settings()):
+            return False
+        try:
+            masks = inspect_model(self._model, max_sequence_length).masks
+        except UnsupportedModelError as exc:
+            raise UnsupportedModelError(f"{names} changed after the rollout was built; undo it: {exc}") from exc
+        if masks == self._layout.masks:
+            self._settings = self._mask_settings()
+        return masks != self._layout.masks
 
     def _mask_settings(self) -> dict[tuple[int, str], Hashable]:
         scan = _Scan(_Contents())
         return {
             (place, name): scan.frozen(value)
-            for place, owner in enumerate([getattr(self._model, "config", None), *self._attentions])
-            for name, value in getattr(owner, "__dict__", {}).items()
-            if name not in _UNREAD and not name.endswith("_token_id")
+            for place, owner in enumerate([self._model.config, *self._layout.layer_of])
+            for name, value in vars(owner).items()
+            if name not in _UNREAD and not name.startswith("_") and not name.endswith("_token_id")
         }
 
     def _precision(self) -> Hashable:
         dtype = self._autocast
-        if dtype is None and torch.is_autocast_enabled(self._device):
-            dtype = torch.get_autocast_dtype(self._device)
-        backend = torch.backends.cuda if self._device == "cuda" else torch.backends.mkldnn
+        device = self._layout.device.type
+        if dtype is None and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        backend = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
         hooks = *torch_module._global_forward_pre_hooks, *torch_module._global_forward_hooks
         return dtype, backend.matmul.fp32_precision, hooks
 
