@@ -139,10 +139,11 @@ class Conversation:
         variables = self._variables(template_kwargs)
         template = self._template(shown_tools)
         prefix = _forced_prefix(template, shown_tools, tool_choice)
-        if shown_tools and not self._prints_tools(template):
+        # A model may have learnt a tool that its template never prints: then the template writes calls of it.
+        if shown_tools and format_of(template) is None and not self._prints_tools(template):
             raise InvalidRequestError(
-                "tools: the chat template never prints them, so the model would not see them; describe them in a message, "
-                'or set tool_choice="none"'
+                "tools: the chat template never prints them, and writes no calls; describe them in a message, or set "
+                'tool_choice="none"'
             )
         if prefix and not add_generation_prompt:
             raise InvalidRequestError("tool_choice: a call can be forced only where add_generation_prompt is true")
