@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,46 @@ def test_offloads_and_loads_of_single_blocks_are_exact_in_every_order_that_the_q
     queues.compute.finish()
     for block, wanted in enumerate(device):
         assert torch.equal(torch.cat([part[block] for part in parts]), wanted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**16), limit=st.integers(40, 200), tier_limit=st.integers(36, 120))
+def test_a_suspend_while_copies_of_the_host_tier_and_of_the_last_resume_are_in_flight_loses_no_byte(
+    seed: int, limit: int, tier_limit: int
+) -> None:
+    queues, numbers, widths = Queues(seed), random.Random(seed), [3, 1, 5]
+    tier = HostBlocks(
+        4, widths, torch.float32, pinned=False, stage=queues.stage, copies=queues.copies, limit=tier_limit
+    )
+    whole = torch.arange(8 * 9, dtype=torch.float32).view(8, 9)
+    host = [torch.full((8 * 9,), torch.nan)]
+    parts = [part.clone() for part in whole.split(widths, 1)]
+    for _ in range(3):
+        evicted, slots = numbers.sample(range(8), 2), numbers.sample(range(4), 2)
+        tier.offload(queues.compute, parts, torch.tensor(evicted), slots)
+        queues.transfer(4 * limit).save(parts, torch.arange(8), host)
+        # As a pool is dropped: the host waits for the stream of the steps alone.
+        tier.release(queues.compute)
+        queues.compute.finish()
+        for part in parts:
+            part.fill_(torch.nan)
+        parts = [torch.full_like(part, torch.inf) for part in parts]
+        # These copies are still in flight when the next suspend begins.
+        queues.transfer(4 * limit).restore(parts, np.arange(8), host)
+        tier.load(queues.compute, parts, torch.tensor(evicted[:1]), slots[1:])
+        for row in evicted:
+            # One came back by the tier's slot of the other, which no suspend has moved.
+            queues.compute.run(partial(check_row, parts, row, whole[evicted[1]]))
+        queues.compute.run(
+            lambda held=parts: [part.copy_(own) for part, own in zip(held, whole.split(widths, 1), strict=True)]
+        )
+    queues.compute.finish()
+    queues.copies.finish()
+    assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def check_row(parts: list[torch.Tensor], row: int, expected: torch.Tensor) -> None:
+    assert torch.equal(torch.cat([part[row] for part in parts]), expected)
 
 
 def test_while_one_buffer_is_copied_the_next_is_gathered() -> None:
