@@ -253,7 +253,7 @@ def test_a_configured_autocast_is_one_way_whatever_the_caller_has_set() -> None:
 
 
 def test_how_float32_is_multiplied_is_in_the_key() -> None:
-    watch = make_engine("qwen3")._watch
+    watch = make_engine("qwen3").parts.watch
     before = watch.forward_key()
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
