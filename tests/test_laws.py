@@ -7,10 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.numbers import Source, measure
+from tests.test_spec_names import NAMES
 
 ROOT = Path(__file__).parent.parent
 
@@ -245,3 +249,76 @@ def test_examples_import_public_names_only():
                 continue
             guilty += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in bad]
     assert not guilty, guilty
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+SPEC_NAMES = {name: names.split() for name, names in NAMES.items()}
+"""Class → names that the specification gives it: they do not count towards the size of a class."""
+
+CEILINGS = {
+    "files of rollout/": 381,
+    "lines of rollout/": 63_001,
+    "code lines of rollout/": 40_700,
+    "classes of rollout/": 675,
+    "lines of the largest class": 445,
+    "methods of the largest class": 42,
+    "modules with one importer": 102,
+    "functions named refuse*": 70,
+    "is None and is not None": 1_768,
+    "plain options": 71,
+    "public names": 90,
+    "files that RolloutManager loads": 258,
+    "lines of tests/": 74_292,
+    "lines of tests/benchmarks/": 7_909,
+    "lines of trainer_hooks/": 2_752,
+    "nodes of rollout/": 25,
+    "levels of rollout/": 12,
+    "edges of rollout/": 102,
+    "edges in cycles of rollout/": 2,
+    "nodes of rollout/engine/": 30,
+    "levels of rollout/engine/": 12,
+    "edges of rollout/engine/": 133,
+    "edges in cycles of rollout/engine/": 0,
+    "nodes of rollout/manager/": 31,
+    "levels of rollout/manager/": 10,
+    "edges of rollout/manager/": 76,
+    "edges in cycles of rollout/manager/": 7,
+    "nodes of rollout/server/": 15,
+    "levels of rollout/server/": 8,
+    "edges of rollout/server/": 42,
+    "edges in cycles of rollout/server/": 2,
+    "nodes of rollout/llm/": 7,
+    "levels of rollout/llm/": 5,
+    "edges of rollout/llm/": 12,
+    "edges in cycles of rollout/llm/": 0,
+    "nodes of rollout/distributed/": 6,
+    "levels of rollout/distributed/": 4,
+    "edges of rollout/distributed/": 12,
+    "edges in cycles of rollout/distributed/": 0,
+}
+"""Numbers of the code base that only fall (`python -m tests.numbers` prints them). A change that raises one pays for it
+elsewhere; a change that lowers one lowers the ceiling with it."""
+
+SLACK = 0.01
+"""Share of a ceiling by which a number may be below it, before the ceiling has to follow."""
+
+
+@cache
+def measured() -> dict[str, int]:
+    return measure(Source(), SPEC_NAMES)
+
+
+def test_no_number_of_the_code_base_rises():
+    numbers = measured()
+    assert numbers.keys() == CEILINGS.keys()
+    risen = [
+        f"{name}: {number:,}, at most {CEILINGS[name]:,}" for name, number in numbers.items() if number > CEILINGS[name]
+    ]
+    assert not risen, "delete or merge something, see CONTRIBUTING.md:\n" + "\n".join(risen)
+
+
+def test_ceilings_follow_the_numbers_down():
+    numbers = measured()
+    high = [f'"{name}": {number:_},' for name, number in numbers.items() if number < CEILINGS[name] * (1 - SLACK) - 1]
+    assert not high, "lower these ceilings to what was reached:\n" + "\n".join(high)
