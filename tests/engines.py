@@ -159,7 +159,7 @@ def logprob_error(model: PreTrainedModel | str, request: DynamicInferenceRequest
     """Largest difference between a completion's log-probs and the trainer's own forward."""
     chosen = shared_model(model) if isinstance(model, str) else model
     tokens = request.prompt_tokens + request.generated_tokens
-    reference = trainer_logprobs(chosen, tokens)[len(request.prompt_tokens) - 1 :].numpy()
+    reference = trainer_logprobs(chosen, tokens)[len(request.prompt_tokens) - 1 :].cpu().numpy()
     assert len(reference) == len(request.generated_log_probs)
     return float(np.abs(reference - np.array(request.generated_log_probs)).max(initial=0.0))
 
