@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.numbers import Source, measure
+from tests.size import Source, measure
 from tests.test_spec_names import NAMES
 
 ROOT = Path(__file__).parent.parent
@@ -297,7 +297,7 @@ CEILINGS = {
     "edges of rollout/distributed/": 12,
     "edges in cycles of rollout/distributed/": 0,
 }
-"""Numbers of the code base that only fall (`python -m tests.numbers` prints them). A change that raises one pays for it
+"""Numbers of the code base that only fall (`python -m tests.size` prints them). A change that raises one pays for it
 elsewhere; a change that lowers one lowers the ceiling with it."""
 
 SLACK = 0.01

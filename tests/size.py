@@ -1,6 +1,6 @@
 """Size and shape of the code base, measured from its source; `test_laws.py` holds each number below a ceiling.
 
-python -m tests.numbers            all numbers, and the lines of each folder
+python -m tests.size            all numbers, and the lines of each folder
 """
 
 from __future__ import annotations
