@@ -1,6 +1,6 @@
 """Rollouts for a training loop, sampled with the module the optimizer steps.
 
-A public name is imported when it is first used. The vocabulary (requests, records, sampling parameters, states, errors)
+A name is imported when it is first used. The vocabulary (requests, records, sampling parameters, states, errors)
 costs no torch, so a process that only talks about requests never loads it.
 """
 
@@ -13,29 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # public names
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.config import ServerConfig as ServerConfig
     from rollout.distributed.client.client import InferenceClient as InferenceClient
-    from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
     from rollout.distributed.client.futures import RequestStream as RequestStream
-    from rollout.distributed.client.group import GroupResult as GroupResult
     from rollout.distributed.client.text_stream import TextDelta as TextDelta
-    from rollout.distributed.coordinator.launch import CoordinatorHandle as CoordinatorHandle
-    from rollout.distributed.coordinator.launch import launch_coordinator as launch_coordinator
-    from rollout.distributed.coordinator.process import (
-        DataParallelInferenceCoordinator as DataParallelInferenceCoordinator,
-    )
-    from rollout.distributed.transport.keys import JobKeys as JobKeys
-    from rollout.distributed.worker.worker import EngineWorker as EngineWorker
-    from rollout.engine.context import DynamicInferenceContext as DynamicInferenceContext
-    from rollout.engine.controller import TextGenerationController as TextGenerationController
-    from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.engine.exact.exact import exact as exact
     from rollout.engine.forward.replay import replay as replay
-    from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.errors import ConfigError as ConfigError
     from rollout.errors import ConnectionLostError as ConnectionLostError
     from rollout.errors import ControlError as ControlError
@@ -80,6 +67,30 @@ if TYPE_CHECKING:
     from rollout.manager.tree import pack_tree as pack_tree
     from rollout.reporting.page import report as report
     from rollout.reporting.run_log import RunLog as RunLog
+    from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
+    from rollout.sampling_params import SamplingParams as SamplingParams
+    from rollout.state import EngineState as EngineState
+    from rollout.state import FinishReason as FinishReason
+    from rollout.state import KVCacheManagementMode as KVCacheManagementMode
+    from rollout.state import StalenessPolicy as StalenessPolicy
+    from rollout.structured_output import StructuredOutput as StructuredOutput
+    from rollout.tracing.recorder import span as span
+    from rollout.version import __version__ as __version__
+
+if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports of other engines
+    from rollout.distributed.client.futures import Delta as Delta
+    from rollout.distributed.client.group import GroupResult as GroupResult
+    from rollout.distributed.coordinator.launch import CoordinatorHandle as CoordinatorHandle
+    from rollout.distributed.coordinator.launch import launch_coordinator as launch_coordinator
+    from rollout.distributed.coordinator.process import (
+        DataParallelInferenceCoordinator as DataParallelInferenceCoordinator,
+    )
+    from rollout.distributed.transport.keys import JobKeys as JobKeys
+    from rollout.distributed.worker.worker import EngineWorker as EngineWorker
+    from rollout.engine.context import DynamicInferenceContext as DynamicInferenceContext
+    from rollout.engine.controller import TextGenerationController as TextGenerationController
+    from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.requests.block_hash import HASH_BASE as HASH_BASE
     from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.requests.block_hash import chain_block_hashes as chain_block_hashes
@@ -87,37 +98,33 @@ if TYPE_CHECKING:
     from rollout.requests.events import DynamicInferenceEvent as DynamicInferenceEvent
     from rollout.requests.events import DynamicInferenceEventType as DynamicInferenceEventType
     from rollout.requests.record import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
-    from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
     from rollout.requests.request import InferenceRequest as InferenceRequest
     from rollout.requests.request import VLMInferenceRequest as VLMInferenceRequest
     from rollout.requests.request import deserialize_tensor as deserialize_tensor
     from rollout.requests.request import serialize_tensor as serialize_tensor
     from rollout.requests.spans import VersionSpans as VersionSpans
-    from rollout.sampling_params import SamplingParams as SamplingParams
     from rollout.state import ControlSignal as ControlSignal
     from rollout.state import CoordinatorState as CoordinatorState
-    from rollout.state import EngineState as EngineState
-    from rollout.state import FinishReason as FinishReason
-    from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from rollout.state import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
-    from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.state import Status as Status
-    from rollout.structured_output import StructuredOutput as StructuredOutput
-    from rollout.tracing.recorder import span as span
-    from rollout.version import __version__ as __version__
 
 
-def _homes() -> dict[str, str]:
-    """Public name → module, read from the imports above: every name is written once."""
-    statements = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
-    imports = next(each for each in statements if isinstance(each, ast.If)).body
-    return {name.name: each.module or "" for each in imports if isinstance(each, ast.ImportFrom) for name in each.names}
+def _homes() -> list[dict[str, str]]:
+    """Name → module, read from the two blocks of imports above: every name is written once."""
+    blocks = [
+        each.body for each in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(each, ast.If)
+    ]
+    return [
+        {name.name: each.module or "" for each in block if isinstance(each, ast.ImportFrom) for name in each.names}
+        for block in blocks
+    ]
 
 
-_HOME_OF = _homes()
+_PUBLIC, _PARTS = _homes()
+_HOME_OF = _PUBLIC | _PARTS
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
@@ -127,7 +134,7 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(name)
         from rollout.names import did_you_mean
 
-        cure = did_you_mean(name, __all__, "rollout.__all__ lists the public names")
+        cure = did_you_mean(name, _HOME_OF, "rollout.__all__ lists the public names")
         message = f"module 'rollout' has no attribute {name!r}; {cure}"
         # `from rollout import NAME` shows no message of an AttributeError.
         if sys._getframe(1).f_code.co_name == "_handle_fromlist":
@@ -138,4 +145,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - _PARTS.keys())
