@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
-from rollout.server.bodies import ReplyBody
+from rollout.server.bodies import ReplyBody, refuse_unread
 from rollout.server.chat_template.conversation import Conversation
 from rollout.server.control import (
     AbortRequests,
@@ -49,7 +49,6 @@ from rollout.server.openai.token_generation import GenerateRequest, add_token_ro
 from rollout.server.openai.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization_routes
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
 from rollout.server.serving import Serving
-from rollout.server.unread import refuse_unread
 from rollout.state import EngineState
 
 _DESCRIPTION = """OpenAI's API over a rollout engine inside a trainer. In addition to OpenAI's fields, every choice contains

@@ -11,15 +11,16 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from starlette.requests import Request
 
+from rollout.names import did_you_mean
 from rollout.server.chat_template.prompt_ids import Stop
-from rollout.server.errors import ApiError, bad_request
+from rollout.server.errors import ApiError, bad_request, explain
 from rollout.server.serving import Serving, or_disconnected
-from rollout.server.validation import explain
 
 LARGE = 32 * 1024
 """Bytes from which a body is parsed in a thread, so that other clients' streams are not blocked."""
@@ -44,6 +45,29 @@ class ReplyBody(BaseModel):
     """Base of replies, whose fields are described by the text below them."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+def _nulls_allowed(schema: dict[str, Any]) -> None:
+    schema["additionalProperties"] = {"type": "null"}
+
+
+class Body(BaseModel):
+    """JSON object that refuses unknown fields, unless they are null."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        json_schema_extra=_nulls_allowed,
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_unknown_nulls(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(value, dict):
+            value = {name: each for name, each in value.items() if each is not None or name in cls.model_fields}
+        return validate(value)
 
 
 T = TypeVar("T")
@@ -134,6 +158,35 @@ def _json(text: bytes) -> Any:
         raise bad_request("the body is nested too deeply: flatten it") from None
     except ValueError as exc:
         raise bad_request(f"the body is not valid JSON: {str(exc).partition('; use sys.')[0]}") from None
+
+
+async def refuse_unread(request: Request) -> None:
+    """Check one request against its route; a dependency of all routes.
+
+    Raises:
+        ApiError: 400, naming the query parameter or field, never its value: secrets travel in queries.
+    """
+    route: APIRoute = request.scope["route"]
+    known = [each.alias for each in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            elsewhere = "it has none: fields go into the body, as JSON" if request.method == "POST" else "it has none"
+            cure = did_you_mean(name[:80], known, f"it has {', '.join(known)}" if known else elsewhere)
+            raise bad_request(f"{name[:80]}: no query parameter of {route.path}; {cure}", f"query.{name[:80]}")
+    takes_body = route.body_field is not None or "requestBody" in (route.openapi_extra or {})
+    if request.method == "POST" and not takes_body and (text := await request.body()):
+        try:
+            parsed(_NoFields, text)
+        except ApiError as exc:
+            if exc.param not in known:
+                raise
+            raise bad_request(
+                f"{exc.param}: goes into the query, as in {route.path}?{exc.param}=...", exc.param
+            ) from None
+
+
+class _NoFields(Body):
+    """An empty object, or one of nulls."""
 
 
 async def body_of(serving: Serving, request: Request, model: type[Model]) -> Model:

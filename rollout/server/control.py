@@ -23,9 +23,8 @@ from rollout.engine.forward.adapters import MAX_ADAPTERS
 from rollout.engine.weights.lora_folder import MAX_RANK
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
-from rollout.server.bodies import ReplyBody, body_of, body_or_default, documented_body
+from rollout.server.bodies import Body, ReplyBody, body_of, body_or_default, documented_body
 from rollout.server.errors import ApiError, bad_request, documented
-from rollout.server.openai.schema import Body
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
 from rollout.version import __version__

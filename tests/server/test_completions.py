@@ -21,7 +21,7 @@ from rollout.llm.llm import LLM
 from rollout.server.bodies import LARGE
 from rollout.server.openai.response_schema import Completion
 from rollout.server.openai.samples import merged
-from rollout.server.sse import bursts
+from rollout.server.openai.sse import bursts
 from tests.engines import BLOCK
 from tests.models import VOCAB, make_model, make_tokenizer, trainer_logprobs
 from tests.server.chat_templates import byte_level

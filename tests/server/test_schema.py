@@ -10,10 +10,9 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from pydantic import ValidationError
 
 from rollout.sampling_params import SamplingParams
-from rollout.server.errors import ApiError
+from rollout.server.errors import ApiError, explain
 from rollout.server.openai.chat_schema import MAX_MESSAGES, MAX_METADATA, ChatRequest
 from rollout.server.openai.schema import MAX_BIASES, MAX_N, MAX_PROMPTS, MAX_STOPS, CompletionRequest
-from rollout.server.validation import explain
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout.server.openai.response_schema import ChatCompletion, TokenGeneration
-from rollout.server.sse import DONE
+from rollout.server.openai.sse import DONE
 from tests.server.chat_templates import WEATHER, byte_level
 from tests.server.scripted import ScriptedLLM, scripted, spoken
 

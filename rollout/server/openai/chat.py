@@ -39,9 +39,9 @@ from rollout.server.openai.samples import (
     tokens,
     usage_of,
 )
+from rollout.server.openai.sse import DONE, Chunks
 from rollout.server.openai.token_fields import SpecialText, listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving
-from rollout.server.sse import DONE, Chunks
 
 
 def add_chat_routes(app: FastAPI, serving: Serving) -> None:

@@ -24,7 +24,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rollout.server.openai.schema import INT32, Absent, Body, SamplingBody, TokenIds, at_most, one_or_many
+from rollout.server.bodies import Body
+from rollout.server.openai.schema import INT32, Absent, SamplingBody, TokenIds, at_most, one_or_many
 
 
 def _of_type(served: tuple[str, ...], what: str) -> BeforeValidator:

@@ -27,9 +27,9 @@ from rollout.server.openai.logprobs import CompletionLogprobs, TokenIdNames, Tok
 from rollout.server.openai.response_schema import Completion, described
 from rollout.server.openai.samples import finish_reason, prompt_columns, rollout, sampling_mask, usage_of
 from rollout.server.openai.schema import COMPLETION_MAX_TOKENS, CompletionRequest
+from rollout.server.openai.sse import DONE, Chunks
 from rollout.server.openai.token_fields import SpecialText, listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving, Turn
-from rollout.server.sse import DONE, Chunks
 
 
 def add_completion_routes(app: FastAPI, serving: Serving) -> None:

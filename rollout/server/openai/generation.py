@@ -23,8 +23,8 @@ from rollout.server.bodies import LARGE
 from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.openai.samples import refuse_failed, usage_of
 from rollout.server.openai.schema import RequestFields, SamplingFields
+from rollout.server.openai.sse import EventStream, bursts, encode
 from rollout.server.serving import LOG, Serving, Turn, or_disconnected
-from rollout.server.sse import EventStream, bursts, encode
 from rollout.state import FinishReason
 
 Group = list[DynamicInferenceRequest]

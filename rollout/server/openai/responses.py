@@ -25,8 +25,8 @@ from rollout.server.openai import generation as calls
 from rollout.server.openai.chat import ChatReply, prepared_chat
 from rollout.server.openai.logprobs import TokenTexts
 from rollout.server.openai.responses_schema import ResponsesRequest, messages_of
+from rollout.server.openai.sse import encode
 from rollout.server.serving import Serving
-from rollout.server.sse import encode
 
 MAX_STORED = 1000
 """Replies that are kept."""

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from rollout.server.errors import bad_request
+from rollout.server.bodies import Body
+from rollout.server.errors import bad_request, explain
 from rollout.server.openai.chat_schema import (
     MAX_MESSAGES,
     MAX_METADATA,
@@ -19,8 +20,7 @@ from rollout.server.openai.chat_schema import (
     ReasoningEffort,
     TextFormat,
 )
-from rollout.server.openai.schema import INT32, Absent, Body, RequestFields, at_most, one_or_many
-from rollout.server.validation import explain
+from rollout.server.openai.schema import INT32, Absent, RequestFields, at_most, one_or_many
 
 
 class Item(BaseModel):

@@ -11,13 +11,10 @@ from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     JsonValue,
-    ModelWrapValidatorHandler,
     StringConstraints,
     Tag,
     ValidationInfo,
@@ -28,6 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from rollout.errors import ConfigError
 from rollout.sampling_params import MAX_LISTED, MIN_TEMPERATURE, SamplingParams
+from rollout.server.bodies import Body
 from rollout.server.errors import bad_request, describe
 from rollout.structured_output import StructuredOutput
 
@@ -48,29 +46,6 @@ COMPLETION_MAX_TOKENS = 16
 
 INT32 = 2**31 - 1
 """Largest 32-bit signed integer."""
-
-
-def _nulls_allowed(schema: dict[str, Any]) -> None:
-    schema["additionalProperties"] = {"type": "null"}
-
-
-class Body(BaseModel):
-    """JSON object that refuses unknown fields, unless they are null."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        json_schema_extra=_nulls_allowed,
-    )
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _without_unknown_nulls(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        if isinstance(value, dict):
-            value = {name: each for name, each in value.items() if each is not None or name in cls.model_fields}
-        return validate(value)
 
 
 def _refuse(value: Any) -> None:

@@ -24,9 +24,9 @@ from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs
 from rollout.server.openai.response_schema import TokenGeneration, described
 from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness, usage_of
 from rollout.server.openai.schema import Absent, RequestFields, SamplingFields, TokenIds
+from rollout.server.openai.sse import DONE, event
 from rollout.server.openai.token_fields import listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving
-from rollout.server.sse import DONE, event
 
 
 class GenerateParams(SamplingFields):

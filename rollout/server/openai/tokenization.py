@@ -6,17 +6,17 @@ import copy
 from typing import Annotated, Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from rollout.errors import InvalidRequestError
-from rollout.server.bodies import body_of, documented_body, off_the_loop
+from rollout.server.bodies import Body, ReplyBody, body_of, documented_body, off_the_loop
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import MAX_MESSAGES, Message, Tool
-from rollout.server.openai.schema import Body, TokenIds, at_most
+from rollout.server.openai.schema import TokenIds, at_most
 from rollout.server.serving import Serving
 
 
@@ -58,11 +58,7 @@ class DetokenizeRequest(Body):
     """Token ids."""
 
 
-class _Told(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class TokenizeReply(_Told):
+class TokenizeReply(ReplyBody):
     """Tokens of a text or a conversation."""
 
     count: int
@@ -75,13 +71,13 @@ class TokenizeReply(_Told):
     """The tokens' names in the vocabulary."""
 
 
-class DetokenizeReply(_Told):
+class DetokenizeReply(ReplyBody):
     """Text of tokens, special tokens included."""
 
     prompt: str
 
 
-class TokenizerInfoReply(_Told):
+class TokenizerInfoReply(ReplyBody):
     """What a client needs to know of the tokenizer."""
 
     tokenizer_class: str
