@@ -11,11 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class _Reply(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class RoutedExperts(_Reply):
+class RoutedExperts(_Strict):
     """An array of integers."""
 
     data: str
@@ -25,7 +25,7 @@ class RoutedExperts(_Reply):
     dtype: Literal["uint8", "int16"]
 
 
-class Rollout(_Reply):
+class Rollout(_Strict):
     """Tokens of a sample. Lists other than the prompt's are as long as `token_ids`."""
 
     prompt_token_ids: list[int]
@@ -60,14 +60,14 @@ class ChatRollout(Rollout):
     """Beginning of the reply's text that is part of the prompt, because of `tool_choice`; absent otherwise."""
 
 
-class PromptTokensDetails(_Reply):
+class PromptTokensDetails(_Strict):
     """Prompt tokens whose KV was in the prefix cache."""
 
     cached_tokens: int
     audio_tokens: int
 
 
-class CompletionTokensDetails(_Reply):
+class CompletionTokensDetails(_Strict):
     """Fields of OpenAI's API, always 0."""
 
     reasoning_tokens: int
@@ -76,7 +76,7 @@ class CompletionTokensDetails(_Reply):
     rejected_prediction_tokens: int
 
 
-class Usage(_Reply):
+class Usage(_Strict):
     """Token counts of a request; a prompt counts once, independent of its number of samples."""
 
     prompt_tokens: int
@@ -86,7 +86,7 @@ class Usage(_Reply):
     completion_tokens_details: CompletionTokensDetails
 
 
-class TokenLogprob(_Reply):
+class TokenLogprob(_Strict):
     """A token, its log-prob (null for the first token of a prompt) and its bytes."""
 
     token: str
@@ -94,7 +94,7 @@ class TokenLogprob(_Reply):
     bytes: list[int]
 
 
-class PromptTokenLogprob(_Reply):
+class PromptTokenLogprob(_Strict):
     """Log-prob of a token at a prompt position, in vLLM's shape."""
 
     logprob: float | None
@@ -113,14 +113,14 @@ class ChosenTokenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(_Reply):
+class ChatLogprobs(_Strict):
     """One entry per token."""
 
     content: list[ChosenTokenLogprob]
     refusal: None
 
 
-class TextLogprobs(_Reply):
+class TextLogprobs(_Strict):
     """One entry per token in each column."""
 
     tokens: list[str]
@@ -132,14 +132,14 @@ class TextLogprobs(_Reply):
     """Character offset of the token in the choice's text."""
 
 
-class ReplyFunction(_Reply):
+class ReplyFunction(_Strict):
     """Called function: its name, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class ReplyToolCall(_Reply):
+class ReplyToolCall(_Strict):
     """Tool call of the model."""
 
     id: str
@@ -148,7 +148,7 @@ class ReplyToolCall(_Reply):
     function: ReplyFunction
 
 
-class ReplyMessage(_Reply):
+class ReplyMessage(_Strict):
     """Assistant message. Sent back unchanged in the next request, the conversation continues from its token ids."""
 
     role: Literal["assistant"]
@@ -163,7 +163,7 @@ class ReplyMessage(_Reply):
     rollout: ChatRollout | None = None
 
 
-class ChatChoice(_Reply):
+class ChatChoice(_Strict):
     """One sample."""
 
     index: int
@@ -180,7 +180,7 @@ class ChatChoice(_Reply):
     """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
 
 
-class ChatCompletion(_Reply):
+class ChatCompletion(_Strict):
     """Reply of `POST /v1/chat/completions`."""
 
     id: str
@@ -197,7 +197,7 @@ class ChatCompletion(_Reply):
     """Null unless asked for; in a stream, in the first chunk."""
 
 
-class TextChoice(_Reply):
+class TextChoice(_Strict):
     """One sample of one prompt."""
 
     index: int
@@ -219,7 +219,7 @@ class TextChoice(_Reply):
     rollout: Rollout | None = None
 
 
-class Completion(_Reply):
+class Completion(_Strict):
     """Reply of `POST /v1/completions`."""
 
     id: str
@@ -232,13 +232,13 @@ class Completion(_Reply):
     usage: Usage
 
 
-class TokenLogprobs(_Reply):
+class TokenLogprobs(_Strict):
     """One entry per token, named `token_id:7`."""
 
     content: list[ChosenTokenLogprob]
 
 
-class TokenChoice(_Reply):
+class TokenChoice(_Strict):
     """One sample of token ids. Its lists are as long as `token_ids`."""
 
     index: int
@@ -261,7 +261,7 @@ class TokenChoice(_Reply):
     """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
 
 
-class TokenGeneration(_Reply):
+class TokenGeneration(_Strict):
     """Reply of `POST /inference/v1/generate`."""
 
     request_id: str
