@@ -29,7 +29,14 @@ from rollout.server.chat_template.tool_calls import ToolCallParser
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
-from rollout.server.openai.logprobs import TokenIdNames, TokenTexts, chat_logprobs
+from rollout.server.openai.logprobs import (
+    SpecialText,
+    TokenIdNames,
+    TokenTexts,
+    chat_logprobs,
+    listed_per_position,
+    prompt_logprobs,
+)
 from rollout.server.openai.response_schema import ChatCompletion, described
 from rollout.server.openai.samples import (
     ending,
@@ -40,7 +47,6 @@ from rollout.server.openai.samples import (
     tokens,
     usage_of,
 )
-from rollout.server.openai.token_fields import SpecialText, listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving
 
 

@@ -22,11 +22,17 @@ from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
-from rollout.server.openai.logprobs import CompletionLogprobs, TokenIdNames, TokenTexts
+from rollout.server.openai.logprobs import (
+    CompletionLogprobs,
+    SpecialText,
+    TokenIdNames,
+    TokenTexts,
+    listed_per_position,
+    prompt_logprobs,
+)
 from rollout.server.openai.response_schema import Completion, described
 from rollout.server.openai.samples import finish_reason, prompt_columns, rollout, sampling_mask
 from rollout.server.openai.schema import COMPLETION_MAX_TOKENS, CompletionRequest
-from rollout.server.openai.token_fields import SpecialText, listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving
 
 

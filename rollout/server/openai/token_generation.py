@@ -20,11 +20,10 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.openai import generation as calls
-from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs
+from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs, listed_per_position, prompt_logprobs
 from rollout.server.openai.response_schema import TokenGeneration, described
 from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness
 from rollout.server.openai.schema import Absent, RequestFields, SamplingFields, TokenIds
-from rollout.server.openai.token_fields import listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving
 
 
