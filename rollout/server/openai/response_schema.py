@@ -25,24 +25,27 @@ class RoutedExperts(_Strict):
     dtype: Literal["uint8", "int16"]
 
 
-class Rollout(_Strict):
-    """Tokens of a sample. Lists other than the prompt's are as long as `token_ids`."""
-
-    prompt_token_ids: list[int]
-    """Token ids of the prompt. In a stream, only in a sample's first chunk."""
+class _Sampled(_Strict):
     token_ids: list[int]
     """Generated token ids, including the one that ended the sample."""
-    log_probs: list[float | None]
-    """Log-probs under the distribution chosen by `logprobs_mode`."""
     policy_versions: list[int]
     """Policy version of the weights that sampled each token."""
     policy_staleness: list[int]
     """Number of weight updates between sampling each token and the reply."""
-    finish_reason: Literal["stop", "length", "stale", "abort"]
-    """The engine's finish reason; `stale`: ended because its tokens exceeded `max_staleness`."""
     routed_experts: RoutedExperts | None = None
     """Experts that every router chose for prompt and tokens but the last; there if the engine records them. In a stream, the
     rows of a chunk's tokens, with those of the prompt in a sample's first chunk."""
+
+
+class Rollout(_Sampled):
+    """Tokens of a sample. Lists other than the prompt's are as long as `token_ids`."""
+
+    prompt_token_ids: list[int]
+    """Token ids of the prompt. In a stream, only in a sample's first chunk."""
+    log_probs: list[float | None]
+    """Log-probs under the distribution chosen by `logprobs_mode`."""
+    finish_reason: Literal["stop", "length", "stale", "abort"]
+    """The engine's finish reason; `stale`: ended because its tokens exceeded `max_staleness`."""
 
 
 class ChatRollout(Rollout):
@@ -132,6 +135,21 @@ class TextLogprobs(_Strict):
     """Character offset of the token in the choice's text."""
 
 
+class _Choice(_Strict):
+    index: int
+    stop_reason: str | int | None
+    """The stop string or the stop token's id that ended it; null otherwise."""
+    sampling_mask: list[list[int]] | None = None
+    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
+
+
+class _Answer(_Strict):
+    model: str
+    policy_version: int
+    """Of the weights when the reply was made."""
+    usage: Usage
+
+
 class ReplyFunction(_Strict):
     """Called function: its name, and its arguments as JSON text."""
 
@@ -163,73 +181,55 @@ class ReplyMessage(_Strict):
     rollout: ChatRollout | None = None
 
 
-class ChatChoice(_Strict):
+class ChatChoice(_Choice):
     """One sample."""
 
-    index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     """`tool_calls`: the sample stopped by itself and contains tool calls."""
-    stop_reason: str | int | None
-    """The stop string or the stop token's id that ended it; null otherwise."""
     token_ids: list[int] | None = None
     """Null without `return_token_ids`."""
-    sampling_mask: list[list[int]] | None = None
-    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
 
 
-class ChatCompletion(_Strict):
+class ChatCompletion(_Answer):
     """Reply of `POST /v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]
     created: int
-    model: str
-    policy_version: int
-    """Of the weights when the reply was made."""
     choices: list[ChatChoice]
-    usage: Usage
     prompt_token_ids: list[int] | None = None
     """Null without `return_token_ids`; in a stream, in the first chunk."""
     prompt_logprobs: PromptLogprobs | None = None
     """Null unless asked for; in a stream, in the first chunk."""
 
 
-class TextChoice(_Strict):
+class TextChoice(_Choice):
     """One sample of one prompt."""
 
-    index: int
     text: str
     logprobs: TextLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length", "abort"]
     """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
-    stop_reason: str | int | None
-    """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: PromptLogprobs | None = None
     """Null unless asked for."""
     prompt_token_ids: list[int] | None = None
     """Null without `return_token_ids`; in a stream, in a choice's first chunk."""
     token_ids: list[int] | None = None
     """Null without `return_token_ids`."""
-    sampling_mask: list[list[int]] | None = None
-    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
     rollout: Rollout | None = None
 
 
-class Completion(_Strict):
+class Completion(_Answer):
     """Reply of `POST /v1/completions`."""
 
     id: str
     object: Literal["text_completion"]
     created: int
-    model: str
-    policy_version: int
-    """Of the weights when the reply was made."""
     choices: list[TextChoice]
-    usage: Usage
 
 
 class TokenLogprobs(_Strict):
@@ -238,38 +238,20 @@ class TokenLogprobs(_Strict):
     content: list[ChosenTokenLogprob]
 
 
-class TokenChoice(_Strict):
+class TokenChoice(_Sampled, _Choice):
     """One sample of token ids. Its lists are as long as `token_ids`."""
 
-    index: int
-    token_ids: list[int]
-    """Generated token ids, including the one that ended the sample."""
     logprobs: TokenLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length", "abort"]
     """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
-    stop_reason: str | int | None
-    """The stop string or the stop token's id that ended it; null otherwise."""
-    policy_versions: list[int]
-    """Policy version of the weights that sampled each token."""
-    policy_staleness: list[int]
-    """Number of weight updates between sampling each token and the reply."""
-    routed_experts: RoutedExperts | None = None
-    """Experts that every router chose for prompt and tokens but the last; there if the engine records them. In a stream, the
-    rows of a chunk's tokens, with those of the prompt in a sample's first chunk."""
-    sampling_mask: list[list[int]] | None = None
-    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
 
 
-class TokenGeneration(_Strict):
+class TokenGeneration(_Answer):
     """Reply of `POST /inference/v1/generate`."""
 
     request_id: str
-    model: str
-    policy_version: int
-    """Of the weights when the reply was made."""
     choices: list[TokenChoice]
-    usage: Usage
     prompt_token_ids: list[int] | None = None
     """Null without `return_token_ids`."""
     prompt_logprobs: PromptLogprobs | None = None
