@@ -38,7 +38,7 @@ from rollout.server.control import (
 )
 from rollout.server.docs_page import docs_page
 from rollout.server.errors import ErrorReply, describe, documented
-from rollout.server.middleware import OPEN_PATHS, Auth, Body, Boundary, HeadAsGet, WithoutSlash, cross_origin
+from rollout.server.middleware import OPEN_PATHS, Auth, Boundary, HeadAsGet, WholeBody, WithoutSlash, cross_origin
 from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.completions import add_completion_routes
@@ -141,7 +141,7 @@ def bare_app(serving: Serving) -> FastAPI:
             *cross_origin(serving.config),
             Middleware(Boundary, serving=serving),
             Middleware(Auth, config=serving.config),
-            Middleware(Body, serving=serving),
+            Middleware(WholeBody, serving=serving),
             Middleware(HeadAsGet),
         ],
         dependencies=[Depends(refuse_unread)],

@@ -8,6 +8,7 @@ OpenAI's shape.
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -105,7 +106,8 @@ class Connection(HttpToolsProtocol):
         framing = [each for each in self.headers if each[0] in (b"content-length", b"transfer-encoding")]
         self.cycle.keep_alive = False
         self.cycle.more_body = True
-        self.parser = httptools.HttpRequestParser(_BodyOnly(self))
+        body_only = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
+        self.parser = httptools.HttpRequestParser(body_only)
         self._feed(b"".join([b"POST / HTTP/1.1\r\n", *(b"%b: %b\r\n" % each for each in framing), b"\r\n", rest]))
 
     def _unanswered(self) -> tuple[RequestResponseCycle, ...]:
@@ -131,11 +133,3 @@ class Connection(HttpToolsProtocol):
         head = [STATUS_LINE[error.status], *(b"%s: %s\r\n" % header for header in response.raw_headers)]
         self.transport.write(b"".join([*head, b"connection: close\r\n\r\n", bytes(response.body)]))
         self.transport.close()
-
-
-class _BodyOnly:
-    """Parser callbacks for the body of one request only."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.on_body = connection.on_body
-        self.on_message_complete = connection.on_message_complete

@@ -173,7 +173,7 @@ class Auth:
             )
 
 
-class Body:
+class WholeBody:
     """Reads the whole body of a POST request and checks that it is JSON text.
 
     Args:

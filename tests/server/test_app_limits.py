@@ -34,7 +34,7 @@ from rollout.errors import (
 )
 from rollout.sampling_params import SamplingParams
 from rollout.server.errors import STATUS_OF, describe
-from rollout.server.middleware import PROGRESS_BYTES, Body
+from rollout.server.middleware import PROGRESS_BYTES, WholeBody
 from rollout.server.server import Server, serve
 from rollout.state import EngineState
 from tests.server.fake_llm import FakeLLM, served
@@ -234,7 +234,7 @@ def test_a_body_without_progress_is_given_up(pieces: list[int], in_time: bool):
         serving = SimpleNamespace(config=ServerConfig(request_timeout_s=600), reading=set(), unread=0)
         scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
         serving.threads_for_huge_bodies = None
-        await Body(app, serving)(scope, receive, send)
+        await WholeBody(app, serving)(scope, receive, send)
         assert (serving.unread, serving.reading) == (0, set())
 
     asyncio.run(main())

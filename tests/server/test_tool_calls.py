@@ -98,6 +98,7 @@ class TestBlocks:
             call[: len(call) - len(known.closing) - 4],
             call.replace("get_weather", ""),
             known.marker + "x y",
+            f"{known.marker}x y{known.closing}",
         ):
             assert read(known, reply) == (reply, [])
 

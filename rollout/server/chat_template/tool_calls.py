@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.server.chat_template.strict_tools import StrictTool, strict_tools
-from rollout.server.chat_template.tool_blocks import Schemas
-from rollout.server.chat_template.tool_formats import ToolFormat, format_of
-from rollout.server.chat_template.tool_json import JsonEnd, read_calls
+from rollout.server.chat_template.tool_formats import Call, Schemas, ToolFormat, format_of
+from rollout.server.chat_template.tool_json import JsonEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class ToolCallParser:
     def finish(self) -> list[ChatDelta]:
         """End the reply; return the text that was held back."""
         if self._state == self._block and not self._format.closed:
-            self._end_block(len(self._buffer), len(self._buffer))
+            self._end_call(len(self._buffer), len(self._buffer), self._lead)
         if self.num_calls and self._buffer.isspace() and self._state != self._text:
             self._buffer = ""
         self._give(len(self._buffer))
@@ -156,7 +155,7 @@ class ToolCallParser:
     def _enter_call(self, value_start: int) -> None:
         """Enter the state of a call; the buffer holds white space, an optional marker, and the call from `value_start`."""
         self._value_start = value_start
-        if self._format.block is not None:
+        if self._format.call is not None:
             self._searched = value_start
             self._state = self._block
             return
@@ -164,19 +163,9 @@ class ToolCallParser:
         self._state = self._call
 
     def _call(self) -> bool:
-        complete = self._value.find(self._buffer)
-        if complete is None:
+        if self._value.find(self._buffer) is None:
             return False
-        end = self._value.position
-        calls = self._read(self._buffer[self._value_start : end].lstrip()) if complete else None
-        if calls is None:
-            self._give(end)
-            self._state = self._text
-            return True
-        for name, arguments in calls:
-            self._give_call(name, arguments)
-        self._buffer = self._buffer[end:]
-        self._state = self._behind
+        self._end_call(self._value.position, self._value.position, self._behind)
         return True
 
     def _block(self) -> bool:
@@ -186,27 +175,22 @@ class ToolCallParser:
         if at < 0:
             self._searched = max(self._value_start, len(self._buffer) - len(closing) + 1)
             return False
-        self._end_block(at, at + len(closing))
+        self._end_call(at, at + len(closing), self._lead)
         return True
 
-    def _end_block(self, end: int, behind: int) -> None:
-        """Emit the calls of a block that ends at `end`; a block that is no call is content up to `behind`."""
-        assert self._format.block is not None
-        try:
-            calls = self._format.block(self._buffer[self._value_start : end], self._tools)
-            fit = all(self._strict[name].fits(json.loads(text)) for name, text, _ in calls if name in self._strict)
-        except (ValueError, RecursionError):
-            calls, fit = [], False
-        if not fit:
+    def _end_call(self, end: int, behind: int, then: Callable[[], bool]) -> None:
+        """Emit the calls of a text that ends at `end`; a text that is no call is content up to `behind`."""
+        calls = self._read(self._buffer[self._value_start : end])
+        if not calls:
             self._give(behind)
             self._state = self._text
             return
         for name, arguments, call_id in calls:
             self._give_call(name, arguments, call_id)
         self._buffer = self._buffer[behind:]
-        self._state = self._lead
+        self._state = then
 
-    def _give_call(self, name: str, arguments: str, call_id: str | None = None) -> None:
+    def _give_call(self, name: str, arguments: str, call_id: str | None) -> None:
         made = call_id or self._format.id_prefix + self._random_hex(self._format.id_digits)
         self._deltas.append(ChatDelta(tool_call=ToolCall(self.num_calls, made, name, arguments)))
         self.num_calls += 1
@@ -222,16 +206,15 @@ class ToolCallParser:
         self._state = self._lead
         return True
 
-    def _read(self, value: str) -> list[tuple[str, str]] | None:
-        """Return (name, arguments) of each call in a JSON value, or None if it is not a call."""
-        try:
-            calls = read_calls(value)
-            if not all(self._strict[name].fits(json.loads(text)) for name, text in calls if name in self._strict):
-                return None
-        except (ValueError, RecursionError):
-            return None
+    def _read(self, value: str) -> list[Call]:
+        """Return the calls of a text; none if it is no call of an offered function, or a strict one refuses it."""
         marked = self._buffer.lstrip().startswith(self._format.marker)
-        return calls if marked or all(name in self._tools for name, _ in calls) else None
+        try:
+            calls = self._format.calls(value, self._tools)
+            fit = all(self._strict[name].fits(json.loads(text)) for name, text, _ in calls if name in self._strict)
+        except (ValueError, RecursionError):
+            return []
+        return calls if fit and (marked or all(name in self._tools for name, *_ in calls)) else []
 
     def _give(self, length: int) -> None:
         """Emit the first `length` characters of the buffer as content."""

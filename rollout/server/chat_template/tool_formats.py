@@ -1,11 +1,34 @@
-"""Tool-call formats by chat-template family, and their detection."""
+"""Table of tool-call formats by chat-template family, their detection, and calls that are not JSON objects."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rollout.server.chat_template.tool_blocks import Block, deepseek, glm, kimi, qwen_xml
+from rollout.server.chat_template.tool_json import read_calls, refuse_constant
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Function name → JSON schemas of its parameters, by name."""
+
+Call = tuple[str, str, str | None]
+"""(name, arguments as JSON text, id that the model wrote or None)."""
+
+_QWEN = r"\s*<function=(?P<name>[^>\n]+)>\s*(?P<parameters>.*?)\s*</function>\s*"
+_QWEN_PARAMETER = r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*"
+_GLM = r"\s*(?P<name>[^\s<]+)\s*(?P<parameters>(?:<arg_key>.*)?)\Z"
+_GLM_PARAMETER = r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*"
+_KIMI = (
+    r"\s*<\|tool_call_begin\|>\s*(?P<id>functions\.(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
+    r"(?P<json>\{.*?\})\s*<\|tool_call_end\|>\s*"
+)
+_DEEPSEEK = (
+    r"\s*<｜tool▁call▁begin｜>(function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?(1)\s*```json|<｜tool▁sep｜>)\s*"
+    r"(?P<json>\{.*?\})\s*(?(1)```\s*)<｜tool▁call▁end｜>\s*"
+)
+"""V3 (a fenced block of JSON behind the name) and V3.1 (JSON behind the name)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +72,12 @@ class ToolFormat:
     parameter: tuple[str, str] | None = None
     """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
 
-    block: Block | None = None
-    """Reads what is between `marker` and `closing`, in formats whose calls are not JSON objects; None: JSON."""
+    call: str | None = None
+    """Pattern of each call between `marker` and `closing`: its `name`, and either its arguments as `json` or its
+    `parameters`; perhaps its `id`. None: calls are JSON objects."""
+
+    value: str = ""
+    """Pattern of each of a call's `parameters`: name and value."""
 
     closed: bool = False
     """A block counts only with its closing text: without it, a block that was cut off would look complete."""
@@ -66,6 +93,52 @@ class ToolFormat:
         if function is None:
             return self.required
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
+
+    def calls(self, text: str, schemas: Schemas) -> list[Call]:
+        """Return the calls of the text between `marker` and `closing`.
+
+        Raises:
+            ValueError: it is not calls from its beginning to its end.
+        """
+        if self.call is None:
+            return [(name, arguments, None) for name, arguments in read_calls(text.lstrip())]
+        found = []
+        for call in _each(self.call, text):
+            groups: dict[str, Any] = {"id": None} | call.groupdict()
+            name = groups["name"].strip()
+            arguments = groups.get("json")
+            if arguments is None:
+                pairs = _each(self.value, groups["parameters"]) if groups["parameters"] else []
+                known = schemas.get(name, {})
+                values = {each[1].strip(): _value(each[2], known.get(each[1].strip())) for each in pairs}
+                arguments = json.dumps(values, ensure_ascii=False)
+            else:
+                read_calls(f'{{"name": "f", "arguments": {arguments}}}')
+            found.append((name, arguments, groups["id"]))
+        return found
+
+
+def _each(pattern: str, text: str) -> list[re.Match[str]]:
+    """The matches that follow each other from the beginning of a text to its end, at least one."""
+    found: list[re.Match[str]] = []
+    at, compiled = 0, re.compile(pattern, re.DOTALL)
+    while at < len(text) or not found:
+        match = compiled.match(text, at)
+        if match is None or match.end() == at:
+            raise ValueError("not calls")
+        found.append(match)
+        at = match.end()
+    return found
+
+
+def _value(text: str, schema: Any) -> Any:
+    """The value that a text stands for: itself where the schema says string, else JSON, if it is that."""
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        return text
 
 
 HERMES = ToolFormat(
@@ -118,7 +191,8 @@ QWEN_XML = ToolFormat(
     one_call_ends_at="</tool_call>",
     ending=("</function>", "</tool_call>"),
     parameter=("<parameter=KEY>\n", "\n</parameter>"),
-    block=qwen_xml,
+    call=_QWEN,
+    value=_QWEN_PARAMETER,
 )
 """Qwen3-Coder and Qwen 3.5."""
 
@@ -132,7 +206,8 @@ GLM = ToolFormat(
     named="<tool_call>BARE",
     ending=("</tool_call>",),
     parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>"),
-    block=glm,
+    call=_GLM,
+    value=_GLM_PARAMETER,
     closed=True,
 )
 """GLM-4.5 and later."""
@@ -145,7 +220,7 @@ KIMI = ToolFormat(
     required="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
     named="<|tool_calls_section_begin|><|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>",
     ending=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-    block=kimi,
+    call=_KIMI,
 )
 """Kimi K2. Call ids are those that the model writes."""
 
@@ -157,7 +232,7 @@ DEEPSEEK_V3 = ToolFormat(
     required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>BARE\n```json\n",
     ending=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    block=deepseek,
+    call=_DEEPSEEK,
 )
 """DeepSeek V3 and R1."""
 
@@ -170,7 +245,7 @@ DEEPSEEK_V31 = ToolFormat(
     required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>BARE<｜tool▁sep｜>",
     ending=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    block=deepseek,
+    call=_DEEPSEEK,
 )
 """DeepSeek V3.1."""
 

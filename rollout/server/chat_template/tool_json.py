@@ -75,12 +75,13 @@ def _one_call(raw: str) -> tuple[str, str]:
     return name, arguments
 
 
-def _refuse(constant: str) -> NoReturn:
+def refuse_constant(constant: str) -> NoReturn:
+    """Refuse `NaN` and `Infinity`, which Python's decoder takes."""
     raise ValueError(f"{constant} is not JSON")
 
 
 # Only the ends of numbers matter: parsed as strings, they may have any number of digits.
-_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=refuse_constant)
 
 
 def _members(text: str) -> Iterator[tuple[str, str]]:

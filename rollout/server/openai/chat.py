@@ -6,7 +6,7 @@ in an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from rollout.distributed.client.text_stream import TextDelta, whole
 from rollout.errors import InvalidRequestError
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import Amount, body_of, documented_body, off_the_loop
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
@@ -28,7 +29,14 @@ from rollout.server.chat_template.tool_calls import ToolCallParser
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
-from rollout.server.openai.logprobs import TokenIdNames, TokenTexts, chat_logprobs
+from rollout.server.openai.logprobs import (
+    SpecialText,
+    TokenIdNames,
+    TokenTexts,
+    chat_logprobs,
+    listed_per_position,
+    prompt_logprobs,
+)
 from rollout.server.openai.response_schema import ChatCompletion, described
 from rollout.server.openai.samples import (
     ending,
@@ -39,8 +47,6 @@ from rollout.server.openai.samples import (
     tokens,
     usage_of,
 )
-from rollout.server.openai.sse import DONE, Chunks
-from rollout.server.openai.token_fields import SpecialText, listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving
 
 
@@ -58,7 +64,8 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
         calls.admit(serving, request, body, 1)
         size = calls.work_of(body, len(await request.body()))
         prepared = await off_the_loop(serving, request, size, partial(prepared_chat, serving, body))
-        return await calls.answer(serving, request, ChatReply(serving, body, texts, prepared), stream=bool(body.stream))
+        reply = ChatChoices(serving, body, texts, prepared).reply()
+        return await calls.answer(serving, request, reply, stream=bool(body.stream))
 
     for path, model in (("/v1/chat/completions", ChatRequest), ("/v1/chat/completions/tokens", ChatTokensRequest)):
 
@@ -161,8 +168,8 @@ class ReplyPart:
     finished: tuple[str, dict[str, Any], dict[str, Any], int] | None = None
 
 
-class ChatReply:
-    """Reply to one request, whole or as a stream.
+class ChatChoices:
+    """Choices of one chat.
 
     Args:
         texts: texts of the tokenizer's tokens.
@@ -173,40 +180,45 @@ class ChatReply:
         self._serving = serving
         self._body = body
         self._texts = TokenIdNames(serving.llm.tokenizer) if body.return_tokens_as_token_ids else texts
-        self._prompt = prepared.prompt
+        self._rendered = prepared.prompt
         self._parser = prepared.parser
         self._reasons = prepared.reasons
         self._asked = [(prepared.prompt.token_ids, prepared.params)]
+        self.growing = body.prompt_logprobs is None
+        self._voices: dict[int, _Voice] = {}
+
+    def reply(self, name: str | None = None) -> calls.ChoicesReply:
+        """Return the reply of these choices; `name`: its id for an abort."""
+        head = calls.reply_head(self._serving, self._body, "chat.completion", "chatcmpl")
+        chunk = {"object": "chat.completion.chunk"}
+        return calls.ChoicesReply(self._serving, self._body, self, self._asked, name or head["id"], head, chunk)
 
     def _voice(self) -> _Voice:
         special = None
         if self._body.skip_special_tokens is False:
             special = SpecialText(self._serving.llm.tokenizer, self._texts.special)
-        reasoning = ReasoningParser(self._prompt.inside_reasoning) if self._reasons else None
-        return _Voice(self._parser, self._prompt.forced_prefix, special, reasoning)
+        reasoning = ReasoningParser(self._rendered.inside_reasoning) if self._reasons else None
+        return _Voice(self._parser, self._rendered.forced_prefix, special, reasoning)
 
-    def _beside(self, sample: Any) -> dict[str, Any]:
-        """vLLM's fields of the prompt, beside the choices; `sample` is read only for the prompt's log-probs."""
+    def _prompt(self, sample: DynamicInferenceRequest | None) -> dict[str, Any]:
+        """vLLM's fields of the prompt, beside the choices."""
         beside: dict[str, Any] = {}
         if self._body.return_token_ids:
-            beside["prompt_token_ids"] = self._prompt.token_ids
-        if self._body.prompt_logprobs is not None:
+            beside["prompt_token_ids"] = self._rendered.token_ids
+        if self._body.prompt_logprobs is not None and sample is not None:
             top = self._asked[0][1].prompt_logprobs or 0
             beside["prompt_logprobs"] = prompt_logprobs(self._texts, sample, top)
         return beside
 
     # --- whole ------------------------------------------------------------------------------------------------------
 
-    async def whole(self, request: Request, name: str | None = None) -> dict[str, Any]:
-        """Return the reply once every sample has finished; `name`: its id for an abort."""
-        head = calls.reply_head(self._serving, self._body, "chat.completion", "chatcmpl")
-        groups = await calls.samples_of(self._serving, request, self._body, name or head["id"], self._asked)
-        version = self._serving.llm.policy_version
-        choices = [self._choice(whole(sample), version) for sample in groups[0]]
-        reply = head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
-        return reply | {"prompt_token_ids": None, "prompt_logprobs": None} | self._beside(groups[0][0])
+    def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
+        """Fields of the prompt; null unless asked for."""
+        return {"prompt_token_ids": None, "prompt_logprobs": None} | self._prompt(sample)
 
-    def _choice(self, delta: TextDelta, version: int) -> dict[str, Any]:
+    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        """Return the choice of a finished sample."""
+        delta = whole(sample)
         voice = self._voice()
         reasoning, content, tool_calls = voice.take(delta)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -228,7 +240,7 @@ class ChatReply:
 
     def _of_prompt(self) -> dict[str, Any]:
         """Fields of `rollout` that describe the prompt."""
-        prompt = self._prompt
+        prompt = self._rendered
         forced = {"forced_prefix": prompt.forced_prefix} if prompt.forced_prefix else {}
         return {
             "prompt_token_ids": prompt.token_ids,
@@ -249,32 +261,15 @@ class ChatReply:
 
     # --- as a stream ------------------------------------------------------------------------------------------------
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the reply as server-sent events, ending with `[DONE]`.
-
-        Raises:
-            ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
-        """
-        body, serving = self._body, self._serving
-        head = calls.reply_head(serving, self._body, "chat.completion.chunk", "chatcmpl")
-        chunks = Chunks(head, with_usage=body.wants_usage)
-        streams = await calls.begin(serving, body, self._asked, growing=body.prompt_logprobs is None)
-        voices: dict[int, _Voice] = {}
-        async with aclosing(calls.deltas_of(serving, head["id"], streams, body.n or 1)) as deltas:
-            async for _, delta in deltas:
-                version = serving.llm.policy_version
-                events = []
-                if delta.sample_index not in voices:
-                    beside = self._beside(streams[0].results[0] if body.prompt_logprobs is not None else None)
-                    events.append(chunks.choice(self._opening(delta.sample_index), version, {} if voices else beside))
-                    voices[delta.sample_index] = self._voice()
-                pieces = self._pieces(delta, voices[delta.sample_index], version)
-                events += [chunks.choice(piece, version) for piece in pieces]
-                if events:
-                    yield b"".join(events)
-        if body.wants_usage and (used := calls.usage_of_streams(streams)):
-            yield chunks.usage(used, serving.llm.policy_version)
-        yield DONE
+    def pieces(
+        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the chunks of a delta: at first the prompt, then the added content, at last the end of the sample."""
+        if index not in self._voices:
+            yield self._opening(index), {} if self._voices else self._prompt(sample)
+            self._voices[index] = self._voice()
+        for piece in self._pieces(delta, self._voices[index], version):
+            yield piece, {}
 
     async def parts(self, name: str) -> AsyncGenerator[ReplyPart]:
         """Yield the parts of a reply of one sample as they arrive.

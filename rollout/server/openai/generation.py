@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -23,7 +24,7 @@ from rollout.server.bodies import LARGE
 from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.openai.samples import refuse_failed, usage_of
 from rollout.server.openai.schema import RequestFields, SamplingFields
-from rollout.server.openai.sse import EventStream, bursts, encode
+from rollout.server.openai.sse import DONE, Chunks, EventStream, bursts, encode
 from rollout.server.serving import LOG, Serving, Turn, or_disconnected
 from rollout.state import FinishReason
 
@@ -248,25 +249,89 @@ class Reply(Protocol):
         """Yield the reply as server-sent events."""
 
 
+class Dialect(Protocol):
+    """How one route writes the choices of a reply. It serves one reply and may keep what it needs of each choice."""
+
+    growing: bool
+    """A stream can begin before its samples have finished."""
+
+    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        """Return the choice of a finished sample."""
+
+    def pieces(
+        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
+    ) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the chunks of a delta, each as (choice, fields beside it); `sample`: the finished one, unless growing."""
+
+    def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
+        """Return the fields of the prompt beside the choices of a whole reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicesReply:
+    """Reply that consists of choices."""
+
+    serving: Serving
+    body: RequestFields
+    dialect: Dialect
+    asked: Sequence[Asked]
+    name: str
+    """Id of the reply for an abort."""
+    head: dict[str, Any]
+    """Fields common to the reply and its chunks."""
+    chunk: dict[str, Any] = field(default_factory=dict)
+    """Fields of `head` that a chunk has otherwise."""
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """Return the reply once every sample has finished."""
+        groups = await samples_of(self.serving, request, self.body, self.name, self.asked)
+        version, turn = self.serving.llm.policy_version, Turn()
+        choices: list[dict[str, Any]] = []
+        for prompt, group in enumerate(groups):
+            for sample in group:
+                choices.append(self.dialect.whole(prompt * self.body.samples + sample.sample_index, sample, version))
+                await turn.pause()
+        reply = self.head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
+        return reply | self.dialect.beside(groups[0][0])
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """Yield the reply as server-sent events, ending with `[DONE]`.
+
+        Raises:
+            ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
+        """
+        serving, body, dialect = self.serving, self.body, self.dialect
+        # vLLM's route of tokens has no `"usage": null` in the other chunks.
+        chunks = Chunks(self.head | self.chunk, with_usage=body.wants_usage and "object" in self.head)
+        streams = await begin(serving, body, self.asked, growing=dialect.growing)
+        async with aclosing(deltas_of(serving, self.name, streams, body.samples)) as deltas:
+            async for index, delta in deltas:
+                version = serving.llm.policy_version
+                done = None if dialect.growing else streams[index // body.samples].results[delta.sample_index]
+                pieces = dialect.pieces(index, delta, version, done)
+                if events := b"".join([chunks.choice(piece, version, beside) for piece, beside in pieces]):
+                    yield events
+        if body.wants_usage and (used := usage_of_streams(streams)):
+            yield chunks.usage(used, serving.llm.policy_version)
+        yield DONE
+
+
 async def answer(serving: Serving, request: Request, reply: Reply, *, stream: bool, parts: str = "choices") -> Response:
-    """Return the response that computes a reply; `parts`: see `json_reply`.
+    """Return the response that computes a reply.
+
+    Args:
+        parts: field of the reply that is encoded part by part: one of thousands must not stop the event loop.
 
     Raises: what a reply raises before its first byte.
     """
-    if not stream:
-        return await json_reply(await reply.whole(request), parts)
-    source = reply.chunks()
-    return EventStream(serving, await or_disconnected(request, anext(source)), source)
-
-
-async def json_reply(reply: dict[str, Any] | list[dict[str, Any]], parts: str = "choices") -> Response:
-    """Return a JSON response, encoded part by part (`reply[parts]`): one of thousands must not stop the event loop."""
-    turn = Turn()
+    if stream:
+        source = reply.chunks()
+        return EventStream(serving, await or_disconnected(request, anext(source)), source)
+    computed, turn = await reply.whole(request), Turn()
     encoded: list[bytes] = []
-    for part in reply if isinstance(reply, list) else reply[parts]:
+    for part in computed[parts]:
         encoded.append(encode(part))
         await turn.pause()
-    body = b"[%b]" % b",".join(encoded)
-    if not isinstance(reply, list):
-        body = encode(reply | {parts: []}).replace(b'"%b":[]' % parts.encode(), b'"%b":%b' % (parts.encode(), body), 1)
+    rest = encode({name: value for name, value in computed.items() if name != parts})
+    body = b'%b,"%b":[%b]}' % (rest[:-1], parts.encode(), b",".join(encoded))
     return Response(body, media_type="application/json")

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class _Reply(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class RoutedExperts(_Reply):
+class RoutedExperts(_Strict):
     """An array of integers."""
 
     data: str
@@ -25,24 +25,27 @@ class RoutedExperts(_Reply):
     dtype: Literal["uint8", "int16"]
 
 
-class Rollout(_Reply):
-    """Tokens of a sample. Lists other than the prompt's are as long as `token_ids`."""
-
-    prompt_token_ids: list[int]
-    """Token ids of the prompt. In a stream, only in a sample's first chunk."""
+class _Sampled(_Strict):
     token_ids: list[int]
     """Generated token ids, including the one that ended the sample."""
-    log_probs: list[float | None]
-    """Log-probs under the distribution chosen by `logprobs_mode`."""
     policy_versions: list[int]
     """Policy version of the weights that sampled each token."""
     policy_staleness: list[int]
     """Number of weight updates between sampling each token and the reply."""
-    finish_reason: Literal["stop", "length", "stale", "abort"]
-    """The engine's finish reason; `stale`: ended because its tokens exceeded `max_staleness`."""
     routed_experts: RoutedExperts | None = None
     """Experts that every router chose for prompt and tokens but the last; there if the engine records them. In a stream, the
     rows of a chunk's tokens, with those of the prompt in a sample's first chunk."""
+
+
+class Rollout(_Sampled):
+    """Tokens of a sample. Lists other than the prompt's are as long as `token_ids`."""
+
+    prompt_token_ids: list[int]
+    """Token ids of the prompt. In a stream, only in a sample's first chunk."""
+    log_probs: list[float | None]
+    """Log-probs under the distribution chosen by `logprobs_mode`."""
+    finish_reason: Literal["stop", "length", "stale", "abort"]
+    """The engine's finish reason; `stale`: ended because its tokens exceeded `max_staleness`."""
 
 
 class ChatRollout(Rollout):
@@ -60,14 +63,14 @@ class ChatRollout(Rollout):
     """Beginning of the reply's text that is part of the prompt, because of `tool_choice`; absent otherwise."""
 
 
-class PromptTokensDetails(_Reply):
+class PromptTokensDetails(_Strict):
     """Prompt tokens whose KV was in the prefix cache."""
 
     cached_tokens: int
     audio_tokens: int
 
 
-class CompletionTokensDetails(_Reply):
+class CompletionTokensDetails(_Strict):
     """Fields of OpenAI's API, always 0."""
 
     reasoning_tokens: int
@@ -76,7 +79,7 @@ class CompletionTokensDetails(_Reply):
     rejected_prediction_tokens: int
 
 
-class Usage(_Reply):
+class Usage(_Strict):
     """Token counts of a request; a prompt counts once, independent of its number of samples."""
 
     prompt_tokens: int
@@ -86,7 +89,7 @@ class Usage(_Reply):
     completion_tokens_details: CompletionTokensDetails
 
 
-class TokenLogprob(_Reply):
+class TokenLogprob(_Strict):
     """A token, its log-prob (null for the first token of a prompt) and its bytes."""
 
     token: str
@@ -94,7 +97,7 @@ class TokenLogprob(_Reply):
     bytes: list[int]
 
 
-class PromptTokenLogprob(_Reply):
+class PromptTokenLogprob(_Strict):
     """Log-prob of a token at a prompt position, in vLLM's shape."""
 
     logprob: float | None
@@ -113,14 +116,14 @@ class ChosenTokenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(_Reply):
+class ChatLogprobs(_Strict):
     """One entry per token."""
 
     content: list[ChosenTokenLogprob]
     refusal: None
 
 
-class TextLogprobs(_Reply):
+class TextLogprobs(_Strict):
     """One entry per token in each column."""
 
     tokens: list[str]
@@ -132,14 +135,29 @@ class TextLogprobs(_Reply):
     """Character offset of the token in the choice's text."""
 
 
-class ReplyFunction(_Reply):
+class _Choice(_Strict):
+    index: int
+    stop_reason: str | int | None
+    """The stop string or the stop token's id that ended it; null otherwise."""
+    sampling_mask: list[list[int]] | None = None
+    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
+
+
+class _Answer(_Strict):
+    model: str
+    policy_version: int
+    """Of the weights when the reply was made."""
+    usage: Usage
+
+
+class ReplyFunction(_Strict):
     """Called function: its name, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class ReplyToolCall(_Reply):
+class ReplyToolCall(_Strict):
     """Tool call of the model."""
 
     id: str
@@ -148,7 +166,7 @@ class ReplyToolCall(_Reply):
     function: ReplyFunction
 
 
-class ReplyMessage(_Reply):
+class ReplyMessage(_Strict):
     """Assistant message. Sent back unchanged in the next request, the conversation continues from its token ids."""
 
     role: Literal["assistant"]
@@ -163,113 +181,77 @@ class ReplyMessage(_Reply):
     rollout: ChatRollout | None = None
 
 
-class ChatChoice(_Reply):
+class ChatChoice(_Choice):
     """One sample."""
 
-    index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     """`tool_calls`: the sample stopped by itself and contains tool calls."""
-    stop_reason: str | int | None
-    """The stop string or the stop token's id that ended it; null otherwise."""
     token_ids: list[int] | None = None
     """Null without `return_token_ids`."""
-    sampling_mask: list[list[int]] | None = None
-    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
 
 
-class ChatCompletion(_Reply):
+class ChatCompletion(_Answer):
     """Reply of `POST /v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]
     created: int
-    model: str
-    policy_version: int
-    """Of the weights when the reply was made."""
     choices: list[ChatChoice]
-    usage: Usage
     prompt_token_ids: list[int] | None = None
     """Null without `return_token_ids`; in a stream, in the first chunk."""
     prompt_logprobs: PromptLogprobs | None = None
     """Null unless asked for; in a stream, in the first chunk."""
 
 
-class TextChoice(_Reply):
+class TextChoice(_Choice):
     """One sample of one prompt."""
 
-    index: int
     text: str
     logprobs: TextLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length", "abort"]
     """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
-    stop_reason: str | int | None
-    """The stop string or the stop token's id that ended it; null otherwise."""
     prompt_logprobs: PromptLogprobs | None = None
     """Null unless asked for."""
     prompt_token_ids: list[int] | None = None
     """Null without `return_token_ids`; in a stream, in a choice's first chunk."""
     token_ids: list[int] | None = None
     """Null without `return_token_ids`."""
-    sampling_mask: list[list[int]] | None = None
-    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
     rollout: Rollout | None = None
 
 
-class Completion(_Reply):
+class Completion(_Answer):
     """Reply of `POST /v1/completions`."""
 
     id: str
     object: Literal["text_completion"]
     created: int
-    model: str
-    policy_version: int
-    """Of the weights when the reply was made."""
     choices: list[TextChoice]
-    usage: Usage
 
 
-class TokenLogprobs(_Reply):
+class TokenLogprobs(_Strict):
     """One entry per token, named `token_id:7`."""
 
     content: list[ChosenTokenLogprob]
 
 
-class TokenChoice(_Reply):
+class TokenChoice(_Sampled, _Choice):
     """One sample of token ids. Its lists are as long as `token_ids`."""
 
-    index: int
-    token_ids: list[int]
-    """Generated token ids, including the one that ended the sample."""
     logprobs: TokenLogprobs | None
     """Null unless asked for."""
     finish_reason: Literal["stop", "length", "abort"]
     """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
-    stop_reason: str | int | None
-    """The stop string or the stop token's id that ended it; null otherwise."""
-    policy_versions: list[int]
-    """Policy version of the weights that sampled each token."""
-    policy_staleness: list[int]
-    """Number of weight updates between sampling each token and the reply."""
-    routed_experts: RoutedExperts | None = None
-    """Experts that every router chose for prompt and tokens but the last; there if the engine records them. In a stream, the
-    rows of a chunk's tokens, with those of the prompt in a sample's first chunk."""
-    sampling_mask: list[list[int]] | None = None
-    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
 
 
-class TokenGeneration(_Reply):
+class TokenGeneration(_Answer):
     """Reply of `POST /inference/v1/generate`."""
 
     request_id: str
-    model: str
-    policy_version: int
-    """Of the weights when the reply was made."""
     choices: list[TokenChoice]
-    usage: Usage
     prompt_token_ids: list[int] | None = None
     """Null without `return_token_ids`."""
     prompt_logprobs: PromptLogprobs | None = None

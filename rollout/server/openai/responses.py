@@ -22,7 +22,7 @@ from starlette.responses import Response
 from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.errors import ApiError, documented
 from rollout.server.openai import generation as calls
-from rollout.server.openai.chat import ChatReply, prepared_chat
+from rollout.server.openai.chat import ChatChoices, prepared_chat
 from rollout.server.openai.logprobs import TokenTexts
 from rollout.server.openai.responses_schema import ResponsesRequest, messages_of
 from rollout.server.openai.sse import encode
@@ -116,7 +116,7 @@ def add_responses_routes(app: FastAPI, serving: Serving) -> None:
         prepared = await off_the_loop(
             serving, request, calls.work_of(chat, size), partial(prepared_chat, serving, chat)
         )
-        reply = _Reply(serving, body, ChatReply(serving, chat, texts, prepared), messages, memory, size)
+        reply = ResponseReply(serving, body, ChatChoices(serving, chat, texts, prepared), messages, memory, size)
         return await calls.answer(serving, request, reply, stream=bool(body.stream), parts="output")
 
     @app.get("/v1/responses/{response_id}", responses=documented(404))
@@ -125,14 +125,14 @@ def add_responses_routes(app: FastAPI, serving: Serving) -> None:
         return memory.find(response_id).response
 
 
-class _Reply:
+class ResponseReply:
     """Reply to one request, whole or as a stream."""
 
     def __init__(
         self,
         serving: Serving,
         body: ResponsesRequest,
-        chat: ChatReply,
+        chat: ChatChoices,
         messages: list[dict[str, Any]],
         memory: ResponseMemory,
         size: int,
@@ -148,7 +148,7 @@ class _Reply:
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Return the reply once the sample has finished."""
-        reply = await self._chat.whole(request, self._id)
+        reply = await self._chat.reply(self._id).whole(request)
         (choice,) = reply["choices"]
         message = choice["message"]
         output = []

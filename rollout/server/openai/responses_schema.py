@@ -17,6 +17,7 @@ from rollout.server.openai.chat_schema import (
     ChatRequest,
     DefaultVerbosity,
     JsonObjectFormat,
+    JsonSchema,
     ReasoningEffort,
     TextFormat,
 )
@@ -72,14 +73,10 @@ class NamedResponseTool(Body):
     name: str
 
 
-class ResponseJsonSchema(Body):
+class ResponseJsonSchema(JsonSchema):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class ResponseText(Body):

@@ -147,30 +147,20 @@ def ending(delta: TextDelta) -> dict[str, Any]:
     return {} if delta.finish_reason is None else {"finish_reason": delta.finish_reason}
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's `usage`. A prompt counts once, independent of its number of samples."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": 0,
-            "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-        },
-    }
-
-
 def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, Any]:
-    """Return `usage` of finished groups. Cached tokens are those of each group's first sample, whose prompt is shared."""
+    """Return OpenAI's `usage` of finished groups. A group's prompt counts once; its cached tokens are the first sample's."""
     finished = list(groups)
-    return usage(
-        sum(len(group[0].prompt_tokens) for group in finished),
-        sum(request.generated_length for group in finished for request in group),
-        sum(group[0].num_cached_tokens for group in finished),
-    )
+    prompts = sum(len(group[0].prompt_tokens) for group in finished)
+    generated = sum(request.generated_length for group in finished for request in group)
+    unused = ("reasoning_tokens", "audio_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
+    cached = sum(group[0].num_cached_tokens for group in finished)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": generated,
+        "total_tokens": prompts + generated,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "completion_tokens_details": dict.fromkeys(unused, 0),
+    }
 
 
 def prompt_columns(

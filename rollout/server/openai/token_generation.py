@@ -6,8 +6,7 @@ vLLM's fields, every choice has the policy version and the staleness of its toke
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -17,15 +16,14 @@ from starlette.responses import Response
 
 from rollout.distributed.client.text_stream import TextDelta, whole
 from rollout.errors import InvalidRequestError
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.openai import generation as calls
-from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs
+from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs, listed_per_position, prompt_logprobs
 from rollout.server.openai.response_schema import TokenGeneration, described
-from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness, usage_of
+from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness
 from rollout.server.openai.schema import Absent, RequestFields, SamplingFields, TokenIds
-from rollout.server.openai.sse import DONE, event
-from rollout.server.openai.token_fields import listed_per_position, prompt_logprobs
 from rollout.server.serving import Serving
 
 
@@ -101,7 +99,11 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         size = len(await request.body())
         work = calls.work_of(body.sampling_params, size)
         params = await off_the_loop(serving, request, work, lambda _: _params(serving, body))
-        return await calls.answer(serving, request, _Reply(serving, body, names, params), stream=bool(body.stream))
+        name = serving.name_of_reply("gen", body.request_id)
+        head = {"request_id": name, "model": body.model or serving.model_name}
+        choices = _TokenChoices(body, names, params)
+        reply = calls.ChoicesReply(serving, body, choices, [(body.token_ids, params)], name, head)
+        return await calls.answer(serving, request, reply, stream=bool(body.stream))
 
 
 def _params(serving: Serving, body: GenerateRequest) -> SamplingParams:
@@ -121,58 +123,38 @@ def _params(serving: Serving, body: GenerateRequest) -> SamplingParams:
         raise calls.refused(exc, body) from exc
 
 
-class _Reply:
-    """Reply to one request, whole or as a stream."""
+class _TokenChoices:
+    """Choices of token ids."""
 
-    def __init__(self, serving: Serving, body: GenerateRequest, names: TokenIdNames, params: SamplingParams) -> None:
-        self._serving = serving
+    def __init__(self, body: GenerateRequest, names: TokenIdNames, params: SamplingParams) -> None:
         self._body = body
         self._names = names
         self._params = params
-        self._id = serving.name_of_reply("gen", body.request_id)
+        self.growing = params.prompt_logprobs is None
+        self._begun = False
 
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """Return the reply once every sample has finished."""
-        asked = [(self._body.token_ids, self._params)]
-        (group,) = groups = await calls.samples_of(self._serving, request, self._body, self._id, asked)
-        version = self._serving.llm.policy_version
-        reply = self._head(version) | {"choices": [self._choice(whole(sample), version) for sample in group]}
-        reply |= {"usage": usage_of(groups), "prompt_token_ids": None, "prompt_logprobs": None}
-        if self._params.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(self._names, group[0], self._params.prompt_logprobs)
-        return reply | self._prompt()
+    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        """Return the choice of a finished sample."""
+        return self._choice(whole(sample), version)
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the reply as server-sent events, ending with `[DONE]`.
+    def pieces(
+        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the chunk of a delta; the first one has the fields of the prompt."""
+        beside = {} if self.growing else {"prompt_logprobs": None}
+        if not self._begun:
+            self._begun, beside = True, self._prompt(sample)
+        yield self._choice(delta, version), beside
 
-        Raises:
-            ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
-        """
-        body, serving = self._body, self._serving
-        growing = self._params.prompt_logprobs is None
-        streams = await calls.begin(serving, body, [(body.token_ids, self._params)], growing=growing)
-        beside = self._prompt()
-        async with aclosing(calls.deltas_of(serving, self._id, streams, body.samples)) as deltas:
-            async for _, delta in deltas:
-                version = serving.llm.policy_version
-                if not growing and "prompt_logprobs" not in beside:
-                    sample, top = streams[0].results[0], self._params.prompt_logprobs or 0
-                    beside["prompt_logprobs"] = prompt_logprobs(self._names, sample, top)
-                yield event(self._head(version) | {"choices": [self._choice(delta, version)]} | beside)
-                beside = {"prompt_logprobs": None} if not growing else {}
-        if body.wants_usage and (used := calls.usage_of_streams(streams)):
-            yield event(self._head(serving.llm.policy_version) | {"choices": [], "usage": used})
-        yield DONE
+    def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
+        """Fields of the prompt; null unless asked for."""
+        return {"prompt_token_ids": None, "prompt_logprobs": None} | self._prompt(sample)
 
-    def _head(self, version: int) -> dict[str, Any]:
-        return {
-            "request_id": self._id,
-            "model": self._body.model or self._serving.model_name,
-            "policy_version": version,
-        }
-
-    def _prompt(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {}
+    def _prompt(self, sample: DynamicInferenceRequest | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {}
+        if self._params.prompt_logprobs is not None and sample is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._names, sample, self._params.prompt_logprobs)
+        return fields
 
     def _choice(self, delta: TextDelta, version: int) -> dict[str, Any]:
         logprobs = None
