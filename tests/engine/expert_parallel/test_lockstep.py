@@ -140,7 +140,8 @@ def test_experts_are_exchanged_where_their_ranks_are_not_those_of_a_tensor_paral
 def loop_that_agrees(agree: Callable[[int], int]) -> LockstepLoop:
     """The loop of a rank whose engine is paused."""
     engine = SimpleNamespace(
-        lockstep=learned()[1], agree=agree, has_unfinished=True, state=EngineState.PAUSED,
+        peers=SimpleNamespace(lockstep=learned()[1]),
+        parts=SimpleNamespace(member=SimpleNamespace(agree=agree)), has_unfinished=True, state=EngineState.PAUSED,
         config=SimpleNamespace(control_timeout_s=60.0),
     )  # fmt: skip
     backend = SimpleNamespace(wake=lambda: None)
