@@ -53,6 +53,8 @@ class ClientPeer(Peer):
     """Memory charged for its open requests."""
     policy_version: int = 0
     """Policy version of its weights, as reported by a member."""
+    rank_version: int = 0
+    """Policy version of the member's own rank when the coordinator lost it."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """Open requests by client-side id."""
     stretches: list[Stretch] = field(default_factory=list)
