@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.distributed.coordinator.core.prefixes import Claim
+from rollout.distributed.coordinator.core.routing import Claim
 from rollout.distributed.protocol.frames import Sequencer
 from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.partial import PartialGroup
