@@ -527,9 +527,10 @@ class World:
             assert all(not each.request.closed for each in rank.assignments.values())
             assert all(each.request.client.identity in core.peers.clients for each in rank.assignments.values())
             for request in (each.request for each in rank.assignments.values() if each.request.client.catching_up):
-                own = [each.policy_version for each in core.peers.ranks.values() if each.name == request.client.name]
-                newest = max(*own, request.client.policy_version, request.newest_version, 0)
-                assert rank.policy_version <= newest, f"{rank.name} is ahead of {request.client.name}"
+                asker = request.client
+                own = [each.policy_version for each in core.peers.ranks.values() if each.name == asker.name]
+                newest = max(*own, asker.policy_version, asker.rank_version, request.newest_version)
+                assert rank.policy_version <= newest, f"{rank.name} is ahead of {asker.name}"
         for call in core.control._calls.values():
             assert call.awaited.keys() <= core.peers.ranks.keys(), "a call waits for a rank that is gone"
         if self.events % 16 == 0:
@@ -562,8 +563,10 @@ class World:
             for client in self.core.peers.clients.values()
             for request in client.requests.values()
         }
-        if len({rank.policy_version for rank in self.core.peers.ranks.values()}) > 1:
-            self.behind |= {number for number, request in open_requests.items() if request.client.catching_up}
+        versions = {rank.policy_version for rank in self.core.peers.ranks.values()}
+        for number, request in open_requests.items():
+            if request.client.catching_up and len(versions | {request.client.policy_version}) > 1:
+                self.behind.add(number)
         overtakes = self.config.tokenizer is not None and not self.config.deterministic_mode
         for number, version in [(record.request_id, record.version) for record in self.core.take_decisions()]:
             request = open_requests.get(number)

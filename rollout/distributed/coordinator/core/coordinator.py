@@ -30,7 +30,6 @@ from rollout.distributed.coordinator.core.request_table import RequestTable
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer, TextJob
 from rollout.distributed.coordinator.core.routing import Router
 from rollout.distributed.coordinator.core.sessions import Sessions
-from rollout.distributed.coordinator.core.status import status_table
 from rollout.distributed.protocol.messages import (
     Abort,
     Barrier,
@@ -233,6 +232,34 @@ class CoordinatorCore:
         return taken
 
     def status(self) -> dict[str, Any]:
-        """Snapshot of the job as a plain table; see `status_table`."""
-        table = status_table(self.peers, self.control, self.barriers, self.dispatcher, self._now)
-        return {"instance": self.instance} | table
+        """Snapshot of the job in plain values, for a `Status` message; durations in seconds."""
+        open_requests = [request for client in self.peers.clients.values() for request in client.requests.values()]
+        return {
+            "instance": self.instance,
+            "state": self.control.state.value,
+            "policy_version": self.control.policy_version,
+            "queued_samples": self.dispatcher.queued_samples,
+            "oldest_request_s": max((self._now - each.since for each in open_requests), default=None),
+            "ranks": [
+                {
+                    "name": rank.name,
+                    "state": rank.state.value,
+                    "policy_version": rank.policy_version,
+                    "ready": rank.ready,
+                    "resting": rank.resting,
+                    "max_requests": rank.max_requests,
+                    "assigned_samples": self.dispatcher.router.pending(rank.name),
+                    "running": rank.running,
+                    "waiting": rank.waiting,
+                    "tokens": rank.tokens,
+                    "silent_for_s": max(0.0, self._now - rank.heard),
+                    "since_progress_s": max(0.0, self._now - rank.progressed),
+                }
+                for rank in sorted(self.peers.ranks.values(), key=lambda rank: rank.name)
+            ],
+            "clients": [
+                {"name": client.name, "open_requests": len(client.requests), "member": client.member is not None}
+                for client in sorted(self.peers.clients.values(), key=lambda client: client.name)
+            ],
+            "barrier_waits_for": self.barriers.missing(),
+        }

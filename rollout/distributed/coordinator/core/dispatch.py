@@ -147,6 +147,9 @@ class Dispatcher:
         """
         self.router.remove_rank(rank.name)
         self._away.pop(rank.name, None)
+        for client in self._peers.clients.values():
+            if client.name == rank.name:
+                client.rank_version = max(client.rank_version, rank.policy_version)
         told: dict[int, OpenRequest] = {}
         for assignment in list(rank.assignments.values()):
             request = assignment.request
@@ -243,7 +246,7 @@ class Dispatcher:
         asker = request.client
         if not asker.catching_up:
             return set()
-        newest = max(asker.policy_version, request.newest_version)
+        newest = max(asker.policy_version, asker.rank_version, request.newest_version)
         if self._peers.has_rank(asker.name):
             # The member's own rank learns of an update before the next request tells of it.
             newest = max(newest, self._peers.rank_named(asker.name).policy_version)

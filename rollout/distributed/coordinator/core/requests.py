@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.distributed.coordinator.core.prefixes import Claim
+from rollout.distributed.coordinator.core.routing import Claim
 from rollout.distributed.protocol.frames import Sequencer
 from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.partial import PartialGroup
@@ -53,6 +53,8 @@ class ClientPeer(Peer):
     """Memory charged for its open requests."""
     policy_version: int = 0
     """Policy version of its weights, as reported by a member."""
+    rank_version: int = 0
+    """Policy version of the member's own rank when the coordinator lost it."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """Open requests by client-side id."""
     stretches: list[Stretch] = field(default_factory=list)

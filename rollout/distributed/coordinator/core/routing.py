@@ -8,27 +8,25 @@ max(1, slots // 8). Without a candidate the group stays queued with the caller, 
 to the one that scored best earlier.
 
 Always true (asserted by `check()`):
-- held hashes are those of `rollout.distributed.coordinator.core.prefixes`;
+- a rank holds a hash if an open assignment will cache it there (*expected*, reference-counted) or the rank has reported it
+  (*listed*, bounded LRU);
 - the load of a rank is the exact number of its assigned samples that have not ended.
 
-The cost of a decision does not grow with the number of ranks: a set of ranks is one integer with a bit per rank, and all
-queries operate on sets. No clock, no randomness, no I/O, no request ids.
+A decision looks at every rank once. No clock, no randomness, no I/O, no request ids.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from math import gcd
 
-from rollout.distributed.coordinator.core.prefixes import Claim, Prefixes
-from rollout.distributed.coordinator.core.ranks import Order, Rank
-from rollout.distributed.coordinator.core.scoring import Scores
-from rollout.distributed.coordinator.core.seats import Seats
 from rollout.state import PrefixCachingCoordinatorPolicy
 
-RENUMBER_AFTER = 1 << 16
-"""Assignments after which recency stamps are renumbered, so that they stay short."""
+LOOKAHEAD_SHARE = 8
+"""One sample beyond the slots is assigned per so many slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,64 @@ class Placement:
     samples: int
     matched: int
     """Leading blocks of the prompt cached there."""
+
+
+@dataclass(eq=False, slots=True)
+class _Rank:
+    """Load and hashes of one rank."""
+
+    name: str
+    max_requests: int
+    limit: int
+    """Most samples that are assigned to it at a time: a few more than its slots, to be ready when a slot is freed."""
+    pending: int = 0
+    load: int = 0
+    """Equal to `pending`; in deterministic mode the samples ever assigned, minus the share that all ranks have."""
+    stamp: int = -1
+    """Increases with every assignment of the router; -1: it was never assigned anything."""
+    expected: dict[int, int] = field(default_factory=dict)
+    """Hash → number of claims."""
+    listed: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Least recently used first."""
+
+    def free(self, more: int = 0) -> float:
+        """Free share of its slots after `more` further samples, in [0, 1]."""
+        return max(0, self.max_requests - self.load - more) / self.max_requests
+
+    def has_room(self, samples: int) -> bool:
+        return self.load + min(samples, self.max_requests) <= self.limit
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """Number of leading hashes that it holds."""
+        expected, listed = self.expected, self.listed
+        for depth, each in enumerate(hashes):
+            if each not in expected and each not in listed:
+                return depth
+        return len(hashes)
+
+    def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
+        """Refresh listed hashes in the LRU order; with a limit, list the others too and drop the oldest beyond it."""
+        # Backwards: the last block of a prompt is evicted first, so that the rest can still match.
+        for each in reversed(tuple(hashes)):
+            if limit is not None:
+                self.listed[each] = None
+            if each in self.listed:
+                self.listed.move_to_end(each)
+        while limit is not None and len(self.listed) > limit:
+            self.listed.popitem(last=False)
+
+
+class Claim:
+    """Handle of the hashes that one assignment is expected to cache on its rank, until `Router.released`. Opaque."""
+
+    __slots__ = ("expected", "hashes")
+
+    def __init__(self, rank: _Rank, hashes: Sequence[int]) -> None:
+        self.hashes = tuple(hashes)
+        self.expected = rank.expected
+        """The rank's counter table at that time; a version change replaces it, which voids the claim."""
+        for each in self.hashes:
+            self.expected[each] = self.expected.get(each, 0) + 1
 
 
 class Router:
@@ -73,29 +129,23 @@ class Router:
         )
         self._first_only = policy is PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
         self._alpha = alpha
+        self._max_hashes = max_hashes_per_rank
         self._deterministic = deterministic
         self._data_parallel_size = data_parallel_size
         self.complete = not deterministic
         """Whether placement has begun; in deterministic mode False until all ranks have connected."""
-        self._seats = Seats()
-        self._prefixes = Prefixes(max_hashes_per_rank)
-        self._order = Order()
-        self._scores = Scores(self._order, self._seats, alpha)
-        self._dirty: set[Rank] = set()
-        self._outdated = False
-        """Whether `_order` must be rebuilt: ranks joined or left, or the stamps have grown long."""
+        self._ranks: dict[str, _Rank] = {}
+        """Sorted by name."""
         self._clock = 0
         self._last = ""
         """Name of the last assigned rank, which may have left: ROUND_ROBIN continues after it."""
-        self._unit = 1
-        """Greatest common divisor of all `max_requests`."""
 
     # --- ranks --------------------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[str, ...]:
         """Sorted names."""
-        return tuple(self._seats.names)
+        return tuple(self._ranks)
 
     def index(self, name: str) -> int:
         """Position in the sorted names.
@@ -103,7 +153,7 @@ class Router:
         Raises:
             ValueError: no such rank.
         """
-        return self._seats.index(self._seats[name].name)
+        return self.ranks.index(self._rank(name).name)
 
     def add_rank(self, name: str, max_requests: int) -> None:
         """Add a rank with at most `max_requests` running samples and an empty cache.
@@ -113,9 +163,11 @@ class Router:
         """
         if max_requests < 1:
             raise ValueError(f"rank {name!r}, max_requests={max_requests!r}: must be at least 1")
-        self._seats.add(Rank(name, max_requests))
-        self._outdated = True
-        self.complete = self.complete or len(self._seats) >= self._data_parallel_size
+        if name in self._ranks:
+            raise ValueError(f"rank {name!r}: is here already; remove it first")
+        rank = _Rank(name, max_requests, max_requests + max(1, max_requests // LOOKAHEAD_SHARE))
+        self._ranks = dict(sorted([*self._ranks.items(), (name, rank)]))
+        self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
 
     def remove_rank(self, name: str) -> None:
         """Remove a rank and its hashes; claims on it may still be released.
@@ -123,20 +175,22 @@ class Router:
         Raises:
             ValueError: no such rank.
         """
-        rank = self._seats[name]
-        self._prefixes.forget(rank)
-        self._seats.remove(rank)
-        self._dirty.discard(rank)
-        self._outdated = True
+        del self._ranks[self._rank(name).name]
+
+    def _rank(self, name: str) -> _Rank:
+        try:
+            return self._ranks[name]
+        except KeyError:
+            raise ValueError(f"rank {name!r}: is not here; add it first ({len(self._ranks)} are)") from None
 
     # --- deciding -----------------------------------------------------------------------------------------------
 
     def hashes_wanted(self) -> bool:
         """Whether decisions depend on hashes; False: they need not be computed."""
-        return self._by_prefix and self._alpha > 0 and max(len(self._seats), self._data_parallel_size) > 1
+        return self._by_prefix and self._alpha > 0 and max(len(self._ranks), self._data_parallel_size) > 1
 
     def place(self, hashes: Sequence[int], samples: int, *, exclude: Collection[str] = ()) -> list[Placement]:
-        """Choose the ranks for a group. Changes no state; `assigned` records the decision.
+        """Choose the ranks for a group; `assigned` records the decision.
 
         A group goes to one rank unless a prefix policy scores another rank higher for some of its samples, placed one by
         one: a rank that got one of them matches the whole prompt and has one slot less. All chosen ranks have room for
@@ -157,30 +211,55 @@ class Router:
             raise ValueError(f"samples={samples!r}: must be at least 1")
         if not self.complete:
             return []
-        self._refresh()
-        allowed = self._seats.everyone & ~self._seats.of(exclude)
-        candidates = allowed & ~self._order.without_room(samples)
+        if self._deterministic:
+            self._subtract_common_load()
+        allowed = [rank for rank in self._ranks.values() if rank.name not in exclude]
+        candidates = [rank for rank in allowed if rank.has_room(samples)]
         if self._deterministic:
             candidates = candidates or allowed
         if not candidates:
             return []
         if self._policy is PrefixCachingCoordinatorPolicy.LOAD_BALANCED:
-            return [Placement(self._scores.least_loaded(candidates).name, samples, 0)]
+            return [Placement(max(candidates, key=_Rank.free).name, samples, 0)]
         if self._policy is PrefixCachingCoordinatorPolicy.ROUND_ROBIN:
-            return [Placement(self._scores.next_after(self._last, candidates).name, samples, 0)]
-        asked = self._asked(hashes)
-        levels = self._prefixes.levels(asked, candidates)
-        first = self._scores.best(levels, len(asked))
-        return [
-            Placement(rank.name, count, next(depth for depth, ranks in levels if ranks & rank.bit))
-            for rank, count in self._scores.split(first, levels, len(asked), samples).items()
+            return [Placement(min(candidates, key=lambda rank: rank.name <= self._last).name, samples, 0)]
+        return self._by_score(candidates, self._asked(hashes), samples)
+
+    def _by_score(self, candidates: list[_Rank], asked: Sequence[int], samples: int) -> list[Placement]:
+        alpha, beta, blocks = self._alpha, 1 - self._alpha, len(asked)
+        matches = [rank.match(asked) for rank in candidates]
+        # Entries sort by score, then by the latest assignment, then by name, which is the order of the candidates.
+        heap = [
+            (-(alpha * (match / blocks) + beta * rank.free()) if blocks else -rank.free(), -rank.stamp, index)
+            for index, (rank, match) in enumerate(zip(candidates, matches, strict=True))
         ]
+        first = min(heap)[2]
+        if samples == 1:
+            return [Placement(candidates[first].name, 1, matches[first])]
+        if not blocks:
+            heap = [(beta * free, stamp, index) for free, stamp, index in heap]
+        heap[first] = (-2.0, 0, first)
+        heapify(heap)
+        counts: dict[int, int] = {}
+        for turn in range(samples):
+            index = heap[0][2]
+            counts[index] = counts.get(index, 0) + 1
+            score = alpha + beta * candidates[index].free(counts[index])
+            heapreplace(heap, (-score, -self._clock - turn, index))
+        return [Placement(candidates[index].name, count, matches[index]) for index, count in counts.items()]
 
     def _asked(self, hashes: Sequence[int]) -> Sequence[int]:
         """Return the hashes that the policy uses."""
         if not self._by_prefix:
             return ()
         return hashes[:1] if self._first_only else hashes
+
+    def _subtract_common_load(self) -> None:
+        """Subtract the load that all ranks have in proportion to their slots: only the rest matters."""
+        unit = gcd(*(rank.max_requests for rank in self._ranks.values()))
+        common = min((rank.load // (rank.max_requests // unit) for rank in self._ranks.values()), default=0)
+        for rank in self._ranks.values():
+            rank.load -= common * (rank.max_requests // unit)
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -198,21 +277,16 @@ class Router:
         Raises:
             ValueError: no such rank, or `samples` is below 1.
         """
-        rank = self._seats[name]
+        rank, asked = self._rank(name), self._asked(hashes)
         if samples < 1:
             raise ValueError(f"samples={samples!r}: must be at least 1")
         rank.pending += samples
         rank.load += samples
-        rank.fresh = False
         rank.stamp = self._clock
         self._clock += 1
-        self._outdated = self._outdated or self._clock >= len(self._seats) + RENUMBER_AFTER
-        self._dirty.add(rank)
         self._last = name
-        if self._deterministic:
-            self._prefixes.add(rank, self._asked(hashes))
-            return Claim(rank, ())
-        return self._prefixes.expect(rank, self._asked(hashes))
+        rank.use(asked, limit=self._max_hashes if self._deterministic else None)
+        return Claim(rank, () if self._deterministic else asked)
 
     def ended(self, name: str, samples: int = 1) -> None:
         """Record that samples have ended on, or were withdrawn from, a rank.
@@ -220,7 +294,7 @@ class Router:
         Raises:
             ValueError: no such rank, or it has fewer.
         """
-        rank = self._seats[name]
+        rank = self._rank(name)
         if not 0 <= samples <= rank.pending:
             raise ValueError(
                 f"rank {name!r}: {samples} samples ended where {rank.pending} are pending; tell of each sample once"
@@ -228,11 +302,14 @@ class Router:
         rank.pending -= samples
         if not self._deterministic:
             rank.load -= samples
-            self._dirty.add(rank)
 
     def released(self, claim: Claim) -> None:
         """Release the claim of an ended assignment: its hashes are no longer expected. Idempotent."""
-        self._prefixes.release(claim)
+        for each in claim.hashes:
+            claim.expected[each] -= 1
+            if not claim.expected[each]:
+                del claim.expected[each]
+        claim.hashes = ()
 
     def reported(self, name: str, added: Iterable[int], removed: Iterable[int], flushed: bool) -> None:
         """Apply a rank's report of prefix cache changes, in this order: `flushed`, `removed`, `added`.
@@ -240,17 +317,20 @@ class Router:
         Args:
             name: the rank.
             added: newly cached hashes, of one prompt from its first block on.
-            removed: evicted hashes.
+            removed: evicted hashes; those of open assignments stay expected.
             flushed: whether all earlier ones were dropped.
 
         Raises:
             ValueError: no such rank.
         """
-        rank = self._seats[name]
+        rank = self._rank(name)
         if self._deterministic or not self._by_prefix:
             return
-        self._prefixes.discard(rank, tuple(rank.listed) if flushed else removed)
-        self._prefixes.add(rank, added)
+        if flushed:
+            rank.listed.clear()
+        for each in removed:
+            rank.listed.pop(each, None)
+        rank.use(added, limit=self._max_hashes)
 
     def version_changed(self, name: str) -> None:
         """Remove a rank's hashes and void its claims: blocks of an older policy version match no new request.
@@ -258,9 +338,10 @@ class Router:
         Raises:
             ValueError: no such rank.
         """
-        rank = self._seats[name]
+        rank = self._rank(name)
         if not self._deterministic:
-            self._prefixes.forget(rank)
+            rank.expected = {}
+            rank.listed.clear()
 
     # --- queries ------------------------------------------------------------------------------------------------
 
@@ -270,7 +351,7 @@ class Router:
         Raises:
             ValueError: no such rank.
         """
-        return self._seats[name].pending
+        return self._rank(name).pending
 
     def held(self, name: str) -> set[int]:
         """Hashes held by a rank, expected or listed.
@@ -278,7 +359,8 @@ class Router:
         Raises:
             ValueError: no such rank.
         """
-        return self._seats[name].held
+        rank = self._rank(name)
+        return {*rank.expected, *rank.listed}
 
     def match(self, name: str, hashes: Sequence[int]) -> int:
         """Number of leading blocks of a prompt that a rank holds.
@@ -286,8 +368,7 @@ class Router:
         Raises:
             ValueError: no such rank.
         """
-        ((depth, _),) = self._prefixes.levels(self._asked(hashes), self._seats[name].bit)
-        return depth
+        return self._rank(name).match(self._asked(hashes))
 
     def check(self) -> None:
         """Check the invariants.
@@ -295,44 +376,9 @@ class Router:
         Raises:
             AssertionError: one is violated.
         """
-        self._refresh()
-        ranks = list(self._seats)
-        self._seats.check()
-        for rank in ranks:
-            assert rank.pending >= 0, rank.name
-            assert rank.load >= 0, rank.name
+        assert list(self._ranks) == sorted(self._ranks)
+        for rank in self._ranks.values():
+            assert min(rank.pending, rank.load) >= 0, rank.name
             assert self._deterministic or rank.load == rank.pending, rank.name
-        self._prefixes.check(ranks)
-        self._order.check(ranks)
-
-    # --- keeping order ------------------------------------------------------------------------------------------
-
-    def _refresh(self) -> None:
-        """Update `_order` from the ranks changed since the last decision."""
-        if self._outdated:
-            self._start_order()
-        for rank in self._dirty:
-            self._order.show(rank)
-        self._dirty.clear()
-        # If every rank has a load of at least slots // unit, subtract that common floor: only the rest matters. It was
-        # assigned sample by sample, so the loop's amortised cost is constant per sample.
-        if self._deterministic and len(self._seats) and self._order.free_shares[-1] <= (self._unit - 1) / self._unit:
-            floors = min(rank.load // (rank.max_requests // self._unit) for rank in self._seats)
-            for rank in self._seats:
-                rank.load -= floors * (rank.max_requests // self._unit)
-                self._order.show(rank)
-
-    def _start_order(self) -> None:
-        """Rebuild the index and renumber the stamps: unassigned ranks by descending name, then the others in order."""
-        ranks = [self._seats[name] for name in self._seats.names]
-        used = sorted((rank for rank in ranks if not rank.fresh), key=lambda rank: rank.stamp)
-        for stamp, rank in enumerate([rank for rank in reversed(ranks) if rank.fresh] + used):
-            rank.stamp = stamp
-            rank.hide()
-        self._clock = len(ranks)
-        self._unit = gcd(*(rank.max_requests for rank in ranks))
-        if not self._by_prefix:
-            self._seats.sort()
-        self._order.clear()
-        self._dirty.update(ranks)
-        self._outdated = False
+            assert all(count > 0 for count in rank.expected.values()), rank.name
+            assert len(rank.listed) <= self._max_hashes, rank.name

@@ -200,13 +200,13 @@ def test_of_very_many_hashes_the_first_are_looked_at(monkeypatch):
     hashes = np.arange(1000, dtype="<i8")
     router = job.core.router
     rank.progress(blocks_added=hashes.tobytes())
-    held = sorted(router._prefixes.holders)
+    held = sorted(router.held("rank"))
     assert held == list(range(100))
     rank.progress(blocks_removed=hashes[:100].tobytes())
-    assert not router._prefixes.holders
+    assert not router.held("rank")
     rank.progress(blocks_added=hashes[:50].tobytes())
     rank.progress(blocks_added=hashes[60:70].tobytes(), blocks_removed=hashes[100:].tobytes())
-    assert sorted(router._prefixes.holders) == list(range(60, 70))
+    assert sorted(router.held("rank")) == list(range(60, 70))
 
 
 def test_of_a_very_long_prompt_the_first_blocks_decide_where_it_goes(monkeypatch):

@@ -501,6 +501,16 @@ def test_a_rank_that_moves_ahead_gives_back_what_it_computes_for_a_member_that_c
     assert own.assigned().request_id == 0
 
 
+def test_a_lost_rank_of_a_member_that_catches_up_had_a_version_that_still_counts():
+    job = Job(data_parallel_size=2)
+    client, equal = left_behind(job)
+    own = member_rank(job, "a", 5)
+    client.submit(min_policy_version=3)
+    assert own.assigned().request_id == 0
+    lose(job, own)
+    assert equal.assigned().request_id == 0
+
+
 def test_a_member_that_has_caught_up_is_helped_by_ranks_that_update_before_it():
     job = Job(data_parallel_size=2)
     client, ahead = left_behind(job)

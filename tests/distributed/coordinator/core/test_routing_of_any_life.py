@@ -228,8 +228,7 @@ def seeds() -> list[int]:
     return list(range(LIVES)) if only is None else [int(only)]
 
 
-def test_whatever_happens_every_decision_is_the_plain_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.distributed.coordinator.core.routing.RENUMBER_AFTER", 5)
+def test_whatever_happens_every_decision_is_the_plain_argmax() -> None:
     for seed in seeds():
         life = Life(seed)
         try:
