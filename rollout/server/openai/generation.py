@@ -332,6 +332,6 @@ async def answer(serving: Serving, request: Request, reply: Reply, *, stream: bo
     for part in computed[parts]:
         encoded.append(encode(part))
         await turn.pause()
-    rest = encode({name: value for name, value in computed.items() if name != parts})
-    body = b'%b,"%b":[%b]}' % (rest[:-1], parts.encode(), b",".join(encoded))
+    empty, full = b'"%b":[]' % parts.encode(), b'"%b":[%b]' % (parts.encode(), b",".join(encoded))
+    body = encode(computed | {parts: []}).replace(empty, full, 1)
     return Response(body, media_type="application/json")
