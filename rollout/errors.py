@@ -28,8 +28,8 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-
-from rollout.diagnosis import is_watching, report
+from collections.abc import Callable
+from typing import ClassVar
 
 
 def warn_caller(message: str) -> None:
@@ -135,13 +135,15 @@ class DeadlineError(RolloutError, TimeoutError):
     """A wait exceeded its deadline.
 
     `__notes__`, which tracebacks print, holds the state of this process's engines, connections and threads at that moment,
-    if it has any; see `rollout.diagnosis`.
+    if it has any; see `rollout.threads.diagnosis`, which sets `note`.
     """
+
+    note: ClassVar[Callable[[], str]] = staticmethod(str)
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        if is_watching():
-            self.add_note(report())
+        if note := self.note():
+            self.add_note(note)
 
 
 class ControlError(RolloutError, RuntimeError):
