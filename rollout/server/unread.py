@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 
-from rollout.names import did_you_mean
+from rollout.errors import did_you_mean
 from rollout.server.bodies import parsed
 from rollout.server.errors import ApiError, bad_request
 from rollout.server.openai.schema import Body

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rollout.names import did_you_mean
+from rollout.errors import did_you_mean
 
 MAX_REASONS = 4
 """Maximum number of union alternatives listed in a message."""
