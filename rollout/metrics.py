@@ -1,8 +1,8 @@
 """Table of metrics: name, kind, unit, meaning, and where an engine's counters and gauges are read.
 
 `METRICS` defines every metric; `LOGGED` lists the flat names that a snapshot can contain, and `ENGINE_STATS` the plain names
-of `engine.stats()`. A new counter of an engine is one row with `read`: the manager's metrics, `/metrics` of a server and the
-reference follow from it.
+of `engine.stats()`. A new counter or gauge of an engine is one row with `read`: the manager's metrics,
+`/metrics` of a server and the reference follow from it.
 
 One "request" in this table is one sample: a prompt with n=8 is eight requests.
 """
