@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # public names
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.config import ServerConfig as ServerConfig
+    from rollout.config import __version__ as __version__
     from rollout.distributed.client.client import InferenceClient as InferenceClient
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
     from rollout.distributed.client.futures import RequestStream as RequestStream
@@ -75,7 +76,6 @@ if TYPE_CHECKING:  # public names
     from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.structured_output import StructuredOutput as StructuredOutput
     from rollout.tracing.recorder import span as span
-    from rollout.version import __version__ as __version__
 
 if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports of other engines
     from rollout.distributed.client.futures import Delta as Delta
@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
         if find_spec(f"{__name__}.{name}") is not None:
             # `from rollout import MODULE` asks for an attribute first, and imports the module itself then.
             raise AttributeError(name)
-        from rollout.names import did_you_mean
+        from rollout.errors import did_you_mean
 
         cure = did_you_mean(name, _HOME_OF, "rollout.__all__ lists the public names")
         message = f"module 'rollout' has no attribute {name!r}; {cure}"

@@ -30,10 +30,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout.errors import ConfigError, RolloutError
-from rollout.names import did_you_mean
-from rollout.units import binary_bytes, short_count
-from rollout.version import __version__
+from rollout.config import __version__
+from rollout.errors import ConfigError, RolloutError, did_you_mean
+from rollout.metrics import binary_bytes, short_count
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig

@@ -11,15 +11,16 @@ import ipaddress
 import math
 import re
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar, Literal
 
-from rollout.errors import ConfigError
-from rollout.options import (
+from rollout.errors import (
     ABOVE_0,
     ADDRESS,
     AT_LEAST_1,
     FINITE,
     SEED,
+    ConfigError,
     Options,
     Rules,
     is_int,
@@ -34,6 +35,12 @@ from rollout.state import (
     PrefixCachingEvictionPolicy,
     StalenessPolicy,
 )
+
+try:
+    __version__ = version("rollout-engine")
+except PackageNotFoundError:
+    # The folders are on the path without being installed.
+    __version__ = "0+unknown"
 
 
 def _are_origins(value: object) -> bool:

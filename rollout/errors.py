@@ -25,11 +25,15 @@ RolloutError
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
-
-from rollout.diagnosis import is_watching, report
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, ClassVar, NoReturn, Self
 
 
 def warn_caller(message: str) -> None:
@@ -135,13 +139,15 @@ class DeadlineError(RolloutError, TimeoutError):
     """A wait exceeded its deadline.
 
     `__notes__`, which tracebacks print, holds the state of this process's engines, connections and threads at that moment,
-    if it has any; see `rollout.diagnosis`.
+    if it has any; see `rollout.threads.diagnosis`, which sets `note`.
     """
+
+    note: ClassVar[Callable[[], str]] = staticmethod(str)
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        if is_watching():
-            self.add_note(report())
+        if note := DeadlineError.note():
+            self.add_note(note)
 
 
 class ControlError(RolloutError, RuntimeError):
@@ -179,3 +185,167 @@ class DamagedHeaderError(JournalError):
 
 class SerializationError(RolloutError, ValueError):
     """A received payload has an unexpected type, field or length."""
+
+
+# --- unknown names ------------------------------------------------------------------------------------------------------
+
+SAME_AS = {
+    "n": "num_generations num_return_sequences num_samples best_of",
+    "max_tokens": "max_new_tokens max_completion_length max_length max_completion_tokens response_length",
+    "min_tokens": "min_new_tokens min_length",
+    "temperature": "do_sample",
+    "stop": "stop_strings stop_sequences",
+    "stop_token_ids": "eos_token_id eos_token_ids",
+    "logit_bias": "suppress_tokens bad_words bad_words_ids sequence_bias",
+    "structured": "structured_outputs guided_decoding guided_json guided_regex json_schema regex response_format",
+    "adapter": "lora_request lora_path lora_name",
+    "logprobs": "log_probs logps old_logprobs old_per_token_logps sampling_logps output_scores",
+    "kv_cache_memory_fraction": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
+    "kv_cache_memory_gb": "kv_cache_memory_bytes",
+    "kv_cache_blocks": "num_gpu_blocks_override",
+    "kv_cache_host_memory_gb": "swap_space kv_offloading_size",
+    "max_sequence_length": "max_model_len max_seq_len max_seq_length context_length vllm_max_model_length",
+    "max_requests": "max_num_seqs max_running_requests max_batch_size",
+    "max_tokens_per_step": "max_num_batched_tokens chunked_prefill_size",
+    "block_size_tokens": "block_size page_size",
+    "inference_dtype": "dtype torch_dtype",
+    "inference_device": "device",
+    "speculation": "speculative_config num_speculative_tokens",
+    "texts": "responses completions text outputs completion",
+    "input_ids": "tokens token_ids sequences prompt_ids completion_ids response_ids",
+    "response_mask": "completion_mask loss_mask action_mask mask",
+    "policy_versions": "versions weight_versions",
+    "RolloutManager": "RolloutEngine Rollout Engine",
+    "InferenceConfig": "RolloutConfig EngineConfig EngineArgs",
+    "LLM": "LLMEngine",
+    "AsyncLLM": "AsyncLLMEngine",
+}
+"""Our name → names of the same thing in transformers, TRL, vLLM, SGLang and verl."""
+
+_OUR_NAMES = {theirs: ours for ours, names in SAME_AS.items() for theirs in names.split()}
+
+
+def our_name(name: str) -> str:
+    """Return this package's name for what other libraries call `name`; `name` itself if it is no such name."""
+    return _OUR_NAMES.get(name, name)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
+    """Return a question that gives the known names that are the same as or nearest to `name`, or `otherwise`.
+
+    Args:
+        most: how many names to give.
+        cutoff: least similarity, in [0, 1], as in `difflib.get_close_matches`.
+    """
+    choices = list(known)
+    near = [ours] if (ours := our_name(name)) in choices else get_close_matches(name, choices, n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def unknown_attribute(owner: object, name: str) -> NoReturn:
+    """Refuse an attribute; for `__getattr__` of a class.
+
+    Raises:
+        AttributeError: always; gives the nearest name.
+    """
+    kind = type(owner)
+    public = [each for each in dir(kind) if not each.startswith("_")]
+    public += getattr(kind, "__dataclass_fields__", {})
+    cure = "" if name.startswith("_") else f"; {did_you_mean(name, public, f'see help({kind.__name__})')}"
+    raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}{cure}", name=name, obj=owner)
+
+
+class NamedOptions:
+    """Base of dataclasses of options.
+
+    Raises:
+        ConfigError: a keyword argument is none of the options; gives the nearest one.
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Check the names; values are checked by `__init__`."""
+        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                cure = did_you_mean(name, known, f"the options are {', '.join(known)}")
+                raise ConfigError(f"{cls.__name__}.{name}: there is no such option; {cure}")
+        return super().__new__(cls)
+
+
+# --- rules for the values of options ------------------------------------------------------------------------------------
+
+Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is allowed, and what is, for the message."""
+
+Rules = Mapping[Rule, tuple[str, ...]]
+"""Rule → names of the options it is for."""
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an integer; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an integer or a float; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a string that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+def or_none(rule: Rule) -> Rule:
+    """Return the rule that also allows None."""
+    return lambda value: value is None or rule[0](value), f"None or {rule[1]}"
+
+
+def one_of(*choices: str | None) -> Rule:
+    """Return the rule that allows these values alone."""
+    return lambda value: value in choices, f"one of {', '.join(map(repr, choices))}"
+
+
+AT_LEAST_1: Rule = (lambda value: is_int(value) and value >= 1, "an integer of at least 1")
+ABOVE_0: Rule = (lambda value: is_number(value) and value > 0, "a number above 0")
+FINITE: Rule = (lambda value: is_number(value) and 0 < value < math.inf, "a finite number above 0")
+SEED: Rule = (lambda value: is_int(value) and 0 <= value < 2**63, "an integer in [0, 2**63)")
+ADDRESS: Rule = (is_text, "an address")
+
+
+class Options(NamedOptions):
+    """Validation shared by the configuration dataclasses: booleans and enums by their default, the rest by `_rules`."""
+
+    _rules: ClassVar[Rules] = {}
+
+    def __post_init__(self) -> None:
+        for (holds, rule), names in self._rules.items():
+            for name in names:
+                self._check(name, holds(getattr(self, name)), rule)
+        for option in fields(self):  # type: ignore[arg-type]
+            if isinstance(option.default, bool):
+                self._check(option.name, isinstance(getattr(self, option.name), bool), "True or False")
+            elif isinstance(option.default, Enum):
+                self._choose(option.name, type(option.default))
+
+    def _check(self, name: str, ok: bool, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"{type(self).__name__}.{name}={getattr(self, name)!r}: must be {rule}")
+
+    def _choose(self, name: str, kind: type[Enum]) -> None:
+        try:
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        except ValueError as exc:
+            choices = ", ".join(repr(member.value) for member in kind)
+            raise ConfigError(
+                f"{type(self).__name__}.{name}={getattr(self, name)!r}: must be one of {choices}"
+            ) from exc
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed, validated again."""
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of all options, in definition order."""
+        return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]

@@ -19,8 +19,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
-from rollout.errors import ConfigError
-from rollout.names import did_you_mean
+from rollout.errors import ConfigError, did_you_mean
 
 API_KEY = "ROLLOUT_API_KEY"
 """Environment variable with the API key, read when no flag sets it."""

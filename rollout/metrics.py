@@ -1,8 +1,8 @@
 """Table of metrics: name, kind, unit, meaning, and where an engine's counters and gauges are read.
 
 `METRICS` defines every metric; `LOGGED` lists the flat names that a snapshot can contain, and `ENGINE_STATS` the plain names
-of `engine.stats()`. A new counter of an engine is one row with `read`: the manager's metrics, `/metrics` of a server and the
-reference follow from it.
+of `engine.stats()`. A new counter or gauge of an engine is one row with `read`: the manager's metrics,
+`/metrics` of a server and the reference follow from it.
 
 One "request" in this table is one sample: a prompt with n=8 is eight requests.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from rollout.names import did_you_mean
+from rollout.errors import did_you_mean
 
 
 class Kind(StrEnum):
@@ -334,3 +334,19 @@ def unknown_name(name: str, known: Mapping[str, Metric]) -> KeyError:
     """Return the `KeyError` for a name that is not in the table, with the closest known names."""
     cure = did_you_mean(name, known, "see rollout.metrics.describe()", most=3, cutoff=0.5)
     return KeyError(f"{name!r} is not a metric of this package: names are those of rollout.metrics; {cure}")
+
+
+def short_count(number: float) -> str:
+    """`596 M`, `1.5 G`, `12 k`: three digits and a decimal unit."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def binary_bytes(number: float) -> str:
+    """`1.1 GiB`, `12.0 MiB`, `3 KiB`, `96 B`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 2**10:.0f} KiB" if number >= 2**10 else f"{number:.0f} B"

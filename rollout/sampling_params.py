@@ -12,8 +12,7 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
-from rollout.errors import ConfigError, SerializationError, warn_caller
-from rollout.names import NamedOptions, did_you_mean, our_name
+from rollout.errors import ConfigError, NamedOptions, SerializationError, did_you_mean, our_name, warn_caller
 from rollout.structured_output import StructuredOutput
 
 MIN_TEMPERATURE = 1e-6

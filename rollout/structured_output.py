@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from rollout.errors import ConfigError
-from rollout.names import NamedOptions
+from rollout.errors import ConfigError, NamedOptions
 
 MAX_CHARACTERS = 2**18
 """Maximum length of a schema, an expression or a grammar: what one request may cost the others is bounded by it."""

@@ -18,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rollout.diagnosis import THREAD_NAME
+from rollout.threads.diagnosis import THREAD_NAME
 from tests.distributed.job.nursery import Nursery
 
 DEADLINE_S = 300.0

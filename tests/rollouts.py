@@ -20,10 +20,8 @@ from rollout.metrics import LOGGED
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
-LOGGED_BY_DEFAULT = set(LOGGED) - {
-    "rollout/draft_acceptance", "rollout/draft_accepted_length", "rollout/kv_host_cache_bytes"
-}  # fmt: skip
-"""What a run without speculation and without a host tier logs: a ratio of nothing is left out."""
+LOGGED_BY_DEFAULT = set(LOGGED) - {"rollout/draft_acceptance", "rollout/draft_accepted_length"}
+"""What a run without speculation logs: a ratio of nothing is left out."""
 
 Key = tuple[int, int]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

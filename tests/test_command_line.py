@@ -21,11 +21,10 @@ import psutil
 import pytest
 
 from rollout import __main__ as command_line
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig, __version__
 from rollout.errors import ConfigError, EngineDeadError
 from rollout.flags import API_KEY, ModelOptions, ServeOptions, parse
 from rollout.state import PrefixCachingCoordinatorPolicy, StalenessPolicy
-from rollout.version import __version__
 from tests.models import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -19,13 +19,9 @@ from tests.test_spec_names import NAMES
 ROOT = Path(__file__).parent.parent
 
 LAYERS = [
-    ["rollout.forks"],
-    ["rollout.diagnosis"],
-    ["rollout.errors", "rollout.units", "rollout.version"],
-    ["rollout.names"],
-    ["rollout.metrics", "rollout.options"],
-    ["rollout.state", "rollout.structured_output"],
-    ["rollout.config", "rollout.sampling_params", "rollout.threads"],
+    ["rollout.errors"],
+    ["rollout.metrics", "rollout.state", "rollout.structured_output", "rollout.threads"],
+    ["rollout.config", "rollout.sampling_params"],
     ["rollout.flags", "rollout.requests"],
     ["rollout.journal", "rollout.distributed.protocol", "rollout.engine.memory", "rollout.engine.scheduling"],
     ["rollout.engine.kernels", "rollout.distributed.transport", "rollout.tracing"],
@@ -54,8 +50,7 @@ with, and imports only from its own folder and from folders of lower layers."""
 LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 
 TORCH_FREE = [
-    "rollout.forks", "rollout.diagnosis", "rollout.errors", "rollout.state", "rollout.metrics", "rollout.units",
-    "rollout.names", "rollout.version", "rollout.options", "rollout.config", "rollout.sampling_params",
+    "rollout.errors", "rollout.state", "rollout.metrics", "rollout.config", "rollout.sampling_params",
     "rollout.structured_output", "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal",
     "rollout.tracing", "rollout.engine.scheduling", "rollout.distributed.protocol", "rollout.distributed.transport",
     "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",

@@ -29,8 +29,8 @@ from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.state_memory import StateMemory
 from rollout.errors import ConfigError, EngineStateError
+from rollout.metrics import binary_bytes
 from rollout.state import KVCacheManagementMode
-from rollout.units import binary_bytes
 
 _log = logging.getLogger(__name__)
 KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)

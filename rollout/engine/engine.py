@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from torch import nn
 
 from rollout.config import InferenceConfig
-from rollout.diagnosis import answer_signal, watch
 from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, followed, rebuilt
 from rollout.engine.context import DynamicInferenceContext, MemoryMove
 from rollout.engine.controller import TextGenerationController
@@ -46,6 +45,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import EngineState, Mode
+from rollout.threads.diagnosis import answer_signal, watch
 from rollout.threads.interrupts import interruptible, uninterrupted
 from rollout.threads.turns import Turns
 from rollout.tracing.recorder import EngineTap
@@ -111,7 +111,7 @@ class DynamicInferenceEngine:
         )
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.diagnosis`: lifecycle, holds, lock, turn, scheduler, last step, oldest samples."""
+        """Lines for `rollout.threads.diagnosis`: lifecycle, holds, lock, turn, scheduler, last step, oldest samples."""
         yield f"engine of {type(self.model).__name__}: {self.state.value}, policy version {self.policy_version}"
         yield (
             f"  holds: {self.holds.describe()}; lock: {self.lifecycle.lock.describe()}; turn: {self.turns.describe()}"

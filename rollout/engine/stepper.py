@@ -51,7 +51,7 @@ class Stepper:
         """
         log, self.made = self._tap.log, 0
         if log is not None:
-            log.step_begins(self._scheduler)
+            log.step_begins(self._scheduler.counters["prefill_tokens_saved"])
         try:
             variant = self.follow_forward()
             step = self._scheduler.schedule()
@@ -121,7 +121,7 @@ class Stepper:
         for sample in ended:
             self._ledger.collect(sample)
         if log is not None:
-            log.step_ends(step, self._scheduler, sampled.steps)
+            log.step_ends(traced_numbers(step, self._scheduler, sampled.steps))
 
     def _contain(self, step: ScheduledStep, exc: Exception) -> None:
         if lacks_device_memory(exc):
@@ -142,3 +142,17 @@ class Stepper:
         for leader in step.prefills:
             for sample in (leader, *leader.siblings):
                 self._controller.admit(sample)
+
+
+def traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int = 1) -> tuple[int, ...]:
+    """Numbers of a step for its `StepRow`; `made`: how many decode steps the call made."""
+    allocator, counters = scheduler.allocator, scheduler.counters
+    host = allocator.host
+    on_host = (0, 0, 0) if host is None else (host.num_blocks, host.offloaded, host.loaded)
+    decodes, entries = step.num_decodes, len(step.rows)
+    return (
+        decodes, entries - decodes, int(step.counts[decodes:].sum()) if entries > decodes else 0,
+        made * len(step.sampled_rows), scheduler.num_active, scheduler.num_waiting, allocator.num_used,
+        allocator.num_cached, allocator.num_free, *on_host, counters["prefill_tokens_saved"], counters["preemptions"],
+        scheduler.version,
+    )  # fmt: skip

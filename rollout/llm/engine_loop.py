@@ -19,7 +19,6 @@ from contextlib import ExitStack, nullcontext
 
 import torch
 
-from rollout.diagnosis import watch
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConnectionLostError,
@@ -31,6 +30,7 @@ from rollout.errors import (
 from rollout.llm.delivery import Delivery, Group, Listener
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
+from rollout.threads.diagnosis import watch
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class EngineLoop:
         self._thread.start()
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.diagnosis`."""
+        """Lines for `rollout.threads.diagnosis`."""
         end = ", over" if self.over.done() else ", closed" if self._closed else ""
         yield (
             f"engine loop {self._thread.name!r}: {len(self._groups)} groups and {self._delivery.num_streams} streams open, "

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rollout.errors import unknown_attribute
 from rollout.manager.images import BatchImages, ImageLayout
 from rollout.manager.kept_tokens import KeptSets, kept_sets, logprobs_of_rows, no_sets
 from rollout.manager.packed import PackedRollouts
 from rollout.manager.routed_experts import padded_routes
 from rollout.manager.tree import PackedTree, pack_tree
-from rollout.names import unknown_attribute
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import FILTERS
 

@@ -22,7 +22,6 @@ from typing import Any, NoReturn, Self
 from torch import Tensor, nn
 
 from rollout.config import CoordinatorConfig, InferenceConfig
-from rollout.diagnosis import watch
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
@@ -50,6 +49,7 @@ from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, hints_at_options
 from rollout.state import Mode
+from rollout.threads.diagnosis import watch
 
 
 class RolloutManager:
@@ -110,7 +110,7 @@ class RolloutManager:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.diagnosis`."""
+        """Lines for `rollout.threads.diagnosis`."""
         groups = sorted(self._rounds.groups.unfinished)
         yield (
             f"manager: {len(self._rounds.groups)} groups not handed out, {len(groups)} of them unfinished {groups[:8]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rollout.manager.recorder import MetricsRecorder
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollout.manager.batch import RolloutBatch
 
 _COUNTERS = [name for name, metric in ENGINE_STATS.items() if metric.kind is Kind.COUNTER]
+_GAUGES = [name for name, metric in ENGINE_STATS.items() if metric.kind is Kind.GAUGE and metric.logged]
 
 
 class RolloutMetrics(MetricsRecorder):
@@ -33,7 +34,8 @@ class RolloutMetrics(MetricsRecorder):
     def __init__(self, engine: DynamicInferenceEngine, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self._engine = engine
-        self._counted = self._counters_now()
+        stats = engine.stats()
+        self._counted = {name: stats[name] for name in _COUNTERS}
 
     def enter_phase(self, phase: str | None) -> None:
         """Attribute wall time from now on to `phase`; a trace shows it."""
@@ -43,12 +45,12 @@ class RolloutMetrics(MetricsRecorder):
             recorder.phase(self, phase, before)
 
     def step(self, samples_missing: int) -> None:
-        """Record the gauges, and the size of each step made, after every call of the engine. Costs about 15 µs.
+        """Record the gauges with a peak, and the size of each step made, after every call of the engine; about 15 µs.
 
         Args:
             samples_missing: samples that are still to come; those not running wait.
         """
-        self._set_gauges(samples_missing)
+        self._set(self._load(samples_missing) | {"kv_blocks_used": self._engine.context.allocator.num_used})
         if (step := self._engine.parts.stepper.last) is not None:
             for _ in range(self._engine.parts.stepper.made):
                 self.observe("rollout/step_requests", len(step.rows))
@@ -56,27 +58,22 @@ class RolloutMetrics(MetricsRecorder):
 
     def sync(self, samples_missing: int, groups_in_flight: int) -> None:
         """Bring counters and gauges up to date with the engine's."""
-        before, self._counted = self._counted, self._counters_now()
+        before, stats = self._counted, self._engine.stats()
+        self._counted = {name: stats[name] for name in _COUNTERS}
         for name, value in self._counted.items():
             # A rebuilt engine counts from 0.
             self.add(f"rollout/{name}", value - before[name] if value >= before[name] else value)
-        self._set_gauges(samples_missing)
-        self.set("rollout/policy_version", self._engine.policy_version)
+        # Samples that have not reached this engine wait too.
+        self._set({name: stats[name] for name in _GAUGES} | self._load(samples_missing))
         self.set("rollout/groups_in_flight", groups_in_flight)
 
-    def _counters_now(self) -> dict[str, float]:
-        stats = self._engine.stats()
-        return {name: stats[name] for name in _COUNTERS}
+    def _load(self, samples_missing: int) -> dict[str, float]:
+        running = self._engine.load[0]
+        return {"requests_running": running, "requests_waiting": max(0, samples_missing - running)}
 
-    def _set_gauges(self, samples_missing: int) -> None:
-        running, blocks = self._engine.load[0], self._engine.context.allocator
-        self.set("rollout/requests_running", running)
-        self.set("rollout/requests_waiting", max(0, samples_missing - running))
-        self.set("rollout/kv_blocks_used", blocks.num_used)
-        self.set("rollout/kv_blocks_cached", blocks.num_cached)
-        self.set("rollout/kv_blocks_free", blocks.num_free)
-        if blocks.host is not None:
-            self.set("rollout/kv_host_cache_bytes", blocks.host.num_bytes)
+    def _set(self, gauges: Mapping[str, float]) -> None:
+        for name, value in gauges.items():
+            self.set(f"rollout/{name}", value)
 
     def result(self, result: DynamicInferenceRequest) -> None:
         """Record a sample that has ended; a failed one is only counted, by the engine."""

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from starlette.requests import Request
 
-from rollout.names import did_you_mean
+from rollout.errors import did_you_mean
 from rollout.server.chat_template.prompt_ids import Stop
 from rollout.server.errors import ApiError, bad_request, explain
 from rollout.server.serving import Serving, or_disconnected

@@ -19,6 +19,7 @@ from fastapi import APIRouter, FastAPI, Query
 from pydantic import Field, JsonValue, StringConstraints
 from starlette.requests import Request
 
+from rollout.config import __version__
 from rollout.engine.forward.adapters import MAX_ADAPTERS
 from rollout.engine.weights.lora_folder import MAX_RANK
 from rollout.errors import ConfigError, ControlError, EngineStateError
@@ -27,7 +28,6 @@ from rollout.server.bodies import Body, ReplyBody, body_of, body_or_default, doc
 from rollout.server.errors import ApiError, bad_request, documented
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
-from rollout.version import __version__
 
 OpenRequests = Annotated[
     Literal["keep", "wait", "abort"],

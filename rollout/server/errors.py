@@ -36,7 +36,7 @@ from rollout.errors import (
     StaleRequestError,
     WeightsChangedError,
 )
-from rollout.names import did_you_mean
+from rollout.errors import did_you_mean
 
 CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""

@@ -20,12 +20,12 @@ from typing import Any, Self
 
 import uvicorn
 
-from rollout import forks
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError
 from rollout.server.app import build_app
 from rollout.server.connection import Connection
 from rollout.server.serving import Serving
+from rollout.threads import forks
 
 START_TIMEOUT_S = 30.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
-from rollout.diagnosis import thread_name
+from rollout.threads.diagnosis import thread_name
 from rollout.threads.interrupts import interruptible, uninterrupted
 
 POLL_S = 0.1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,8 +20,6 @@ from rollout.errors import EngineStateError
 from rollout.tracing.lives import Life, life_of
 
 if TYPE_CHECKING:
-    from rollout.engine.scheduling.scheduler import Scheduler
-    from rollout.engine.scheduling.step import ScheduledStep
     from rollout.requests.record import DynamicInferenceRequestRecord
 
 MAX_ROWS = 500_000
@@ -104,34 +102,23 @@ class EngineLog:
         self.saved_before = 0
         self._marks: list[float] = []
 
-    def step_begins(self, scheduler: Scheduler) -> None:
-        """A step begins; `step_reached` and `step_ends` follow, unless it is empty or fails."""
+    def step_begins(self, tokens_saved: int) -> None:
+        """A step begins, with `prefill_tokens_saved`; `step_reached` and `step_ends` follow, unless it is empty or fails."""
         self._marks = [self.clock()]
         if not self.steps:
-            self.saved_before = scheduler.counters["prefill_tokens_saved"]
+            self.saved_before = tokens_saved
 
     def step_reached(self) -> None:
         """The step is scheduled, or executed."""
         self._marks.append(self.clock())
 
-    def step_ends(self, step: ScheduledStep, scheduler: Scheduler, made: int = 1) -> None:
-        """The step's tokens are booked, those of `made` decode steps in one call."""
+    def step_ends(self, numbers: Iterable[int]) -> None:
+        """The step's tokens are booked; `numbers` are what a `StepRow` holds after its times."""
         if len(self.steps) >= MAX_ROWS:
             self.dropped += 1
             return
-        allocator, counters = scheduler.allocator, scheduler.counters
         start, scheduled, executed = self._marks
-        host = allocator.host
-        on_host = (0, 0, 0) if host is None else (host.num_blocks, host.offloaded, host.loaded)
-        decodes, entries = step.num_decodes, len(step.rows)
-        self.steps.append(
-            StepRow(
-                start, scheduled, executed, self.clock(), decodes, entries - decodes,
-                int(step.counts[decodes:].sum()) if entries > decodes else 0, made * len(step.sampled_rows),
-                scheduler.num_active, scheduler.num_waiting, allocator.num_used, allocator.num_cached, allocator.num_free,
-                *on_host, counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
-            )
-        )  # fmt: skip
+        self.steps.append(StepRow(start, scheduled, executed, self.clock(), *numbers))
 
     def ended(self, record: DynamicInferenceRequestRecord) -> None:
         """A sample has ended."""

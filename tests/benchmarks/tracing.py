@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import rollout
 from rollout.config import InferenceConfig
+from rollout.engine.stepper import traced_numbers
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from rollout.tracing import recorder
@@ -74,10 +75,10 @@ def _per_step(manager: RolloutManager) -> tuple[float, float]:
     for _ in range(REPEATS):
         log = engine.tap.log
         assert log is not None
-        log.step_begins(scheduler)
+        log.step_begins(0)
         log.step_reached()
         log.step_reached()
-        log.step_ends(step, scheduler)
+        log.step_ends(traced_numbers(step, scheduler))
     recording = (time.perf_counter() - start) / REPEATS
     recorder.stop(active)
     start = time.perf_counter()

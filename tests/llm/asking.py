@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout.config import InferenceConfig
-from rollout.diagnosis import THREAD_NAME
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.threads.diagnosis import THREAD_NAME
 from tests.engines import shared_model
 from tests.models import make_tokenizer, trainer_logprobs
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rollout.diagnosis import answer_signal, watch
 from rollout.distributed.client.session import Call, ClientSession
 from rollout.distributed.protocol.messages import (
     PROTOCOL_VERSION,
@@ -23,6 +22,7 @@ from rollout.distributed.protocol.messages import (
 from rollout.distributed.transport.dealer import Dealer
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.state import CoordinatorState
+from rollout.threads.diagnosis import answer_signal, watch
 
 if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
@@ -57,7 +57,7 @@ class ClientConnection:
         answer_signal()
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.diagnosis`."""
+        """Lines for `rollout.threads.diagnosis`."""
         how = f"lost ({self.lost})" if self.lost is not None else "connected" if self.connected else "not connected"
         yield f"client {self.name!r} of {self.address}: {how}; {self._session.waits_for()}"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from rollout.diagnosis import answer_signal
 from rollout.distributed.coordinator.launch import read_orders, write_answer
 from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
 from rollout.errors import ConfigError
+from rollout.threads.diagnosis import answer_signal
 
 STDIN, STDOUT = 0, 1
 

@@ -23,11 +23,11 @@ from typing import IO, Any, cast
 
 import msgpack
 
-from rollout import forks
 from rollout.config import CoordinatorConfig
 from rollout.distributed.transport.keys import JobKeys
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.requests.codec import unpack_msgpack
+from rollout.threads import forks
 
 LENGTH_BYTES = 8
 

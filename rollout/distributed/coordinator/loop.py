@@ -26,7 +26,6 @@ from contextlib import suppress
 import zmq
 
 from rollout.config import CoordinatorConfig
-from rollout.diagnosis import watch
 from rollout.distributed.coordinator.connections import ConnectionWatch
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.coordinator.listening import GOODBYE_S, READ_AHEAD_MESSAGES, listen, resolved, router_socket
@@ -37,6 +36,7 @@ from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, decode, encode
 from rollout.distributed.protocol.messages import Heartbeat
 from rollout.distributed.transport.keys import Context, Gatekeeper, JobKeys, Socket, is_loopback
 from rollout.errors import ConfigError, SerializationError
+from rollout.threads.diagnosis import watch
 
 FRAMES_PER_TURN = 64
 BYTES_PER_TURN = 32 << 20
@@ -96,7 +96,7 @@ class CoordinatorLoop:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.diagnosis`: state, queue, ranks, clients, and what a barrier waits for."""
+        """Lines for `rollout.threads.diagnosis`: state, queue, ranks, clients, and what a barrier waits for."""
         table = self._core.status()
         yield (
             f"coordinator: {table['state']}, policy version {table['policy_version']}, {table['queued_samples']} samples "

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from rollout import forks
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, Sequencer, decode, encode
 from rollout.distributed.protocol.messages import Disconnect, Heartbeat, Message, session_end
 from rollout.errors import ConfigError, ConnectionLostError, SerializationError
+from rollout.threads import forks
 
 if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys

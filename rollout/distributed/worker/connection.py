@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rollout.diagnosis import watch
 from rollout.distributed.protocol.messages import (
     PROTOCOL_VERSION,
     Message,
@@ -34,6 +33,7 @@ from rollout.engine.holds import COORDINATOR
 from rollout.errors import ConnectionLostError, DeadlineError, EngineStateError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
+from rollout.threads.diagnosis import watch
 from rollout.threads.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class RankConnection:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.diagnosis`."""
+        """Lines for `rollout.threads.diagnosis`."""
         link = self._link
         how = f"lost ({self.lost})" if self.lost is not None else "no session" if link is None else "in a session"
         yield (

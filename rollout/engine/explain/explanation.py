@@ -22,7 +22,7 @@ from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.weights.base import Weights as WeightSource
-from rollout.units import binary_bytes, short_count
+from rollout.metrics import binary_bytes, short_count
 
 LENGTH = 512
 """Tokens of a sequence that each of `max_requests` should have room for."""

@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 
 from rollout.config import CoordinatorConfig, InferenceConfig
-from rollout.diagnosis import THREAD_NAME
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.world import World
@@ -26,6 +25,7 @@ from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, Engi
 from rollout.manager.backend import LocalBackend
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
+from rollout.threads.diagnosis import THREAD_NAME
 from rollout.tracing.reading import load, read
 from tests.distributed.job import rank_jobs
 from tests.distributed.job.nursery import Nursery

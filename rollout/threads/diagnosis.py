@@ -23,7 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from rollout import forks
+from rollout.errors import DeadlineError
+from rollout.threads import forks
 
 FRAMES = 8
 """Innermost frames shown of each thread."""
@@ -55,11 +56,6 @@ def watch(watched: Watched) -> None:
     _watched[number] = weakref.ref(watched, forget)
 
 
-def is_watching() -> bool:
-    """Whether some registered object lives."""
-    return bool(_watched)
-
-
 def report() -> str:
     """The state of all registered objects, in order of registration, and the stacks of all threads."""
     lines = [f"state of process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"]
@@ -69,6 +65,9 @@ def report() -> str:
         if watched is not None:
             lines += _lines_of(watched)
     return "\n".join([*lines, *thread_lines()])
+
+
+DeadlineError.note = staticmethod(lambda: report() if _watched else "")
 
 
 def _lines_of(watched: Watched) -> list[str]:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout import diagnosis
 from rollout.engine.holds import HoldLevel
 from rollout.errors import DeadlineError, EngineStateError
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
+from rollout.threads import diagnosis
 from tests.engines import greedily, make_engine, shared_model, token_ids
 
 
@@ -122,7 +122,7 @@ def test_without_anything_to_describe_a_deadline_error_is_bare(monkeypatch):
 STUCK = """
 import signal, sys, threading, time
 {before}
-from rollout import diagnosis
+from rollout.threads import diagnosis
 class Thing:
     def describe_state(self):
         yield "thing: stuck"
