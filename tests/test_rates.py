@@ -22,7 +22,7 @@ def test_the_rate_of_products_is_that_of_our_kernels_where_torch_is_slower(dtype
     torch.testing.assert_close(ours[1](), torch_flat[1](), atol=0.05, rtol=0.02)
     seconds = iter([1.0] * 10 + [8.0] * 8 + [1.0] * 4)
     monkeypatch.setattr(rates, "SIDE", 64)
-    monkeypatch.setattr(rates, "_seconds", lambda run, device: next(seconds))
+    monkeypatch.setattr(rates, "seconds", lambda run, device: next(seconds))
     assert Rates.measure(dtype, torch.device("cpu")).matmul == 64**3
 
 

@@ -9,7 +9,6 @@ that this command has. A fair share beside k others on c cores is c / (c + k) of
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -25,34 +24,15 @@ from typing import Any
 import torch
 
 from tests.benchmarks.child import NotRun, PeerFailed
+from tests.benchmarks.common import parse, quiet_transformers, save
 from tests.benchmarks.peers import Ours, Peer
-from tests.benchmarks.race import quiet_transformers
 from tests.benchmarks.remote import Interpreters, open_remote
-from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+from tests.benchmarks.subject import SIZES, Subject, make_subject
 from tests.benchmarks.workloads import Room, Scale, Workload, steady
 
 DEADLINE_S = 600.0
 SETTLE_S = 0.2
 COUNT = "import os, sys\nif len(sys.argv) > 1: os.sched_setaffinity(0, [int(sys.argv[1])])\nwhile True: pass"
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--size", choices=list(SIZES), default="10m", help="parameters")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--sequences", type=int, default=16)
-    add("--several", type=int, nargs="+", default=[3, 6], help="busy processes of the loads without a pin")
-    add("--rounds", type=int, default=5)
-    add("--scale", type=float, default=0.25, help="multiplies the 256 + 256 tokens of a sequence")
-    add("--vllm-python", default=os.environ.get("RACE_VLLM_PYTHON"), metavar="PATH",
-        help="interpreter of an environment with vLLM (default: RACE_VLLM_PYTHON)")  # fmt: skip
-    add("--json", type=Path, help="write the rates of each round here, by load|peer")
-    options = parser.parse_args(arguments)
-    if min(options.sequences, options.rounds, options.scale, *options.several) <= 0:
-        parser.error("--sequences, --several, --rounds and --scale must be above 0")
-    return options
 
 
 @contextmanager
@@ -98,7 +78,10 @@ def rate(peer: Peer, workload: Workload) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Returns the exit status."""
-    options = parse(arguments)
+    options = parse(
+        __doc__, arguments, size="10m", dtype="bfloat16", sequences=16, rounds=5, scale=0.25, vllm_python=None,
+        several={"default": [3, 6], "help": "busy processes of the loads without a pin"},
+    )  # fmt: skip
     (workload,) = steady(SIZES[options.size]["vocab_size"], Scale(options.scale), [options.sequences])
     room = Room.of([workload])
     surroundings = loads(options.several)
@@ -119,9 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         median = statistics.median(values)
         share = median / statistics.median(rates["quiet", name])
         print(f"{load:12} {name:6} {median:10,.0f} {share:6.2f}   " + " ".join(f"{value:,.0f}" for value in values))
-    if options.json is not None:
-        found = {f"{load}|{name}": values for (load, name), values in rates.items()}
-        options.json.write_text(json.dumps(found), encoding="utf-8")
+    save(options.json, {f"{load}|{name}": values for (load, name), values in rates.items()})
     return 0
 
 

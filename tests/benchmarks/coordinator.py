@@ -1,415 +1,318 @@
-"""Coordinator benchmarks: latency, throughput, memory and schedule quality, beside peers of the same run.
+"""Coordinator beside the same hops in plain ZMQ: a round trip, samples per second, and the cost of a routing decision.
 
-    python -m tests.benchmarks.coordinator latency throughput core memory long_tail --json coordinator.json
+    python -m tests.benchmarks.coordinator
 
-    latency      one request at a time, client → coordinator → echo rank, beside plain ZMQ over the same hops (the floor)
-                 and a client that looks every 5 ms; `added` is over the rank's work as a call in one process
-    throughput   one client keeps many requests going, beside the floor with messages as long; and each process's time
-                 per request, which is what counts where fewer cores are free than processes run
-    core         the deciding part alone, by number of ranks
-    memory       the same, over very many requests
-    long_tail    see `long_tail`
-    hostile      what ordinary clients notice of one hostile peer, attack by attack; see `hostile`
+    ours     InferenceClient ──▶ coordinator ──▶ echo rank         frames, sessions, routing
+    plain    DEALER ──▶ ROUTER ──▶ DEALER, and back                byte strings as long as our frames, never read
 
-Rounds alternate between peers; medians are shown. Quote ratios: a busy neighbour costs round trips far more than half.
-`--profile` shows what each process spends its time with, measured apart.
+Every box is a process. A client keeps one request going (the round trip) or `--in-flight` (the rate). A routing decision is
+`place`, `assigned`, `ended` and `released` of the real router, on prompts of 62 blocks of which every rank holds 16. Medians
+of alternating rounds. Quote ratios: a busy neighbour costs round trips far more than half.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
+import asyncio
+import multiprocessing
+import random
 import statistics
 import sys
-import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import msgpack
+import zmq
 
 from rollout.config import CoordinatorConfig
+from rollout.distributed.client.client import InferenceClient
+from rollout.distributed.coordinator.core.routing import Claim, Router
 from rollout.distributed.coordinator.launch import launch_coordinator
-from tests.benchmarks import core_alone, hostile, long_tail
-from tests.benchmarks.child import Child, clean_environment
-from tests.benchmarks.echo import HEARTBEAT_S, Load
+from rollout.distributed.protocol.frames import Sequencer, decode, encode
+from rollout.distributed.protocol.messages import (
+    PROTOCOL_VERSION,
+    Assign,
+    EngineMoved,
+    Heartbeat,
+    Progress,
+    Register,
+    RegisterAck,
+    Stretch,
+    Submit,
+    Update,
+    session_end,
+)
+from rollout.distributed.protocol.outcome import Outcome, pack
+from rollout.requests.events import DynamicInferenceEvent, DynamicInferenceEventType, pack_events
+from rollout.requests.spans import VersionSpans
+from rollout.sampling_params import SamplingParams
+from rollout.state import PrefixCachingCoordinatorPolicy
+from tests.benchmarks.common import alternating, number, parse, save, show
 
-ROOT = Path(__file__).parents[2]
-PARTS = ("latency", "throughput", "core", "memory", "long_tail", "hostile")
-DEADLINE_S = 120.0
-LATENCY_LOAD = Load(64, 1, 8)
-LOADS = {"1,024-token prompts": Load(1024, 1, 8), "groups of 16": Load(64, 16, 8)}
-CORE_LOADS = (Load(64, 1, 8), Load(1024, 1, 8), Load(64, 16, 8))
-KINDS = ("ours", "polled", "floor", "direct")
+BLOCK_SIZE, SLOTS, HEARTBEAT_S = 16, 1 << 20, 10.0
+RANKS = (1, 16, 256, 1000)
+BLOCKS, SHARED_BLOCKS, SLOTS_PER_RANK, OPEN = 62, 16, 256, 128
+"""Of a routing decision; `OPEN` requests are at work."""
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """Processes that are connected: where a client goes, and their ids."""
+class Load:
+    """What is asked, again and again: samples of a prompt, each with so many tokens of completion."""
 
-    address: str
-    processes: dict[str, int]
+    prompt_tokens: int
+    n: int
+    completion: int = 8
+
+    @property
+    def prompt(self) -> bytes:
+        """int32."""
+        return bytes(4 * self.prompt_tokens)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the request."""
+        return SamplingParams(n=self.n, max_tokens=self.completion)
+
+    def answered(self) -> tuple[Assign, Stretch]:
+        """What the coordinator sends to a rank, and the rank's answer: every sample, ended."""
+        n, count = self.n, self.completion
+        params = msgpack.packb(self.params.serialize())
+        assign = Assign(1 << 20, 1 << 20, list(range(n)), self.prompt, params, 1 << 62, 0, time.time(), 16, [])
+        total = self.prompt_tokens + count
+        outcome = Outcome(
+            "length", None, None, 0, VersionSpans([(0, total)]), VersionSpans([(0, total - 1)]), [0.01] * (count - 1),
+            0.01, 0.01 * count, 0, None, None, count, assign.seed,
+        )  # fmt: skip
+        kinds = [DynamicInferenceEventType[name] for name in ("ADD_ENGINE", "ADD_CONTEXT", "FINISH")]
+        events = pack_events([DynamicInferenceEvent(1e9, kind) for kind in kinds])
+        zeros = bytes(4 * count * n)
+        return assign, Stretch(
+            assign.request_id, assign.attempt, assign.indices, [0] * n, [count] * n, zeros, zeros, [[0, 0, count]] * n,
+            {"ttft": [0.01] * n, "outcome": [pack(outcome)] * n, "events": [events] * n},
+        )  # fmt: skip
+
+    def frames(self) -> list[bytes]:
+        """`Submit`, `Assign`, `Progress` and `Update` as they travel."""
+        assign, stretch = self.answered()
+        submit = Submit(1 << 20, self.prompt, self.n, assign.params, None, 0, assign.arrival_time)
+        return [encode(1 << 20, each) for each in (submit, assign, Progress([stretch], running=1), Update([stretch]))]
 
 
-class Field:
-    """The processes of one run, ended with it."""
+LATENCY = Load(64, 1)
+LOADS = {"1,024-token prompts": Load(1024, 1), "groups of 16": Load(64, 16)}
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = ExitStack()
-        self._count = 0
-        self.client = self.child("client")
 
-    def __enter__(self) -> Field:
-        return self
+# --- processes --------------------------------------------------------------------------------------------------------
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
-    def child(self, name: str) -> Child:
-        """A process that takes a role."""
-        self._count += 1
-        environment = clean_environment({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
-        log = self._folder / f"{self._count}-{name}.log"
-        child = Child([sys.executable, "-m", "tests.benchmarks.echo"], environment, log)
-        self._stack.callback(child.close)
-        return child
+def _socket(kind: int, name: bytes | None = None) -> Any:
+    socket = zmq.Context.instance().socket(kind)
+    socket.linger = socket.sndhwm = socket.rcvhwm = 0
+    if name is not None:
+        socket.routing_id = name
+    return socket
 
-    def ours(self, load: Load) -> Wiring:
-        """A coordinator as a job starts it, and an echo rank."""
-        handle = launch_coordinator(CoordinatorConfig(heartbeat_interval_s=HEARTBEAT_S))
-        self._stack.callback(handle.kill)
-        rank = self.child("rank").ask(DEADLINE_S, "rank", address=handle.address, completion=load.completion)
-        return Wiring(handle.address, {"coordinator": handle.process.pid, "rank": rank["pid"]})
 
-    def floor(self, load: Load) -> Wiring:
-        """The same hops in plain ZMQ."""
-        _, assign, progress, update = map(len, load.frames())
-        middle = self.child("router").ask(DEADLINE_S, "plain_router", to_rank_bytes=assign, to_client_bytes=update)
-        rank = self.child("echo").ask(DEADLINE_S, "plain_rank", address=middle["address"], reply_bytes=progress)
-        return Wiring(middle["address"], {"coordinator": middle["pid"], "rank": rank["pid"]})
+def echo_rank(address: str, load: Load) -> None:
+    """End every sample at once, and all of one message of the coordinator in one report, until the coordinator leaves."""
+    _, stretch = load.answered()
+    numbers, socket = Sequencer(), _socket(zmq.DEALER, b"rank")
+    socket.connect(address)
+
+    def say(message: Any) -> None:
+        socket.send(encode(numbers.next(), message))
+
+    say(Register(PROTOCOL_VERSION, "rank-0", SLOTS, BLOCK_SIZE, "running", 0))
+    while not isinstance(decode(socket.recv())[1], RegisterAck):
+        pass
+    say(EngineMoved("running", 0))
+    while True:
+        if not socket.poll(1000 * HEARTBEAT_S):
+            say(Heartbeat())
+            continue
+        messages = [decode(frame)[1] for frame in socket.recv_multipart()]
+        if any(map(session_end, messages)):
+            return
+        ended = [
+            replace(stretch, request_id=each.request_id, attempt=each.attempt)
+            for each in messages
+            if isinstance(each, Assign)
+        ]
+        if ended:
+            say(Progress(ended, running=1, waiting=1))
+
+
+def plain_router(to_rank: int, to_client: int, where: Any) -> None:
+    """Pass so many bytes to the rank for each message of the client, and back."""
+    socket, client = _socket(zmq.ROUTER), b""
+    where.send(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
+    rank, _ = socket.recv_multipart()
+    socket.send_multipart([rank, b"welcome"])
+    while True:
+        peer, _ = socket.recv_multipart()
+        if peer != rank:
+            client = peer
+        socket.send_multipart([client, bytes(to_client)] if peer == rank else [rank, bytes(to_rank)])
+
+
+def plain_rank(address: str, reply: int, ready: Any) -> None:
+    """Send so many bytes back for each message."""
+    socket = _socket(zmq.DEALER, b"rank")
+    socket.connect(address)
+    socket.send(b"")
+    ready.send(socket.recv())
+    while True:
+        socket.recv()
+        socket.send(bytes(reply))
 
 
 @contextmanager
-def field() -> Iterator[Field]:
-    """Processes, and a folder for what they print."""
-    with tempfile.TemporaryDirectory(prefix="coordinator-") as folder, Field(Path(folder)) as started:
-        yield started
+def wired(load: Load) -> Iterator[dict[str, str]]:
+    """Addresses of a coordinator with an echo rank (`ours`) and of the same hops in plain ZMQ (`plain`)."""
+    # Forked: a new interpreter would import torch, which none of them needs.
+    fork = multiprocessing.get_context("fork")
+    _, assign, progress, update = map(len, load.frames())
+    with ExitStack() as stack:
+
+        def start(work: Callable[..., None], *arguments: Any) -> None:
+            process = fork.Process(target=work, args=arguments, daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+
+        coordinator = launch_coordinator(CoordinatorConfig(heartbeat_interval_s=HEARTBEAT_S))
+        stack.callback(coordinator.kill)
+        start(echo_rank, coordinator.address, load)
+        here, there = fork.Pipe()
+        start(plain_router, assign, update, there)
+        address = here.recv()
+        start(plain_rank, address, progress, there)
+        here.recv()
+        yield {"ours": coordinator.address, "plain": address}
 
 
-def latency(options: argparse.Namespace) -> dict[str, Any]:
-    """Median and 99th percentile of a round trip, in microseconds, by who makes it."""
-    seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    medians: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with field() as processes:
-        ours, floor = processes.ours(LATENCY_LOAD), processes.floor(LATENCY_LOAD)
-        addresses = {"ours": ours.address, "polled": ours.address, "floor": floor.address, "direct": ""}
-        for number in range(options.rounds + 1):
-            for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
-                requests = max(1, options.requests // 10) if kind == "polled" else options.requests
-                us = processes.client.ask(
-                    DEADLINE_S, "latency", kind=kind, address=addresses[kind], load=astuple(LATENCY_LOAD),
-                    requests=requests,
-                )["us"]  # fmt: skip
-                # The first one warms up.
-                if number:
-                    seen[kind] += us
-                    medians[kind].append(statistics.median(us))
+# --- clients: (median seconds of a round trip, samples per second) ----------------------------------------------------
+
+
+async def _ours(address: str, load: Load, in_flight: int, lasting: float) -> tuple[float, float]:
+    times: list[float] = []
+    async with InferenceClient(address) as client:
+        prompt, params = load.prompt, load.params
+        await client.add_request(prompt, params)
+        begin = time.perf_counter()
+
+        async def keep_going() -> None:
+            while (start := time.perf_counter()) < begin + lasting:
+                await client.add_request(prompt, params)
+                times.append(time.perf_counter() - start)
+
+        await asyncio.gather(*(keep_going() for _ in range(in_flight)))
+        return statistics.median(times), len(times) * load.n / (time.perf_counter() - begin)
+
+
+def ours(address: str, load: Load, in_flight: int, lasting: float) -> tuple[float, float]:
+    """Through the coordinator."""
+    return asyncio.run(_ours(address, load, in_flight, lasting))
+
+
+def plain(address: str, load: Load, in_flight: int, lasting: float) -> tuple[float, float]:
+    """Byte strings of the same lengths."""
+    socket, message = _socket(zmq.DEALER), load.frames()[0]
+    socket.connect(address)
+    starts, times = deque[float](), list[float]()
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + lasting or starts:
+        while len(starts) < in_flight and time.perf_counter() < begin + lasting:
+            starts.append(time.perf_counter())
+            socket.send(message)
+        if starts:
+            socket.recv()
+            times.append(time.perf_counter() - starts.popleft())
+    socket.close()
+    return statistics.median(times), len(times) * load.n / (time.perf_counter() - begin)
+
+
+def beside(load: Load, in_flight: int, lasting: float, rounds: int) -> dict[str, tuple[float, float]]:
+    """Medians over the rounds of (seconds of a round trip, samples per second), by who carries them."""
+    with wired(load) as addresses:
+        works = {
+            "ours": partial(ours, addresses["ours"], load, in_flight, lasting),
+            "plain": partial(plain, addresses["plain"], load, in_flight, lasting),
+        }
+        found = alternating(works, rounds)
     return {
-        kind: {
-            "median_us": statistics.median(us),
-            "p99_us": statistics.quantiles(us, n=100)[98] if len(us) > 1 else us[0],
-            "added_us": statistics.median(us) - statistics.median(seen["direct"]),
-            "of_floor": statistics.median(us) / statistics.median(seen["floor"]),
-            "rounds_us": medians[kind],
-        }
-        for kind, us in seen.items()
+        kind: (statistics.median(trip for trip, _ in each), statistics.median(rate for _, rate in each))
+        for kind, each in found.items()
     }
 
 
-def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Requests per second and time per request, by load and by who carries it."""
-    found: dict[str, Any] = {}
-    for name, load in LOADS.items():
-        rounds: dict[str, list[dict[str, Any]]] = {"ours": [], "floor": []}
-        with field() as processes:
-            wirings = {"ours": processes.ours(load), "floor": processes.floor(load)}
-            for number in range(options.rounds):
-                for kind in ("ours", "floor") if number % 2 else ("floor", "ours"):
-                    rounds[kind].append(_carry(processes.client, kind, wirings[kind], load, options))
-        found[name] = {kind: _medians(each, load) for kind, each in rounds.items()} | {"load": astuple(load)}
-    return found
+# --- routing ----------------------------------------------------------------------------------------------------------
 
 
-def _carry(client: Child, kind: str, wiring: Wiring, load: Load, options: argparse.Namespace) -> dict[str, Any]:
-    return client.ask(
-        DEADLINE_S + 2 * options.seconds, "throughput", kind=kind, address=wiring.address, load=astuple(load),
-        in_flight=options.in_flight, seconds=options.seconds, processes=wiring.processes,
-    )  # fmt: skip
+class Routing:
+    """A router with ranks at work."""
 
+    def __init__(self, ranks: int) -> None:
+        self._random, self._open = random.Random(0), deque[tuple[str, Claim]]()
+        self._router = Router(PrefixCachingCoordinatorPolicy.LONGEST_PREFIX)
+        self._shared = list(range(1, SHARED_BLOCKS + 1))
+        for index in range(ranks):
+            self._router.add_rank(f"rank-{index:04}", SLOTS_PER_RANK)
+            self._router.reported(f"rank-{index:04}", self._shared, (), flushed=False)
+        for _ in range(OPEN):
+            self._place(self._hashes())
 
-def _medians(rounds: list[dict[str, Any]], load: Load) -> dict[str, Any]:
-    def median(read: Callable[[dict[str, Any]], float]) -> float:
-        return statistics.median(read(each) for each in rounds)
+    def _hashes(self) -> list[int]:
+        return self._shared + [self._random.getrandbits(61) for _ in range(BLOCKS - SHARED_BLOCKS)]
 
-    cpu = {
-        process: {
-            part: median(lambda each, process=process, part=part: each["cpu_us"][process][part]) for part in parts
-        }
-        for process, parts in rounds[0]["cpu_us"].items()
-    }
-    rate = median(lambda each: each["requests_per_s"])
-    found = {
-        "requests_per_s": rate,
-        "samples_per_s": rate * load.n,
-        "cpu_us": cpu,
-        "with_free_cores_per_s": 1e6 / max(1e-9, *(parts["busiest"] for parts in cpu.values())),
-        "rounds_per_s": [each["requests_per_s"] for each in rounds],
-    }
-    if "read_us" in rounds[0]:
-        found["read_us"] = median(lambda each: each["read_us"])
-    return found
+    def _place(self, hashes: list[int]) -> None:
+        (placement,) = self._router.place(hashes, 1)
+        self._open.append((placement.rank, self._router.assigned(placement.rank, hashes, 1)))
 
-
-def profile(options: argparse.Namespace) -> dict[str, Any]:
-    """What each process spends its time with, by load."""
-    found: dict[str, Any] = {}
-    for name, load in LOADS.items():
-        with field() as processes:
-            middle, rank = processes.child("coordinator"), processes.child("rank")
-            address = middle.ask(DEADLINE_S, "coordinator", profiled=True)["address"]
-            rank.ask(DEADLINE_S, "rank", address=address, completion=load.completion, profiled=True)
-            arguments = {"address": address, "load": astuple(load), "in_flight": options.in_flight}
-            processes.client.ask(
-                DEADLINE_S + 2 * options.seconds, "throughput", kind="ours", seconds=options.seconds, processes={},
-                profiled=True, **arguments,
-            )  # fmt: skip
-            # The rank ends after the coordinator has.
-            children = {"coordinator": middle, "rank": rank, "client": processes.client}
-            found[name] = {role: child.ask(DEADLINE_S, "costs")["text"] for role, child in children.items()}
-    return found
-
-
-def core(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Microseconds per request in the core."""
-    return [core_alone.per_request(load, options.rounds, options.requests) for load in CORE_LOADS]
-
-
-def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """Resident memory over many requests."""
-    return core_alone.memory(options.memory_requests)
-
-
-def tail(options: argparse.Namespace) -> dict[str, Any]:
-    """The schedule."""
-    setting = long_tail.Setting(
-        ranks=options.ranks, slots=options.slots, prompts=options.prompts, longest=options.longest,
-        step_s=tuple(options.step),
-    )  # fmt: skip
-    return long_tail.measure(setting, options.seeds)
-
-
-def attacks(options: argparse.Namespace) -> dict[str, Any]:
-    """Round trips beside a hostile peer, by attack."""
-    found: dict[str, Any] = {}
-    for kind in options.attacks:
-        with field() as processes:
-            found[kind] = hostile.measure(
-                processes.child, DEADLINE_S + 2 * options.attack_seconds, kind, options.clients, options.ranks,
-                options.attack_seconds,
-            )  # fmt: skip
-    return found
-
-
-# --- shown ------------------------------------------------------------------------------------------------------------
-
-
-def show_latency(console: Console, found: dict[str, Any]) -> None:
-    """One row per way."""
-    table = Table(title="round trip, µs, one request at a time", title_justify="left")
-    for column in ("", "median", "p99", "added", "of the floor"):
-        table.add_column(column, justify="right" if column else "left")
-    for kind, row in found.items():
-        table.add_row(
-            kind, *(f"{row[name]:.0f}" for name in ("median_us", "p99_us", "added_us")), f"{row['of_floor']:.2f}"
-        )
-    console.print(table)
-
-
-def show_throughput(console: Console, found: dict[str, Any]) -> None:
-    """One table per load."""
-    for name, result in found.items():
-        table = Table(title=f"{name}, µs per request: busiest thread + the others", title_justify="left")
-        columns = (
-            "",
-            "requests/s",
-            "samples/s",
-            "client",
-            "coordinator",
-            "rank",
-            "with free cores, requests/s",
-            "reading",
-        )
-        for column in columns:
-            table.add_column(column, justify="right" if column else "left")
-        for kind in ("ours", "floor"):
-            row = result[kind]
-            table.add_row(
-                kind, f"{row['requests_per_s']:,.0f}", f"{row['samples_per_s']:,.0f}",
-                *(f"{cpu['busiest']:.1f} + {cpu['others']:.1f}"
-                  for cpu in (row["cpu_us"][each] for each in ("client", "coordinator", "rank"))),
-                f"{row['with_free_cores_per_s']:,.0f}", f"{row['read_us']:.0f}" if "read_us" in row else "",
-            )  # fmt: skip
-        console.print(table)
-
-
-def show_core(console: Console, found: list[dict[str, Any]]) -> None:
-    """One row per load."""
-    table = Table(title="core alone, µs per request", title_justify="left")
-    table.add_column("prompt, group")
-    for ranks in found[0]["us"]:
-        table.add_column(f"ranks: {ranks:,}", justify="right")
-    table.add_column("of it the echo", justify="right")
-    for row in found:
-        tokens, n, _ = row["load"]
-        table.add_row(f"{tokens:,} tokens, {n}", *(f"{us:.0f}" for us in row["us"].values()), f"{row['echo_us']:.0f}")
-    console.print(table)
-
-
-def show_memory(console: Console, found: dict[str, Any]) -> None:
-    """Every point."""
-    title = (
-        f"core alone, {found['requests']:,} requests without the garbage collector; {found['in_cycles']:,} objects left"
-    )
-    table = Table(title=title, title_justify="left", min_width=len(title))
-    table.add_column("after", justify="right")
-    table.add_column("resident MB", justify="right")
-    for number, point in enumerate(found["rss_mb"], 1):
-        table.add_row(f"{number * found['requests'] // len(found['rss_mb']):,}", f"{point:.1f}")
-    console.print(table)
-
-
-def show_tail(console: Console, found: dict[str, Any]) -> None:
-    """One row per schedule."""
-    setting, medians = found["setting"], found["medians"]
-    table = Table(
-        title=f"{setting['prompts']} groups of {setting['group']} on {setting['ranks']} ranks of {setting['slots']} slots, "
-        f"median of {found['seeds']} seeds",
-        title_justify="left",
-    )
-    for column in ("", "seconds", "of the bound", "of foreseen", "of one queue", "tokens, max/mean"):
-        table.add_column(column, justify="right" if column else "left")
-    table.add_row("lower bound", f"{medians['bound_s']:.1f}", "1.00", "", "", "")
-    for name, label in (
-        ("foreseen_s", "foreseen"), ("one_queue_s", "one queue"), ("probed_s", "probed"), ("ours_s", "ours"),
-        ("told_s", "ours, told"), ("static_s", "static split"),
-    ):  # fmt: skip
-        ratios = (found["over"][reference][name] for reference in ("bound_s", "foreseen_s", "one_queue_s"))
-        spread = medians.get(name.replace("_s", "_balance"))
-        table.add_row(
-            label,
-            f"{medians[name]:.1f}",
-            *(f"{ratio:.3f}" for ratio in ratios),
-            "" if spread is None else f"{spread:.2f}",
-        )
-    console.print(table)
-
-
-def show_attacks(console: Console, found: dict[str, Any]) -> None:
-    """One row per attack."""
-    table = Table(title="beside one hostile peer: round trips of ordinary clients, ms", title_justify="left")
-    for column in ("attack", "median", "p99", "worst", "status p99", "worst", "sent MB", "messages", "peak MB"):
-        table.add_column(column, justify="left" if column == "attack" else "right")
-    for kind, row in found.items():
-        trips = ("ms_median", "ms_p99", "ms_worst", "probe_ms_p99", "probe_ms_worst")
-        sent = row["sent"]
-        table.add_row(
-            kind, *(f"{row[name]:.1f}" for name in trips), f"{sent['bytes'] / 1e6:,.0f}", f"{sent['messages']:,}",
-            f"{row['peak_mb']:.0f}",
-        )  # fmt: skip
-    console.print(table)
-
-
-def show_profile(console: Console, found: dict[str, Any]) -> None:
-    """As cProfile prints it."""
-    for name, roles in found.items():
-        for role, text in roles.items():
-            console.print(f"── {name}, {role}\n{text}", markup=False, highlight=False)
-
-
-MEASURES: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Console, Any], None]]] = {
-    "latency": (latency, show_latency),
-    "throughput": (throughput, show_throughput),
-    "core": (core, show_core),
-    "memory": (memory, show_memory),
-    "long_tail": (tail, show_tail),
-    "hostile": (attacks, show_attacks),
-}
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)} (default: all)")
-    add("--rounds", type=int, default=5)
-    add("--requests", type=int, default=1000, help="of a round of latency and core")
-    add("--seconds", type=float, default=2.0, help="of a round of throughput")
-    add("--in-flight", type=int, default=1024, help="requests that a client of throughput keeps going")
-    add("--memory-requests", type=int, default=200_000)
-    add("--ranks", type=int, default=4, help="of long_tail and hostile")
-    add("--slots", type=int, default=64, help="samples a rank decodes at once")
-    add("--prompts", type=int, default=512, help="groups of 8")
-    add("--longest", type=int, default=4096, help="tokens at which lengths are cut off")
-    add("--step", type=float, nargs=2, default=[0.025, 0.0002], metavar=("A", "B"),
-        help="seconds of a step: A + B · samples (default: a model of 108M parameters in bfloat16 on a CPU)")  # fmt: skip
-    add("--seeds", type=int, default=9)
-    add("--clients", type=int, default=32, help="ordinary ones beside a hostile peer")
-    add("--attack-seconds", type=float, default=3.0, help="of each attack")
-    add("--attacks", nargs="+", default=list(hostile.ATTACKS), choices=list(hostile.ATTACKS), metavar="ATTACK",
-        help=f"of {', '.join(hostile.ATTACKS)} (default: all)")  # fmt: skip
-    add("--profile", action="store_true", help="also what throughput spends its time with")
-    add("--json", type=Path, help="write all figures here")
-    options = parser.parse_args(arguments)
-    unknown = set(options.parts).difference(PARTS)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: must be of {', '.join(PARTS)}")
-    options.parts = options.parts or list(PARTS)
-    positive = (
-        "rounds", "requests", "seconds", "in_flight", "ranks", "slots", "prompts", "longest", "seeds", "clients",
-        "attack_seconds",
-    )  # fmt: skip
-    if min(getattr(options, name) for name in positive) <= 0 or options.memory_requests < core_alone.SAMPLES:
-        parser.error(f"all figures must be above 0, and --memory-requests at least {core_alone.SAMPLES}")
-    return options
+    def microseconds(self, requests: int) -> float:
+        """Median of a decision: a request is placed, and the oldest open one ends."""
+        times = []
+        for hashes in [self._hashes() for _ in range(requests)]:
+            start = time.perf_counter()
+            self._place(hashes)
+            rank, claim = self._open.popleft()
+            self._router.ended(rank)
+            self._router.released(claim)
+            times.append(time.perf_counter() - start)
+        return 1e6 * statistics.median(times)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, save."""
-    options = parse(arguments)
-    console = Console(width=max(120, Console().width))
-    found: dict[str, Any] = {}
-    for part in options.parts:
-        measure, show = MEASURES[part]
-        found[part] = measure(options)
-        show(console, found[part])
-    if options.profile:
-        found["profile"] = profile(options)
-        show_profile(console, found["profile"])
-    if options.json:
-        about = {
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "cores": len(os.sched_getaffinity(0)),
-        }
-        options.json.write_text(json.dumps({"machine": about} | found, indent=2), encoding="utf-8")
+    """Measure, show, save. Returns the exit status."""
+    options = parse(
+        __doc__, arguments, rounds=5, seconds={"default": 2.0, "help": "of a round"},
+        in_flight={"default": 1024, "help": "requests that a client keeps going"},
+        requests={"default": 300, "help": "routing decisions of a round"},
+    )  # fmt: skip
+    trips = beside(LATENCY, 1, options.seconds, options.rounds)
+    rates = {name: beside(load, options.in_flight, options.seconds, options.rounds) for name, load in LOADS.items()}
+    routers = {str(ranks): partial(Routing(ranks).microseconds, options.requests) for ranks in RANKS}
+    found = {
+        "latency": {kind: trip for kind, (trip, _) in trips.items()},
+        "throughput": {name: {kind: rate for kind, (_, rate) in each.items()} for name, each in rates.items()},
+        "routing": {ranks: statistics.median(us) for ranks, us in alternating(routers, options.rounds).items()},
+    }
+    rows = [("round trip, µs", {kind: 1e6 * trip for kind, trip in found["latency"].items()})]
+    rows += [(f"{name}, samples/s", each) for name, each in found["throughput"].items()]  # type: ignore[misc]
+    show(
+        "coordinator beside plain ZMQ", ("", "ours", "plain", "ours / plain"),
+        [(name, number(each["ours"]), number(each["plain"]), number(each["ours"] / each["plain"])) for name, each in rows],
+    )  # fmt: skip
+    show(
+        "routing decision", ("ranks", "µs"), [(f"{int(ranks):,}", number(us)) for ranks, us in found["routing"].items()]
+    )
+    save(options.json, found)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

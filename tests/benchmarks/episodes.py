@@ -10,9 +10,6 @@ answers with 8 tokens. Lengths and delays are the same both ways.
                 its tokens per second to those of lock step (a `run` of a fixed set ends with its slowest tools)
     lock step   `generate` for turn k of all episodes, then all their tools at once (the slowest ends the turn)
 
-    ideal       `tests.benchmarks.episode_bound`: what the steps of the run cost, what the same schedule takes with nothing
-                between steps, and the least that any schedule takes
-
     --kv-blocks 3000 compares, in place of all that, `run` without and with a host tier (`kv_cache_host_memory_gb`) in a pool
                 that is too small for all waiting episodes
 
@@ -23,15 +20,13 @@ answers with 8 tokens. Lengths and delays are the same both ways.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import random
 import time
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,11 +34,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.config import InferenceConfig
-from rollout.manager.episodes.environment import StepResult
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from rollout.tracing import recorder as tracing
-from tests.benchmarks.episode_bound import StepCost, bound, same_schedule
+from tests.benchmarks.common import parse, save
 
 OBSERVATION = list(range(10, 18))
 PROMPT = 32
@@ -100,46 +93,32 @@ class Busy:
 
     def _taken(self, result: Any) -> Any:
         taken = self._take(result)
-        if not len(self._rollout._loop.samples) and self._open_since is not None:
+        if not len(self._rollout._rounds.loop.samples) and self._open_since is not None:
             self.open_s += time.perf_counter() - self._open_since
             self._open_since = None
         return taken
 
 
-def overlapped(rollout: RolloutManager, plan: Plan) -> tuple[float, float, float, StepCost]:
-    """Seconds, busy share, recomputed share, cost of the steps."""
+def overlapped(rollout: RolloutManager, plan: Plan) -> tuple[float, float, float]:
+    """Seconds, busy share, recomputed share."""
     busy = Busy(rollout)
 
-    class Tool:
-        async def reset(self, task: int) -> list[int]:
-            self.task, self.turn = task, 0
-            return plan.prompts[task]
-
-        async def step(self, turn: Any) -> StepResult:
-            await asyncio.sleep(plan.tools[self.task][self.turn])
-            self.turn += 1
-            return StepResult(OBSERVATION)
-
     async def play(episode: Any) -> float:
-        tool = Tool()
-        prompt = await tool.reset(episode.task)
-        for turn in range(len(plan.tools[0])):
-            step = await tool.step(await episode.sample(prompt, plan.params(episode.task, turn)))
-            prompt = [*episode.tokens, *step.observation]
+        prompt = plan.prompts[episode.task]
+        for turn, tool_s in enumerate(plan.tools[episode.task]):
+            await episode.sample(prompt, plan.params(episode.task, turn))
+            await asyncio.sleep(tool_s)
+            prompt = [*episode.tokens, *OBSERVATION]
         return 0.0
 
-    recorder = tracing.start("episodes")
     started = time.perf_counter()
-    try:
-        batch = rollout.run(range(len(plan.prompts)), play, progress=False)
-    finally:
-        tracing.stop(recorder)
+    batch = rollout.run(range(len(plan.prompts)), play, progress=False)
     seconds = time.perf_counter() - started
     assert int(batch.response_mask.sum()) == plan.tokens
     pairs = [pair for episode in batch.episodes for pair in pairwise(episode.turns)]
     known = sum(earlier.total_length - 1 for earlier, _ in pairs)
     recomputed = sum(earlier.total_length - 1 - turn.num_cached_tokens for earlier, turn in pairs)
-    return seconds, busy.steps_s / busy.open_s, recomputed / known, StepCost.of(recorder.engines[0].steps)
+    return seconds, busy.steps_s / busy.open_s, recomputed / known
 
 
 def steady(rollout: RolloutManager, plan: Plan) -> float:
@@ -173,7 +152,7 @@ def with_host_tier(model: Any, plan: Plan, config: InferenceConfig, host_gb: flo
         for tier, rates in found.items():
             with RolloutManager(model, config=config.replace(kv_cache_host_memory_gb=tier)) as rollout:
                 rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-                seconds, _, recomputed, _ = overlapped(rollout, plan)
+                seconds, _, recomputed = overlapped(rollout, plan)
                 stats = rollout.engine.stats()
             rates.append(plan.tokens / seconds)
             print(
@@ -197,23 +176,37 @@ def in_lock_step(rollout: RolloutManager, plan: Plan) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
-    """Print seconds, tokens per second and the ratio of both ways, in alternating rounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=56, help="tokens of a completion")
-    parser.add_argument("--tool-s", type=float, default=2.0, help="longest time of a tool")
-    parser.add_argument("--max-requests", type=int, default=256)
-    parser.add_argument("--block", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument(
-        "--kv-blocks", type=int, help="compare a KV pool of so many blocks with and without a host tier"
+def round_of(model: Any, plan: Plan, config: InferenceConfig) -> dict[str, float]:
+    """Figures of one round of the three ways."""
+    with RolloutManager(model, config=config) as rollout:
+        rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+        seconds, busy, recomputed = overlapped(rollout, plan)
+    with RolloutManager(model, config=config) as rollout, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rate = steady(rollout, plan)
+        rollout.close()
+    with RolloutManager(model, config=config) as rollout:
+        rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+        lock_step = in_lock_step(rollout, plan)
+    print(
+        f"run {seconds:.1f} s, {plan.tokens / seconds:.0f} tokens/s, busy {busy:.1%}, recomputed {recomputed:.2%}; "
+        f"lock step {lock_step:.1f} s, {plan.tokens / lock_step:.0f} tokens/s; ratio {lock_step / seconds:.2f}; "
+        f"steady {rate:.0f} tokens/s, ratio {rate * lock_step / plan.tokens:.2f}"
     )
-    parser.add_argument("--host-gb", type=float, default=1.0, help="size of that host tier, in GiB")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures of each round here")
-    options = parser.parse_args()
+    return {
+        "run_s": seconds, "lock_step_s": lock_step, "steady_ratio": rate * lock_step / plan.tokens, "busy": busy,
+        "recomputed": recomputed,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print seconds, tokens per second and the ratio of both ways, in alternating rounds."""
+    options = parse(
+        __doc__, arguments, episodes=256, turns=8, longest={"default": 56, "help": "tokens of a completion"},
+        tool_s={"default": 2.0, "help": "longest time of a tool"}, max_requests=256, block=16, rounds=1,
+        kv_blocks={"default": None, "type": int, "help": "compare a KV pool of so many blocks with and without a host tier"},
+        host_gb={"default": 1.0, "help": "size of that host tier, in GiB"}, threads=2,
+    )  # fmt: skip
     torch.set_num_threads(options.threads)
     model = model_of_ten_million()
     plan = Plan(options.episodes, options.turns, options.longest, options.tool_s)
@@ -224,40 +217,7 @@ def main() -> None:
     if options.kv_blocks is not None:
         with_host_tier(model, plan, config.replace(kv_cache_blocks=options.kv_blocks), options.host_gb, options.rounds)
         return
-    found: list[dict[str, float]] = []
-    for _ in range(options.rounds):
-        with RolloutManager(model, config=config) as rollout:
-            rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-            seconds, busy, recomputed, cost = overlapped(rollout, plan)
-        with RolloutManager(model, config=config) as rollout, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rate = steady(rollout, plan)
-            rollout.close()
-        with RolloutManager(model, config=config) as rollout:
-            rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-            lock_step = in_lock_step(rollout, plan)
-        ideal = same_schedule(cost, plan, len(OBSERVATION))
-        work, alone = bound(cost, plan, len(OBSERVATION))
-        least = max(work, alone)
-        most = lock_step / least
-        found.append(
-            {
-                "run_s": seconds, "lock_step_s": lock_step, "steady_ratio": rate * lock_step / plan.tokens, "busy": busy,
-                "recomputed": recomputed, "ideal_s": ideal, "least_s": least,
-            }
-        )  # fmt: skip
-        print(
-            f"run {seconds:.1f} s, {plan.tokens / seconds:.0f} tokens/s, busy {busy:.1%}, recomputed {recomputed:.2%}; "
-            f"lock step {lock_step:.1f} s, {plan.tokens / lock_step:.0f} tokens/s; ratio {lock_step / seconds:.2f}; "
-            f"steady {rate:.0f} tokens/s, ratio {rate * lock_step / plan.tokens:.2f}"
-        )
-        print(
-            f"a step takes {cost.step * 1e3:.2f} ms + {cost.token * 1e3:.3f} ms per token + {cost.prompt * 1e3:.3f} ms per "
-            f"prompt token: this schedule without overhead {ideal:.1f} s, ratio {lock_step / ideal:.2f}; all tokens in full "
-            f"steps {work:.1f} s, the longest episode alone {alone:.1f} s: no schedule has a ratio above {most:.2f}"
-        )
-    if options.json is not None:
-        options.json.write_text(json.dumps(found), encoding="utf-8")
+    save(options.json, [round_of(model, plan, config) for _ in range(options.rounds)])
 
 
 if __name__ == "__main__":

@@ -10,21 +10,18 @@ log-probs and the trainer's in either mode.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParams, exact
-from tests.benchmarks.floors import seconds
-from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+from tests.benchmarks.common import parse, save, seconds
+from tests.benchmarks.subject import Subject, make_subject
 
 MODES = ("plain", "exact")
 Found = dict[str, dict[str, list[float]]]
@@ -103,29 +100,22 @@ def measure(subject: Subject, prompts: int, samples: int, tokens: int, rounds: i
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """One model, one line per work."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=4, help="of each prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="of a prompt and its completion, half each")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the seconds of each round here")
-    options = parser.parse_args(arguments)
+    options = parse(
+        __doc__, arguments, size="100m", dtype="float32", prompts=4, samples={"default": 4, "help": "of each prompt"},
+        tokens={"default": 256, "help": "of a prompt and its completion, half each"}, rounds=5,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         subject = make_subject(options.size, options.dtype, options.tokens, Path(folder))
         found, differs = measure(subject, options.prompts, options.samples, options.tokens, options.rounds)
-    show: Callable[[str], None] = Console(highlight=False, soft_wrap=True).print
-    show(
+    print(
         f"{subject.parameters / 1e6:,.0f} million parameters ({options.dtype}), {torch.get_num_threads()} threads, "
         f"{options.prompts} x {options.samples} samples of {options.tokens} tokens; differs: "
         + ", ".join(f"{mode} {differs[mode]:.3g}" for mode in MODES)
     )
     for work, each in found.items():
         plain, ours = (statistics.median(each[mode]) for mode in MODES)
-        show(f"{work}: plain {plain:.3f} s, exact {ours:.3f} s, exact / plain {ours / plain:.2f}")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"seconds": found, "differs": differs}), encoding="utf-8")
+        print(f"{work}: plain {plain:.3f} s, exact {ours:.3f} s, exact / plain {ours / plain:.2f}")
+    save(options.json, {"seconds": found, "differs": differs})
 
 
 if __name__ == "__main__":

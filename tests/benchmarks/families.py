@@ -10,8 +10,6 @@ not given.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -42,9 +40,10 @@ from transformers import (
 from transformers.utils import logging
 
 from tests.benchmarks import report
+from tests.benchmarks.common import parse, save
 from tests.benchmarks.field import Field, Rules
 from tests.benchmarks.floors import Floor
-from tests.benchmarks.ledger import Key, Ledger, save
+from tests.benchmarks.ledger import Key, Ledger
 from tests.benchmarks.rates import Rates
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import SIZES, Subject
@@ -116,16 +115,10 @@ def make_subject(family: str, size: str, folder: Path) -> Subject:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--families", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
-    add("--size", choices=list(SIZES), default="10m")
-    add("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    add("--rounds", type=int, default=3)
-    add("--scale", type=float, default=1.0, help="multiplies all token counts, for a quick look")
-    add("--vllm-python", default=os.environ.get("RACE_VLLM_PYTHON"), metavar="PATH")
-    add("--json", type=Path, help="write all figures here")
-    options = parser.parse_args(arguments)
+    options = parse(
+        __doc__, arguments, families={"default": list(CONFIGS), "choices": list(CONFIGS)},
+        peers={"default": list(PEERS), "choices": PEERS}, size="10m", rounds=3, scale=1.0, vllm_python=None,
+    )  # fmt: skip
     logging.set_verbosity_error()
     progress = Console(stderr=True, highlight=False)
     rules = Rules(options.rounds, 120.0, progress.print)
@@ -142,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 floors = Floor.of(subject, machine).of_workload(workload)
                 rows = {metric: ledger.row(Key(*key, metric), "tokens/s", floor) for metric, floor in floors.items()}
                 field.race(workload, rows)
-            if options.json is not None:
-                save(options.json, ledger, {"threads": torch.get_num_threads()}, [])
+            save(options.json, {"threads": torch.get_num_threads(), "rows": ledger.as_list()})
     report.show(Console(), ledger, [])
     return 0
 

@@ -7,29 +7,13 @@ floor is never too high.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
 
 from tests.benchmarks.rates import Rates, Weights
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import ALL, DECODE, Workload
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def settle(device: torch.device) -> None:
-    """Wait until a device has done what it was asked."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)

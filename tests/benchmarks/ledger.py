@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 
@@ -127,9 +125,3 @@ def _row(row: Row) -> dict[str, Any]:
         "reference": row.reference,
         "ratios": {peer: ratio for peer in row.cells if (ratio := row.ratio(peer)) is not None},
     }
-
-
-def save(path: Path, ledger: Ledger, about: Mapping[str, Any], profiles: Iterable[Mapping[str, Any]]) -> None:
-    """Write everything as JSON."""
-    content = {**about, "rows": ledger.as_list(), "profiles": [dict(each) for each in profiles]}
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,13 +5,11 @@ python -m tests.benchmarks.loop_picture docs/step.png
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -27,16 +25,15 @@ COLOURS = ("#2f6fb0", "#e4902e", "#4a9d6e", "#8a63b8")
 INK, FAINT, TRAIN = "#222222", "#9aa0a6", "#f6ead0"
 
 
-@dataclass
-class Seen:
-    """What an observer of the loop wrote down."""
+class Seen(NamedTuple):
+    """What an observer of the loop wrote down, in seconds and MiB."""
 
     rows: list[tuple[float, float, int, int]]
-    """(begin, end, request number, policy version) of a call of the engine and a sample that runs after it; seconds."""
+    """(begin, end, request number, policy version) of a call of the engine and a sample that runs after it."""
     memory: list[tuple[float, float, float]]
-    """(second, MiB of KV on the device, MiB on the host)."""
+    """(second, KV on the device, on the host)."""
     trained: list[tuple[float, float]]
-    """(begin, end) of the training part of every step, in seconds."""
+    """(begin, end) of the training part of every step."""
 
 
 def watch(folder: Path) -> Seen:
@@ -128,14 +125,6 @@ def draw(seen: Seen, path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.loop_picture", description=__doc__)
-    parser.add_argument("path", type=Path, help="of the picture")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        draw(watch(Path(folder)), options.path)
-    sys.stdout.write(f"{options.path}\n")
-
-
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        draw(watch(Path(folder)), Path(sys.argv[1]))

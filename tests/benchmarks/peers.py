@@ -20,7 +20,7 @@ from transformers.generation import ContinuousBatchingConfig
 from rollout import DeadlineError, InferenceConfig, RolloutManager, SamplingParams
 from rollout.engine.build import CUDA_STEP_TOKENS
 from tests.benchmarks.child import Late, PeerFailed
-from tests.benchmarks.floors import settle
+from tests.benchmarks.common import settle
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import Room, Tokens
 

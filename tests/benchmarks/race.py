@@ -1,6 +1,6 @@
 """Race of this engine against its peers in one run: same weights, prompts and forced tokens, in alternation.
 
-    python -m tests.benchmarks.race --vllm-python V/bin/python --llama-python L/bin/python --json race.json --png race.png
+    python -m tests.benchmarks.race --vllm-python V/bin/python --llama-python L/bin/python --json race.json
 
 Quote ratios, not seconds, and keep the machine quiet: a second busy process costs OpenMP programs far more than half. A
 quick look: --sizes 10m --dtypes float32 --rounds 1 --scale 0.1 --peers ours generate. Ctrl-C prints and saves what there
@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers.utils import logging
 
-from tests.benchmarks import ledger as ledgers
 from tests.benchmarks import report, startup, step_profile
+from tests.benchmarks.common import parse, quiet_transformers, save
 from tests.benchmarks.field import PEERS, Field, Measured, Rules, alternate
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Cell, Key, Ledger, Row
@@ -36,32 +35,6 @@ from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
 from tests.benchmarks.training_step import MODES, TrainingStep
 from tests.benchmarks.workloads import CONVERSATIONS, NAMES, Room, Scale, Workload
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
-    add("--sizes", nargs="+", choices=list(SIZES), default=["10m", "100m"], help="parameters")
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    add("--device", default="cpu", help="cpu, or cuda: ours, generate and cb run there")
-    add("--sequences", nargs="+", type=int, default=[1, 16, 64], help="of the workload steady")
-    add("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    add("--rounds", type=int, default=3)
-    add("--scale", type=float, default=1.0, help="multiplies all token counts, for a quick look")
-    add("--limit", type=float, default=120.0, metavar="SECONDS",
-        help="a peer whose first round takes longer runs no further ones; cut off at twice as long")  # fmt: skip
-    add("--vllm-python", default=os.environ.get("RACE_VLLM_PYTHON"), metavar="PATH",
-        help="interpreter of an environment with vLLM (default: RACE_VLLM_PYTHON)")  # fmt: skip
-    add("--llama-python", default=os.environ.get("RACE_LLAMA_PYTHON"), metavar="PATH",
-        help="interpreter of an environment with llama-cpp-python and gguf (default: RACE_LLAMA_PYTHON)")  # fmt: skip
-    add("--json", type=Path, help="write all figures here")
-    add("--png", type=Path, help="draw them here")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.scale <= 0 or options.limit <= 0 or min(options.sequences) < 1:
-        parser.error("--rounds, --scale, --limit and --sequences must be above 0")
-    return options
 
 
 class Race:
@@ -183,23 +156,14 @@ class Race:
         self._progress.print(line, markup=False)
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No warnings and no progress bars of transformers inside the block."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, save. Returns the exit status: 130 after Ctrl-C."""
-    options = parse(arguments)
+    options = parse(
+        __doc__, arguments, workloads={"default": list(NAMES), "choices": NAMES}, sizes=["10m", "100m"], dtypes=list(DTYPES),
+        device="cpu", sequences={"default": [1, 16, 64], "help": "of the workload steady"},
+        peers={"default": list(PEERS), "choices": PEERS}, rounds=3, scale=1.0, limit=120.0, vllm_python=None,
+        llama_python=None,
+    )  # fmt: skip
     race = Race(options)
     status = 0
     try:
@@ -209,11 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = 130
     console = Console(width=None if sys.stdout.isatty() else 140)
     report.show(console, race.ledger, race.profiles)
-    if options.json:
-        ledgers.save(options.json, race.ledger, race.about(), race.profiles)
-    if options.png:
-        threads = torch.get_num_threads()
-        report.picture(options.png, race.ledger, f"Medians, {threads} threads; dashed: what the machine allows")
+    save(options.json, race.about() | {"rows": race.ledger.as_list(), "profiles": race.profiles})
     return status
 
 

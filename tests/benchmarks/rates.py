@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from rollout.engine.kernels import cpu_exact, cpu_library
+from tests.benchmarks.common import seconds
 
 BUFFER_BYTES, LARGE_BUFFER_BYTES = 2**28, 2**32
 SIDE, LARGE_SIDE = 2048, 8192
@@ -35,10 +35,10 @@ class Rates:
         buffer = torch.ones(count // 4, device=device)
         with torch.no_grad():
             return cls(
-                bandwidth=count / min(_seconds(buffer.sum, device) for _ in range(10)),
+                bandwidth=count / min(seconds(buffer.sum, device) for _ in range(10)),
                 # The first of the four is for warming up.
                 matmul=max(
-                    operations / min(_seconds(run, device) for _ in range(4))
+                    operations / min(seconds(run, device) for _ in range(4))
                     for operations, run in products(dtype, device, side)
                 ),
             )
@@ -58,14 +58,6 @@ def products(dtype: torch.dtype, device: torch.device, side: int) -> list[tuple[
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and cpu_library.load() is not None:
         made.append((side**3, lambda: cpu_exact.linear(flat, flat, None)))
     return made
-
-
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 @dataclass(frozen=True)

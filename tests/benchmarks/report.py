@@ -1,28 +1,15 @@
-"""Report of a race: tables, and a plot with one panel per figure and its floor."""
+"""Report of a race: tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.benchmarks.common import number
 from tests.benchmarks.ledger import Cell, Ledger, Row
-
-COLOURS = {
-    "ours": "#1f5fa8", "ours, forgetting": "#8fb4dc", "ours, offload": "#1f5fa8", "ours, recompute": "#5b8fc9",
-    "ours, persist": "#8fb4dc", "generate": "#c9742c", "cb": "#e0b23c", "vllm": "#5a8f4e", "llama.cpp": "#8c5a9e",
-}  # fmt: skip
-PANELS_PER_LINE = 5
-
-
-def number(value: float | None) -> str:
-    """Three digits that matter, thousands apart."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(title: str, rows: Sequence[Row], problems: list[str]) -> Table:
@@ -121,47 +108,3 @@ def show(console: Console, ledger: Ledger, profiles: Sequence[Mapping[str, Any]]
                 f"scheduling {profile['requests']:,} running requests without a model: {profile['step_ms']:.2f} ms a step "
                 f"(schedule {profile['schedule_ms']:.2f}, update {profile['update_ms']:.2f})"
             )
-
-
-def picture(path: Path, ledger: Ledger, title: str) -> None:
-    """A PNG: per model one or more lines of panels, each with the medians of all peers and the floor as a line."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    lines = [
-        rows[start : start + PANELS_PER_LINE]
-        for rows in ledger.by_model().values()
-        for start in range(0, len(rows), PANELS_PER_LINE)
-    ] or [[]]
-    figure, panels = plt.subplots(
-        len(lines), PANELS_PER_LINE, figsize=(3.6 * PANELS_PER_LINE, 3.1 * len(lines) + 0.6), squeeze=False
-    )
-    for line, axes in zip(lines, panels, strict=True):
-        for axis in axes[len(line) :]:
-            axis.set_visible(False)
-        for row, axis in zip(line, axes, strict=False):
-            _panel(axis, row)
-    figure.suptitle(title, fontsize=12)
-    figure.tight_layout(rect=(0, 0, 1, 0.99))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _panel(axis: Any, row: Row) -> None:
-    key = row.key
-    heights = [cell.median or 0.0 for cell in row.cells.values()]
-    bars = axis.bar(range(len(heights)), heights, color=[COLOURS.get(peer, "#777777") for peer in row.cells])
-    for bar, cell in zip(bars, row.cells.values(), strict=True):
-        text = number(cell.median) or (cell.problem or "").partition(":")[0]
-        axis.annotate(text, (bar.get_x() + bar.get_width() / 2, bar.get_height()), ha="center", va="bottom", fontsize=8)
-    if row.floor is not None:
-        axis.axhline(row.floor, color="black", linewidth=1, linestyle="--")
-        axis.annotate(f"floor {number(row.floor)}", (0.98, row.floor), xycoords=("axes fraction", "data"), ha="right",
-                      va="bottom", fontsize=8)  # fmt: skip
-    axis.set_ylim(0, 1.18 * max([*heights, row.floor or 0.0, 1e-9]))
-    axis.set_xticks(range(len(heights)), [peer.replace(", ", "\n") for peer in row.cells], fontsize=8)
-    axis.set_title(f"{key.size} {key.dtype}\n{key.workload}, {key.case}: {key.metric} ({row.unit})", fontsize=8)
-    axis.tick_params(axis="y", labelsize=7)
-    axis.spines[["top", "right"]].set_visible(False)

@@ -9,41 +9,19 @@ batch, as trainers do, or sorted by length. The engine scores with an empty pref
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rollout import DynamicInferenceRequest, InferenceConfig, RolloutBatch, RolloutManager, SamplingParams
-from rollout.state import FinishReason, Status
-from tests.benchmarks.subject import DTYPES, SIZES
-from tests.benchmarks.tree import of_similar_length
+from rollout import InferenceConfig, RolloutBatch, RolloutManager
+from tests.benchmarks.common import alternating, parse, save, seconds
+from tests.benchmarks.subject import SIZES
+from tests.benchmarks.tree import made_up, of_similar_length
 from tests.benchmarks.workloads import Scale, grpo
-
-SAMPLES = 8
-"""Of a prompt."""
-
-
-def made_up(vocabulary: int, scale: float) -> RolloutBatch:
-    """A batch of the workload's shape, without sampling."""
-    (turn,) = next(iter(grpo(vocabulary, Scale(scale), ()))).turns
-    generator = torch.Generator().manual_seed(0)
-    requests = [
-        DynamicInferenceRequest(
-            request_id=index // SAMPLES, sample_index=index % SAMPLES, prompt_tokens=list(prompt),
-            sampling_params=SamplingParams(max_tokens=length),
-            generated_tokens=torch.randint(0, vocabulary, (length,), generator=generator).tolist(),
-            generated_log_probs=[-10.4] * length, status=Status.COMPLETED, finish_reason=FinishReason.LENGTH,
-        )
-        for index, (prompt, length) in enumerate(zip(turn.prompts, turn.lengths, strict=True))
-    ]  # fmt: skip
-    return RolloutBatch.from_requests(requests, policy_version=0, pad_token_id=0)
 
 
 def as_it_comes(rows: int) -> Callable[[RolloutBatch, int], Iterator[Tensor]]:
@@ -65,24 +43,21 @@ def padded(model: PreTrainedModel, batch: RolloutBatch, parts: Iterator[Tensor])
     return found * batch.response_mask
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of prompts and the lengths")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8192, help="padded tokens of one forward")
-    parser.add_argument("--rows", type=int, default=8, help="rows of one forward, as they come")
-    parser.add_argument("--json", type=Path, help="write the seconds of each round here")
-    options = parser.parse_args()
+    options = parse(
+        __doc__, arguments, size="100m", dtype="float32", scale=1.0, rounds=3,
+        tokens={"default": 8192, "help": "padded tokens of one forward"},
+        rows={"default": 8, "help": "rows of one forward, as they come"},
+    )  # fmt: skip
     torch.manual_seed(0)
     config = Qwen3Config(**SIZES[options.size], max_position_embeddings=4096, tie_word_embeddings=True)
     model = Qwen3ForCausalLM(config).to(getattr(torch, options.dtype)).eval()
-    batch = made_up(config.vocab_size, options.scale)
-    longest = batch.input_ids.shape[1]
+    batch = made_up(next(iter(grpo(config.vocab_size, Scale(options.scale), ()))), config.vocab_size)
     blocks = 4 * -(-batch.input_ids.numel() // 16)
-    manager = RolloutManager(model, None, InferenceConfig(kv_cache_blocks=blocks, max_sequence_length=longest))
+    manager = RolloutManager(
+        model, None, InferenceConfig(kv_cache_blocks=blocks, max_sequence_length=batch.input_ids.shape[1])
+    )
 
     def scored() -> Tensor:
         manager.engine.flush_prefix_cache()
@@ -93,25 +68,21 @@ def main() -> None:
         "padded, sorted": lambda: padded(model, batch, of_similar_length(batch, options.tokens)),
         "score": scored,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
     results: dict[str, Tensor] = {}
-    for number in range(options.rounds + 1):
-        for name, run in methods.items():
-            start = time.perf_counter()
-            results[name] = run()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
+    timed = {
+        name: partial(seconds, lambda name=name, run=run: results.update({name: run()}))
+        for name, run in methods.items()
+    }
+    taken = alternating(timed, options.rounds)
     unpadded = int(batch.attention_mask.sum())
     print(f"{batch!r}: {unpadded} tokens, {batch.input_ids.numel()} padded; {options.size} {options.dtype}")
-    best = statistics.median(seconds["score"])
-    for name, each in seconds.items():
+    best = statistics.median(taken["score"])
+    differs = {name: (each - results["score"]).abs().max().item() for name, each in results.items()}
+    for name, each in taken.items():
         middle = statistics.median(each)
-        worst = (results[name] - results["score"]).abs().max().item()
-        print(f"{name:22} {middle:8.2f} s   {middle / best:5.1f} x   largest difference {worst:.1e}")
+        print(f"{name:22} {middle:8.2f} s   {middle / best:5.1f} x   largest difference {differs[name]:.1e}")
     manager.close()
-    if options.json is not None:
-        differs = max((each - results["score"]).abs().max().item() for each in results.values())
-        options.json.write_text(json.dumps({"seconds": seconds, "differs": differs}), encoding="utf-8")
+    save(options.json, {"seconds": taken, "differs": max(differs.values())})
 
 
 if __name__ == "__main__":

@@ -10,24 +10,22 @@ processor time per token of all threads, the client's included: on a machine wit
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from rollout import AsyncLLM, InferenceConfig, SamplingParams, ServerConfig
 from rollout.server.server import Server
-from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+from tests.benchmarks.common import parse, save, show, turns
+from tests.benchmarks.subject import Subject, make_subject
 from tests.server.stream_client import events
 
 PROMPT_TOKENS = 32
@@ -88,15 +86,14 @@ def measure(subject: Subject, streams: int, tokens: int, rounds: int) -> dict[st
         server = llm.serve(ServerConfig(port=0, served_model_name="subject"), blocking=False)
         try:
             calls = _calls(llm, server, clients, prompts, tokens)
-            for number in range(rounds + 1):
-                for peer in PEERS[number % 3 :] + PEERS[: number % 3]:
-                    start, work = time.perf_counter(), time.process_time()
-                    came, elsewhere = calls[peer]()
-                    work = time.process_time() - work + elsewhere
-                    if came != streams * tokens:
-                        raise RuntimeError(f"{peer}: {came} tokens came of {streams * tokens}")
-                    if number:
-                        rates[peer].append((came / (time.perf_counter() - start), work / came * 1e6))
+            for number, peer in turns(PEERS, rounds + 1):
+                start, work = time.perf_counter(), time.process_time()
+                came, elsewhere = calls[peer]()
+                work = time.process_time() - work + elsewhere
+                if came != streams * tokens:
+                    raise RuntimeError(f"{peer}: {came} tokens came of {streams * tokens}")
+                if number:
+                    rates[peer].append((came / (time.perf_counter() - start), work / came * 1e6))
         finally:
             server.stop()
             asyncio.run(llm.shutdown())
@@ -114,40 +111,30 @@ def _calls(
     }
 
 
-def show(rates: dict[str, list[tuple[float, float]]], title: str) -> None:
-    """A table for people."""
-    table = Table("peer", title=title, title_justify="left")
-    for column in ("tokens/s, median", "spread", "of generate", "of stream", "µs of CPU per token", "of it in stream"):
-        table.add_column(column, justify="right")
-    medians = {peer: [statistics.median(column) for column in zip(*rows, strict=True)] for peer, rows in rates.items()}
-    for peer, rows in rates.items():
-        (rate, work), values = medians[peer], [row[0] for row in rows]
-        table.add_row(
-            peer, f"{rate:,.0f}", f"{(max(values) - min(values)) / rate:.0%}", f"{rate / medians['generate'][0]:.3f}",
-            f"{rate / medians['stream'][0]:.3f}", f"{work:.0f}", f"{medians['stream'][1] / work:.3f}",
-        )  # fmt: skip
-    Console().print(table)
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="10m")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the rates here")
-    arguments = parser.parse_args()
+    options = parse(
+        __doc__, arguments, size="10m", dtype="bfloat16", device="cpu", streams=64, tokens=256, rounds=5
+    )  # fmt: skip
+    longest = PROMPT_TOKENS + options.tokens + 1
     with tempfile.TemporaryDirectory() as folder:
-        subject = make_subject(
-            arguments.size, arguments.dtype, PROMPT_TOKENS + arguments.tokens + 1, Path(folder), arguments.device
-        )
-    rates = measure(subject, arguments.streams, arguments.tokens, arguments.rounds)
-    show(rates, f"{arguments.size} {arguments.dtype}, {arguments.streams} streams of {arguments.tokens} tokens")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rates, indent=1))
+        subject = make_subject(options.size, options.dtype, longest, Path(folder), options.device)
+    rates = measure(subject, options.streams, options.tokens, options.rounds)
+    medians = {peer: [statistics.median(column) for column in zip(*rows, strict=True)] for peer, rows in rates.items()}
+    show(
+        f"{options.size} {options.dtype}, {options.streams} streams of {options.tokens} tokens",
+        ("peer", "tokens/s, median", "of generate", "of stream", "µs of CPU per token"),
+        [
+            (
+                peer,
+                f"{rate:,.0f}",
+                *(f"{rate / medians[other][0]:.3f}" for other in ("generate", "stream")),
+                f"{work:.0f}",
+            )
+            for peer, (rate, work) in medians.items()
+        ],
+    )
+    save(options.json, rates)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ seconds, medians over rounds (above 1: speculation is faster). That both sample 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -33,7 +31,8 @@ from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, SamplingParams
 from rollout.engine.engine import DynamicInferenceEngine
-from tests.benchmarks.subject import DTYPES, SIZES, make_subject
+from tests.benchmarks.common import parse, save
+from tests.benchmarks.subject import make_subject
 from tests.benchmarks.workloads import Scale, grpo
 
 MODES = {"plain": False, "speculative": True}
@@ -179,17 +178,12 @@ def ratio(plain: Sequence[float], ours: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(plain, ours, strict=True))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--scale", type=float, default=1.0, help="shrinks all token counts, for a quick look")
-    parser.add_argument("--only", default="", help="works whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
+    args = parse(
+        __doc__, arguments, size="100m", dtype="bfloat16", rounds=3, threads=2, scale=1.0,
+        only={"default": "", "help": "works whose name contains this"},
+    )  # fmt: skip
     results: dict[str, dict[str, float]] = {}
     torch.set_num_threads(args.threads)
     console = Console()
@@ -206,8 +200,7 @@ def main() -> None:
                 "tail": ratio(found["plain"].tail, found["speculative"].tail),
                 "accepted": found["speculative"].accepted,
             }
-    if args.json is not None:
-        args.json.write_text(json.dumps(results), encoding="utf-8")
+    save(args.json, results)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,17 @@ after a suspend; the plain copy is one pinned tensor of as many bytes, each way.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from tests.benchmarks.floors import seconds, settle
-from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
+from tests.benchmarks.common import medians, parse, save, seconds, settle, show
+from tests.benchmarks.subject import Subject, make_subject
 
 
 def make_engine(subject: Subject, requests: int, tokens: int, rounds: int) -> DynamicInferenceEngine:
@@ -108,67 +104,43 @@ def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds):
         for mode, found in rounds.items():
             found.append(away_and_back(engine, mode, subject))
-    medians = {
-        mode: {name: statistics.median(each[name] for each in found) for name in found[0]}
-        for mode, found in rounds.items()
-    }
+    middle = {mode: medians(found) for mode, found in rounds.items()}
     if engine.context.scheduler.num_active != options.requests:
         raise RuntimeError("requests ended while they were measured: the figures would be of fewer")
-    offload, count = medians["offload"], int(medians["offload"]["bytes"])
+    offload, count = middle["offload"], int(middle["offload"]["bytes"])
     plain = plain_copy(subject, count)
     return {
         "device": str(subject.device), "size": subject.size, "dtype": subject.dtype, "requests": options.requests,
-        "tokens": options.tokens, "pool_bytes": pool, "medians": medians, "plain": plain,
+        "tokens": options.tokens, "pool_bytes": pool, "medians": middle, "plain": plain,
         "suspend_of_plain": plain["out_s"] / offload["suspend_s"], "resume_of_plain": plain["in_s"] / offload["resume_s"],
         "given_back_of_pool": offload["bytes_given_back"] / pool if subject.device.type == "cuda" else None,
-        "prefill_over_resume": medians["recompute"]["back_s"] / offload["back_s"],
+        "prefill_over_resume": middle["recompute"]["back_s"] / offload["back_s"],
     }  # fmt: skip
-
-
-def show(console: Console, found: dict[str, Any]) -> None:
-    """The figures as a table."""
-    offload, recompute = found["medians"]["offload"], found["medians"]["recompute"]
-    count = offload["bytes"] / 1e9
-    table = Table(
-        "figure", "value", title=f"{found['size']} {found['dtype']}, {found['requests']} × {found['tokens']} tokens"
-    )
-    table.add_row("KV moved", f"{count:.3f} GB")
-    for name, plain, label in (("suspend_s", "out_s", "suspend"), ("resume_s", "in_s", "resume")):
-        table.add_row(
-            label,
-            f"{1e3 * offload[name]:.1f} ms, {count / offload[name]:.1f} GB/s; plain copy "
-            f"{count / found['plain'][plain]:.1f} GB/s, ratio {found['plain'][plain] / offload[name]:.2f}",
-        )
-    if found["given_back_of_pool"] is not None:
-        table.add_row("given back to the driver", f"{found['given_back_of_pool']:.1%} of the pool")
-    table.add_row("until all can decode again, resumed", f"{1e3 * offload['back_s']:.1f} ms")
-    table.add_row("the same, prefilled again", f"{1e3 * recompute['back_s']:.1f} ms")
-    table.add_row("prefilling over resuming", f"{found['prefill_over_resume']:.1f}")
-    console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add: Callable[..., Any] = parser.add_argument
-    add("--size", choices=list(SIZES), default="100m")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--device", default="cpu", help="cpu, or cuda")
-    add("--requests", type=int, default=16)
-    add("--tokens", type=int, default=2048, help="of each prompt")
-    add("--rounds", type=int, default=3)
-    add("--json", type=Path, help="write the figures here")
-    options = parser.parse_args(arguments)
-    if min(options.requests, options.tokens, options.rounds) < 1:
-        parser.error("--requests, --tokens and --rounds must be above 0")
+    options = parse(
+        __doc__, arguments, size="100m", dtype="bfloat16", device="cpu", requests=16,
+        tokens={"default": 2048, "help": "of each prompt"}, rounds=3,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="suspend-") as folder:
-        subject = make_subject(
-            options.size, options.dtype, 4096 + options.tokens, Path(folder), torch.device(options.device)
-        )
+        subject = make_subject(options.size, options.dtype, 4096 + options.tokens, Path(folder), options.device)
         found = measure(subject, options)
-    show(Console(), found)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+    offload, recompute, plain = found["medians"]["offload"], found["medians"]["recompute"], found["plain"]
+    count = offload["bytes"] / 1e9
+    rows = [("KV moved", f"{count:.3f} GB")]
+    for name, copied, label in (("suspend_s", "out_s", "suspend"), ("resume_s", "in_s", "resume")):
+        rate = f"{1e3 * offload[name]:.1f} ms, {count / offload[name]:.1f} GB/s"
+        rows.append((label, f"{rate}; plain copy over it {plain[copied] / offload[name]:.2f}"))
+    if found["given_back_of_pool"] is not None:
+        rows.append(("given back to the driver", f"{found['given_back_of_pool']:.1%} of the pool"))
+    rows.append(("until all can decode again, resumed", f"{1e3 * offload['back_s']:.1f} ms"))
+    rows.append(("the same, prefilled again", f"{1e3 * recompute['back_s']:.1f} ms"))
+    rows.append(("prefilling over resuming", f"{found['prefill_over_resume']:.1f}"))
+    title = f"{found['size']} {found['dtype']}, {found['requests']} × {found['tokens']} tokens"
+    show(title, ("figure", "value"), rows)
+    save(options.json, found)
     return 0
 
 

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, KVCacheManagementMode, RolloutManager, SamplingParams
-from tests.benchmarks.floors import settle
+from tests.benchmarks.common import settle
 from tests.benchmarks.peers import Generate
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import Scale, Tokens

@@ -12,13 +12,12 @@ trains once, above what it held before.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from rollout import InferenceConfig, PackedTree, RolloutBatch, RolloutManager, S
 from rollout.manager.tree import pack_tree
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
+from tests.benchmarks.common import parse, save
 from tests.benchmarks.subject import SIZES
 from tests.benchmarks.workloads import Scale, Workload, grpo
 from trainer_hooks.optimizer import attach as attach_optimizer
@@ -94,6 +94,22 @@ METHODS: dict[str, Callable[[PreTrainedModel, RolloutBatch, int], Passes]] = {
 }  # fmt: skip
 
 
+def made_up(workload: Workload, vocabulary: int) -> RolloutBatch:
+    """A batch of the workload's shape, without sampling."""
+    (turn,) = workload.turns
+    generator = torch.Generator().manual_seed(0)
+    requests = [
+        DynamicInferenceRequest(
+            request_id=index // SAMPLES, sample_index=index % SAMPLES, prompt_tokens=list(prompt),
+            sampling_params=SamplingParams(max_tokens=length),
+            generated_tokens=torch.randint(0, vocabulary, (length,), generator=generator).tolist(),
+            generated_log_probs=[-10.4] * length, status=Status.COMPLETED, finish_reason=FinishReason.LENGTH,
+        )
+        for index, (prompt, length) in enumerate(zip(turn.prompts, turn.lengths, strict=True))
+    ]  # fmt: skip
+    return RolloutBatch.from_requests(requests, policy_version=0, pad_token_id=0)
+
+
 class Step:
     """A model with its optimizer, trained by any of the methods."""
 
@@ -106,6 +122,7 @@ class Step:
             self.model.gradient_checkpointing_enable()
         self.optimizer = AdamW(self.model.parameters(), lr=1e-6)
         attach(self.model)
+        self.vocabulary = config.vocab_size
         self.workload: Workload = next(iter(grpo(config.vocab_size, Scale(options.scale), ())))
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -134,24 +151,6 @@ class Step:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16) if self._options.dtype == "bfloat16" else nullcontext()
-
-    def made_up(self) -> RolloutBatch:
-        """A batch of the workload's shape, without sampling."""
-        (turn,) = self.workload.turns
-        rows = zip(turn.prompts, turn.lengths, strict=True)
-        generator = torch.Generator().manual_seed(0)
-        return RolloutBatch.from_requests(
-            [
-                DynamicInferenceRequest(
-                    request_id=index // SAMPLES, sample_index=index % SAMPLES, prompt_tokens=list(prompt),
-                    sampling_params=SamplingParams(max_tokens=length),
-                    generated_tokens=torch.randint(0, 1000, (length,), generator=generator).tolist(),
-                    generated_log_probs=[-10.4] * length, status=Status.COMPLETED, finish_reason=FinishReason.LENGTH,
-                )
-                for index, (prompt, length) in enumerate(rows)
-            ],
-            policy_version=0, pad_token_id=0,
-        )  # fmt: skip
 
 
 def in_groups(batch: RolloutBatch) -> RolloutBatch:
@@ -220,7 +219,7 @@ def _peak_of(options: argparse.Namespace, method: str) -> int:
 def peak(options: argparse.Namespace) -> int:
     """See `_peak_of`, in this process."""
     step = Step(options)
-    batch = step.made_up()
+    batch = made_up(step.workload, step.vocabulary)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     before = _resident("VmRSS")
     step.train(options.peak, batch)
@@ -233,19 +232,15 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), default="100m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the autocast")
-    parser.add_argument("--tokens", type=int, default=4096, help="per forward, at most")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all token counts")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--checkpointing", action="store_true", help="of gradients")
-    parser.add_argument("--peak", choices=list(METHODS), help="only print the peak memory of one method, in MiB")
-    parser.add_argument("--json", help="where to write the results")
-    options = parser.parse_args()
+    options = parse(
+        __doc__, arguments, size="100m", dtype={"default": "bfloat16", "help": "of the autocast"},
+        tokens={"default": 4096, "help": "per forward, at most"}, rounds=3, scale=1.0,
+        methods={"default": list(METHODS), "choices": list(METHODS)},
+        checkpointing={"default": False, "help": "of gradients"},
+        peak={"default": None, "choices": list(METHODS), "help": "only print the peak memory of one method, in MiB"},
+    )  # fmt: skip
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if options.peak:
         print(peak(options))
@@ -260,9 +255,7 @@ def main() -> None:
             f"({reference['train seconds'] / each['train seconds']:.2f}x)  step {each['step seconds']:6.1f} s "
             f"({reference['step seconds'] / each['step seconds']:.2f}x)  peak {each['peak MiB']:,} MiB"
         )
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results | {"options": vars(options)}, file, indent=1)
+    save(options.json, results)
 
 
 if __name__ == "__main__":

@@ -33,42 +33,17 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallba
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout import InferenceConfig, RolloutManager
-from tests.benchmarks import ledger as ledgers
 from tests.benchmarks import report
+from tests.benchmarks.common import parse, quiet_transformers, save, settle
 from tests.benchmarks.field import Measured, Rules, alternate
-from tests.benchmarks.floors import settle
 from tests.benchmarks.ledger import Cell, Key, Ledger
-from tests.benchmarks.race import quiet_transformers
-from tests.benchmarks.subject import SIZES, Subject, make_subject
+from tests.benchmarks.subject import Subject, make_subject
 from trainer_hooks.trl import attach, rollout_func
 
 PEERS = ("ours", "ours, corrected", "generate", "cb")
 CASES = ("even", "tail")
 AT_THE_LIMIT = 0.3
 CB_BLOCK = 256
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--size", choices=list(SIZES), default="10m", help="parameters")
-    add("--device", default="cpu", help="cpu, or cuda")
-    add("--cases", nargs="+", choices=CASES, default=list(CASES))
-    add("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    add("--prompts", type=int, default=4, help="per step")
-    add("--group", type=int, default=8, help="completions of each")
-    add("--prompt-tokens", type=int, default=64)
-    add("--new-tokens", type=int, default=128, help="most of a completion")
-    add("--steps", type=int, default=2, help="timed in each round, after one that is not")
-    add("--rounds", type=int, default=3)
-    add("--limit", type=float, default=300.0, metavar="SECONDS", help="a peer that is slower runs no further round")
-    add("--json", type=Path, help="write all figures here")
-    options = parser.parse_args(arguments)
-    counts = (options.prompts, options.prompt_tokens, options.new_tokens, options.steps, options.rounds)
-    if min(counts) < 1 or options.group < 2 or options.limit <= 0:
-        parser.error("--group must be at least 2, the other numbers at least 1")
-    return options
 
 
 class StepClock(TrainerCallback):
@@ -197,7 +172,13 @@ def run(options: argparse.Namespace, ledger: Ledger, folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, save. Returns the exit status: 130 after Ctrl-C."""
-    options = parse(arguments)
+    options = parse(
+        __doc__, arguments, size="10m", device="cpu", cases={"default": list(CASES), "choices": CASES},
+        peers={"default": list(PEERS), "choices": PEERS}, prompts={"default": 4, "help": "per step"},
+        group={"default": 8, "help": "completions of each, at least 2"}, prompt_tokens=64,
+        new_tokens={"default": 128, "help": "most of a completion"},
+        steps={"default": 2, "help": "timed in each round, after one that is not"}, rounds=3, limit=300.0,
+    )  # fmt: skip
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
     ledger, status = Ledger(), 0
@@ -207,10 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 130
     report.show(Console(width=None if sys.stdout.isatty() else 140), ledger, [])
-    if options.json:
-        asked = {name: value for name, value in vars(options).items() if name != "json"}
-        machine = {"platform": platform.platform(), "threads": torch.get_num_threads()}
-        ledgers.save(options.json, ledger, {"options": asked, "machine": machine}, [])
+    asked = {name: value for name, value in vars(options).items() if name != "json"}
+    machine = {"platform": platform.platform(), "threads": torch.get_num_threads()}
+    save(options.json, {"options": asked, "machine": machine, "rows": ledger.as_list()})
     return status
 
 

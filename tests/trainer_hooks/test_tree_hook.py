@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from tests.benchmarks.tree import METHODS, Step
+from tests.benchmarks.tree import METHODS, Step, made_up
 from tests.models import make_model
 from tests.ranks import run_together
 from tests.trainer_hooks import tree_jobs
@@ -113,7 +113,7 @@ def test_the_benchmarks_methods_train_alike():
     outcomes = {}
     for method in METHODS:
         step = Step(options)
-        outcomes[method] = step.train(method, step.made_up())
+        outcomes[method] = step.train(method, made_up(step.workload, step.vocabulary))
     right = outcomes["padded"]
     assert right["gradient norm"] > 1e-3
     for method, found in outcomes.items():
