@@ -35,8 +35,8 @@ from rollout.errors import (
     RequestTimeoutError,
     StaleRequestError,
     WeightsChangedError,
+    did_you_mean,
 )
-from rollout.errors import did_you_mean
 
 CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""
