@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # public names
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
     from rollout.distributed.client.futures import RequestStream as RequestStream
     from rollout.distributed.client.text_stream import TextDelta as TextDelta
-    from rollout.engine.exact.exact import exact as exact
-    from rollout.engine.forward.replay import replay as replay
+    from rollout.engine.training.exact import exact as exact
+    from rollout.engine.training.replay import replay as replay
     from rollout.errors import ConfigError as ConfigError
     from rollout.errors import ConnectionLostError as ConnectionLostError
     from rollout.errors import ControlError as ControlError
@@ -87,9 +87,9 @@ if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports o
     )
     from rollout.distributed.transport.keys import JobKeys as JobKeys
     from rollout.distributed.worker.worker import EngineWorker as EngineWorker
-    from rollout.engine.context import DynamicInferenceContext as DynamicInferenceContext
-    from rollout.engine.controller import TextGenerationController as TextGenerationController
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from rollout.engine.parts.context import DynamicInferenceContext as DynamicInferenceContext
+    from rollout.engine.parts.controller import TextGenerationController as TextGenerationController
     from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.requests.block_hash import HASH_BASE as HASH_BASE
     from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from rollout.engine.forward.routers import routers_of
+from rollout.engine.models.routers import routers_of
 from rollout.errors import UnsupportedModelError
 from rollout.manager.batch import RolloutBatch
 from rollout.requests.request import DynamicInferenceRequest

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from rollout.engine.forward.tree_forward import TreeAttachment
+from rollout.engine.training.tree_forward import TreeAttachment
 
 
 def attach(model: nn.Module) -> TreeAttachment:

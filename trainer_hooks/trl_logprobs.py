@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.algorithms import replay_logprobs
-from rollout.engine.forward.tree_forward import TreeAttachment
+from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.errors import ConfigError
 from rollout.manager.images import BatchImages, ImageLayout
 from rollout.manager.token_logprobs import selected_logprobs, token_entropies

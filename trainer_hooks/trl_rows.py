@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.engine.forward.replay import Routed, RoutedTree, replay
+from rollout.engine.training.replay import Routed, RoutedTree, replay
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.tree import PackedTree
 

@@ -13,41 +13,41 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
-from rollout.engine.admission import Admission
-from rollout.engine.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
-from rollout.engine.control import EngineControl
-from rollout.engine.controller import TextGenerationController
-from rollout.engine.exact.kernels import kernels_on
-from rollout.engine.exact.paged_forward import run_exactly
-from rollout.engine.failures import FailureContainment
-from rollout.engine.forward.adapters import LoraAdapters
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.model_support import (
+from rollout.engine.forward.model_watch import ModelWatch
+from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
+from rollout.engine.kernels import triton_exact
+from rollout.engine.memory.arena import PoolMemory, pool_memory
+from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.host_pool import HostMemoryError
+from rollout.engine.memory.huge_pages import collapse
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.models.adapters import LoraAdapters
+from rollout.engine.models.model_support import (
     DEFAULT_LENGTH,
     ModelLayout,
     inspect_model,
     refuse_growing_rope,
     refuse_packed_temperature,
 )
-from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.forward.routers import Routers, routers_of
-from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
-from rollout.engine.inspection import Inspection
-from rollout.engine.intake import Intake
-from rollout.engine.kernels import triton_exact
-from rollout.engine.ledger import Ledger
-from rollout.engine.lifecycle import Lifecycle
-from rollout.engine.memory.arena import PoolMemory, pool_memory
-from rollout.engine.memory.block_pool import Allocate, zeros
-from rollout.engine.memory.host_pool import HostMemoryError
-from rollout.engine.memory.huge_pages import collapse
-from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.models.routers import Routers, routers_of
 from rollout.engine.multimodal.vision import Vision
-from rollout.engine.peers import GroupMember, Peers
-from rollout.engine.plain_tensors import plain_tensors
-from rollout.engine.staleness import Staleness
-from rollout.engine.stepper import Stepper
+from rollout.engine.parts.admission import Admission
+from rollout.engine.parts.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
+from rollout.engine.parts.control import EngineControl
+from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.failures import FailureContainment
+from rollout.engine.parts.inspection import Inspection
+from rollout.engine.parts.intake import Intake
+from rollout.engine.parts.ledger import Ledger
+from rollout.engine.parts.lifecycle import Lifecycle
+from rollout.engine.parts.peers import GroupMember, Peers
+from rollout.engine.parts.staleness import Staleness
+from rollout.engine.parts.stepper import Stepper
+from rollout.engine.training.kernels import kernels_on
+from rollout.engine.training.paged_forward import run_exactly
 from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError

@@ -21,19 +21,19 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, followed, rebuilt
-from rollout.engine.context import DynamicInferenceContext, MemoryMove
-from rollout.engine.controller import TextGenerationController
 from rollout.engine.explain.explanation import Explanation
-from rollout.engine.forward.adapters import LoraAdapters
-from rollout.engine.forward.attention import Installation, refuse_inside_forward
-from rollout.engine.holds import Holds
-from rollout.engine.inspection import Inspection
-from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.memory.block_pool import Allocate, zeros
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.peers import Peers
-from rollout.engine.plain_tensors import plain_tensors
-from rollout.engine.prefill import Prefill, Take, Wanted
+from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.models.adapters import LoraAdapters
+from rollout.engine.models.attention import Installation, refuse_inside_forward
+from rollout.engine.parts.context import DynamicInferenceContext, MemoryMove
+from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.holds import Holds
+from rollout.engine.parts.inspection import Inspection
+from rollout.engine.parts.lifecycle import Lifecycle
+from rollout.engine.parts.peers import Peers
+from rollout.engine.parts.prefill import Prefill, Take, Wanted
 from rollout.engine.scheduling.adapters import described
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.base import Weights

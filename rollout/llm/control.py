@@ -17,7 +17,7 @@ from torch import nn
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.gathering import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.holds import BLOCK, UPDATE, HoldLevel
+from rollout.engine.parts.holds import BLOCK, UPDATE, HoldLevel
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.llm.requests import Service
 from rollout.llm.service import EngineService

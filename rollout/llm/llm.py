@@ -30,7 +30,7 @@ from rollout.distributed.job.gathering import Gathering
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.attention import refuse_inside_forward
+from rollout.engine.models.attention import refuse_inside_forward
 from rollout.engine.weights.folder import load_model
 from rollout.engine.weights.source import weights_of
 from rollout.errors import ConfigError, DeadlineError, EngineStateError

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.distributed.client.text_stream import GroupText, TextDelta
 from rollout.distributed.job.world import World
-from rollout.engine.context import DynamicInferenceContext
-from rollout.engine.controller import TextGenerationController
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.parts.context import DynamicInferenceContext
+from rollout.engine.parts.controller import TextGenerationController
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
 from rollout.requests.prompt import Prompt, normalized
 from rollout.requests.request import DynamicInferenceRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout.engine.controller import TextGenerationController
+from rollout.engine.parts.controller import TextGenerationController
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.journal.reader import FinishedGroup
 from rollout.manager import checkpoint, lengths

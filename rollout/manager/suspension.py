@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollout.engine.context import MemoryMove
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.holds import BLOCK, DIRECT, PAUSE, SUSPEND, UPDATE, HoldLevel
+from rollout.engine.parts.context import MemoryMove
+from rollout.engine.parts.holds import BLOCK, DIRECT, PAUSE, SUSPEND, UPDATE, HoldLevel
 from rollout.errors import EngineStateError
 from rollout.manager.telemetry import RolloutMetrics
 from rollout.state import EngineState, KVCacheManagementMode, Mode

@@ -15,8 +15,8 @@ from rollout.tracing.recorder import active
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.engine.context import MemoryMove
     from rollout.engine.engine import DynamicInferenceEngine
+    from rollout.engine.parts.context import MemoryMove
     from rollout.manager.batch import RolloutBatch
 
 _COUNTERS = [name for name, metric in ENGINE_STATS.items() if metric.kind is Kind.COUNTER]

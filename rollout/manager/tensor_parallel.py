@@ -24,9 +24,9 @@ import numpy as np
 from rollout import errors
 from rollout.distributed.job.meeting import GO, INTERRUPTED, Meeting
 from rollout.distributed.job.world import World
-from rollout.engine.context import KEPT_ALL
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.tensor_parallel.group import TensorParallelGroup
+from rollout.engine.parallel.group import TensorParallelGroup
+from rollout.engine.parts.context import KEPT_ALL
 from rollout.errors import DeadlineError, EngineStateError, RolloutError
 from rollout.manager.backend import LocalBackend
 from rollout.manager.expert_parallel import LockstepLoop

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rollout.algorithms.replay import replay_logprobs
 from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.prefill import Wanted
+from rollout.engine.parts.prefill import Wanted
 from rollout.engine.sampling.sampler import token_logprobs
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.errors import ConfigError

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.forward.tree_forward import is_attached
+from rollout.engine.training.tree_forward import is_attached
 from rollout.errors import EngineStateError
 from rollout.manager.token_logprobs import selected_logprobs, token_entropies
 

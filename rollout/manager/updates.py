@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
-from rollout.engine.context import MemoryMove
+from rollout.engine.parts.context import MemoryMove
 from rollout.errors import JournalError
 from rollout.manager.rounds import Rounds
 from rollout.state import EngineState, Mode

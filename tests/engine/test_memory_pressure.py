@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engine.context import DynamicInferenceContext
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.trial_forwards import peak_bytes, run_prefill
+from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.state import EngineState
 from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, token_ids

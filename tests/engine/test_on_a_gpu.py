@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import exact
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import cuda_graphs
+from rollout.engine.graphs import cuda_graphs
 from rollout.engine.scheduling import run_ahead
 from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.sampling_params import SamplingParams

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import rollout
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.routers import routers_of
+from rollout.engine.models.routers import routers_of
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from rollout.manager.batch import RolloutBatch
 from rollout.requests.growth import growth

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rollout
-from rollout.engine.forward.tree_forward import TreeAttachment
+from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.tree import pack_tree
 from rollout.requests.request import DynamicInferenceRequest

@@ -126,7 +126,7 @@ def test_a_part_that_is_not_read_is_named_by_its_place(llm: LLM, part: dict[str,
 
 
 def test_images_are_decoded_up_to_a_limit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engine.controller.MAX_PROMPT_PIXELS", 500)
+    monkeypatch.setattr("rollout.engine.parts.controller.MAX_PROMPT_PIXELS", 500)
     with pytest.raises(InvalidRequestError, match=r"content\[3\]: images up to here have 720 pixels; 500 are decoded"):
         llm.generate(asked("what", data_url(RED), data_url(RED), data_url(RED), "none.png"), GREEDY)
     monkeypatch.setattr("rollout.engine.multimodal.pictures.MAX_PIXELS", 200)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rollout.engine.forward.replay import replay
+from rollout.engine.training.replay import replay
 from rollout.llm.llm import LLM
 from rollout.manager.batch import RolloutBatch
 from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown

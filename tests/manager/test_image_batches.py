@@ -57,7 +57,7 @@ def test_the_trainers_forward_of_a_batch_gives_the_log_probs_it_was_sampled_with
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4_small"])
 def test_scores_are_the_log_probs_of_the_trainers_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the logits of one step could not be those of an image, which is not cut."""
-    monkeypatch.setattr("rollout.engine.prefill.LOGITS_BYTES", 8 * VOCAB)
+    monkeypatch.setattr("rollout.engine.parts.prefill.LOGITS_BYTES", 8 * VOCAB)
     with manager_of(name) as manager:
         prompts = [picture_prompt(name, [2, "a", 3, "b"]), token_ids(5), picture_prompt(name, ["a", 4])]
         batch = manager.generate(prompts, SAMPLED.replace(logprobs_mode="raw"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.engine.holds import COORDINATOR, HoldLevel
+from rollout.engine.parts.holds import COORDINATOR, HoldLevel
 from rollout.errors import EngineStateError
 from rollout.manager.manager import RolloutManager
 from rollout.state import EngineState

@@ -19,7 +19,7 @@ from rollout import (
     TokenScores,
     WeightsChangedError,
 )
-from rollout.engine import prefill
+from rollout.engine.parts import prefill
 from tests.adapters import adapted, saved_adapter
 from tests.models import VOCAB, make_model
 from tests.rollouts import assert_nothing_leaked, completions, make_rollout, tokens, trainer_logprobs_of, update

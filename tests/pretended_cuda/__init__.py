@@ -1,7 +1,7 @@
 """A CUDA device that is pretended on the CPU, for the lines of Python that otherwise only a GPU runs.
 
     python -m tests.gpu_first_run env kernels --rehearse
-    TRITON_INTERPRET=1 pytest -p tests.pretended_cuda.plugin -m gpu tests/engine/forward/test_cuda_capture.py
+    TRITON_INTERPRET=1 pytest -p tests.pretended_cuda.plugin -m gpu tests/engine/graphs/test_cuda_capture.py
 
 Tensors made for the device lie in host memory and say that they are on `cuda:0`; Triton's kernels are interpreted; a graph
 records the operations of torch and the launches, and does them again, at the same addresses. What a device refuses is

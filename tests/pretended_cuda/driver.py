@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rollout.engine.forward import fused_checks
+from rollout.engine.fused import fused_checks
 from rollout.engine.kernels import triton_paged
 from rollout.engine.scheduling import run_ahead, scheduler
 from tests.pretended_cuda import graphs, interpreted

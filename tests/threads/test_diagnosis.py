@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine.holds import HoldLevel
+from rollout.engine.parts.holds import HoldLevel
 from rollout.errors import DeadlineError, EngineStateError
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TrainerCallback
 
-from rollout.engine.forward.routers import routers_of
+from rollout.engine.models.routers import routers_of
 from rollout.errors import ConfigError, RolloutFailedError
 from rollout.manager.manager import RolloutManager
 from rollout.state import EngineState

@@ -29,7 +29,7 @@ from rollout.distributed.transport.dealer import Dealer
 from rollout.distributed.worker.link import Link
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.holds import COORDINATOR
+from rollout.engine.parts.holds import COORDINATOR
 from rollout.errors import ConnectionLostError, DeadlineError, EngineStateError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState

@@ -42,8 +42,8 @@ from rollout.distributed.protocol.messages import (
 )
 from rollout.distributed.protocol.partial import PartialGroup
 from rollout.distributed.worker.assignments import Assignments, Key, Known
-from rollout.engine.holds import COORDINATOR, HoldLevel
-from rollout.engine.rank_engine import RankEngine
+from rollout.engine.parts.holds import COORDINATOR, HoldLevel
+from rollout.engine.parts.rank_engine import RankEngine
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import unpack_msgpack

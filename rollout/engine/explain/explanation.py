@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
-from rollout.engine.exact.served import why_not_exact
 from rollout.engine.explain.machine import Machine
 from rollout.engine.explain.trial import Trial
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.training.served import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.metrics import binary_bytes, short_count
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.routers import TOPK
+from rollout.engine.models.routers import TOPK
 
 
 class Routes:

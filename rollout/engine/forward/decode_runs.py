@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.forward.adapters import LoraAdapters
-from rollout.engine.forward.attention import Installation
 from rollout.engine.forward.step_rows import pack
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.models.adapters import LoraAdapters
+from rollout.engine.models.attention import Installation
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampling_table import SamplingRows, SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable

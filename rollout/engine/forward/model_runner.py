@@ -17,22 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.expert_parallel.lockstep import Lockstep
-from rollout.engine.forward.adapters import LoraAdapters, Names
-from rollout.engine.forward.attention import Installation, PagedBatch, forward_with
-from rollout.engine.forward.cuda_capture import CudaDevice
-from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.decode_kernels import TritonDecode, kernel_shapes
 from rollout.engine.forward.decode_runs import DecodeRuns, RunForward
-from rollout.engine.forward.fused_forward import BoundForward, FusedForward
-from rollout.engine.forward.graphed_runs import GraphedRuns
-from rollout.engine.forward.model_support import ModelLayout
 from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
 from rollout.engine.forward.recurrent_forward import forward_by_length
-from rollout.engine.forward.recurrent_states import States
-from rollout.engine.forward.routers import Routers
 from rollout.engine.forward.step_rows import pack
 from rollout.engine.forward.step_sampling import sample_step
+from rollout.engine.fused.fused_forward import BoundForward, FusedForward
+from rollout.engine.graphs.cuda_capture import CudaDevice
+from rollout.engine.graphs.cuda_graphs import GraphedDecode
+from rollout.engine.graphs.decode_kernels import TritonDecode, kernel_shapes
+from rollout.engine.graphs.graphed_runs import GraphedRuns
 from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
@@ -43,15 +37,21 @@ from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.memory.stream_order import StreamOrder
+from rollout.engine.models.adapters import LoraAdapters, Names
+from rollout.engine.models.attention import Installation, PagedBatch, forward_with
+from rollout.engine.models.model_support import ModelLayout
+from rollout.engine.models.recurrent_states import States
+from rollout.engine.models.routers import Routers
 from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.multimodal.vision import Vision
+from rollout.engine.parallel.leader import Leader
+from rollout.engine.parallel.lockstep import Lockstep
+from rollout.engine.parallel.work import ForwardWork
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
-from rollout.engine.tensor_parallel.leader import Leader
-from rollout.engine.tensor_parallel.work import ForwardWork
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 from rollout.errors import UnsupportedModelError
 

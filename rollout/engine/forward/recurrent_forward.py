@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.forward.length_groups import length_groups
-from rollout.engine.forward.model_support import ModelLayout
-from rollout.engine.forward.recurrent_states import PackedStates, StateRows, States
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.models.length_groups import length_groups
+from rollout.engine.models.model_support import ModelLayout
+from rollout.engine.models.recurrent_states import PackedStates, StateRows, States
 from rollout.engine.multimodal.step_images import StepImages
 
 IntArray = NDArray[np.int64]

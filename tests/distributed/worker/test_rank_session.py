@@ -13,7 +13,7 @@ import torch
 
 from rollout.distributed.protocol.messages import Cancel, Command, CommandAck, Decline, EngineMoved, Progress, Stretch
 from rollout.distributed.worker import session
-from rollout.engine.holds import COORDINATOR, HoldLevel
+from rollout.engine.parts.holds import COORDINATOR, HoldLevel
 from rollout.errors import EngineStateError
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams

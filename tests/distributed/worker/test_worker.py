@@ -29,7 +29,7 @@ from rollout.distributed.protocol.messages import (
 from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.holds import COORDINATOR, PAUSE, HoldLevel
+from rollout.engine.parts.holds import COORDINATOR, PAUSE, HoldLevel
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
 from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator

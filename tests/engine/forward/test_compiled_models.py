@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.utils import compile_regions
 
-from rollout.engine.forward.model_support import refuse_several_devices
+from rollout.engine.models.model_support import refuse_several_devices
 from rollout.errors import UnsupportedModelError
 from tests.engines import assert_greedy, greedily, make_engine, token_ids
 from tests.models import make_model

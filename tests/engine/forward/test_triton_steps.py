@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.decode_kernels import TritonDecode
 from rollout.engine.forward.decode_runs import DecodeRuns
-from rollout.engine.forward.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.forward.trial_forwards import paged_logits
+from rollout.engine.graphs.cuda_graphs import GraphedDecode
+from rollout.engine.graphs.decode_kernels import TritonDecode
+from rollout.engine.graphs.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.kernels import decode_parts
 from rollout.engine.kernels.triton_paged import load
 from rollout.engine.memory.arena import PoolMemory

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import fused_binding, fused_parts
+from rollout.engine.fused import fused_binding, fused_parts
 from rollout.engine.kernels import cpu_library
 from rollout.engine.kernels.cpu_forward import Layer
 from rollout.errors import UnsupportedModelError
-from tests.engine.forward.test_fused_families import EXPERTS, trained
-from tests.engine.forward.test_fused_forward import fused
+from tests.engine.fused.test_fused_families import EXPERTS, trained
+from tests.engine.fused.test_fused_forward import fused
 from tests.engines import make_engine
 
 needs_compiler = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.forward.decode_kernels import kernel_shapes
-from rollout.engine.forward.model_support import inspect_model
+from rollout.engine.graphs.decode_kernels import kernel_shapes
 from rollout.engine.kernels.torch_paged import write_slots
 from rollout.engine.kernels.triton_trial import Heads, tried_out
+from rollout.engine.models.model_support import inspect_model
 from tests.engines import shared_model
 
 CPU = torch.device("cpu")

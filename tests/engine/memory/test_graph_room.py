@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import graph_sizes
-from rollout.engine.forward.cuda_graphs import GraphedDecode
-from rollout.engine.forward.graph_sizes import GraphMemory
+from rollout.engine.graphs import graph_sizes
+from rollout.engine.graphs.cuda_graphs import GraphedDecode
+from rollout.engine.graphs.graph_sizes import GraphMemory
 from rollout.engine.memory.arena import Arena
-from tests.engine.forward.recorded_graphs import Plain, Recorder
+from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import BLOCKS, PAGE, CachingAllocator, Driver
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from rollout.config import InferenceConfig
-from rollout.engine.context import DynamicInferenceContext
 from rollout.engine.memory.layer_groups import LayerGroups
+from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import EngineStateError, InvalidRequestError

@@ -20,14 +20,14 @@ from torch.distributed.fsdp import fully_shard
 from rollout.config import InferenceConfig
 from rollout.engine import build as build_module
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.cuda_graphs import GraphedDecode
+from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena, PoolMemory
 from rollout.engine.weights import fsdp_mapped, source
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies, autocast_copies
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.errors import ConfigError
-from tests.engine.forward.recorded_graphs import Plain, Record, Recorder
+from tests.engine.graphs.recorded_graphs import Plain, Record, Recorder
 from tests.engine.memory.test_arena import PAGE, Driver
 from tests.engines import greedily, in_one_piece, make_engine, pass_suspended, token_ids
 from tests.models import make_model

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rollout.config import CoordinatorConfig, InferenceConfig
-from rollout.engine.forward.cuda_graphs import GraphedDecode
+from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena, PoolMemory
 from rollout.engine.weights import source
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, WeightsChangedError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.engine.forward.recorded_graphs import Plain, Recorder
+from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import Driver
 from tests.models import greedy, make_model
 from trainer_hooks.optimizer import attach

@@ -1,1 +1,0 @@
-"""Lock-step forwards of ranks that exchange tokens with each other's experts."""

@@ -1,0 +1,1 @@
+"""The fused CPU forward: families, binding, checks."""

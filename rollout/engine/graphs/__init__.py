@@ -1,0 +1,1 @@
+"""Captured decode steps on CUDA."""

@@ -1,0 +1,372 @@
+"""CUDA graphs of decode steps: capture the module's own forward for about ten numbers of rows, replay it.
+
+A step of a small batch takes less time on the device than Python needs to launch its thousands of kernels; a replay
+launches them together. Always true:
+- All sizes are captured in one window, inside the first decode step that finds no graphs (usually that of the model's
+  verification, at construction), while the engine's lock is held. A step is padded to the least size that was captured.
+- All graphs read one `DecodeState`, which has room for so many columns of block tables and parts of keys; rows that need
+  more room cost all graphs.
+- Graphs fix the addresses of the KV pool, of the weights and of their copies under autocast. They are dropped when one of
+  these is another (`signature_of` looks at the model whenever the trainer may have modified it).
+- A capture that fails leaves the step to the model's own forward. One that another thread has disturbed is tried again some
+  steps later, one without memory after the next suspend; a model that fails at two sizes is not tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout.engine.graphs.cuda_capture import Device, Uncapturable, disturbed, no_kept_casts
+from rollout.engine.graphs.decode_kernels import CapturedBatch, DecodeKernels
+from rollout.engine.graphs.decode_state import DecodeInputs, DecodeState
+from rollout.engine.graphs.graph_signature import signature_of
+from rollout.engine.graphs.graph_sizes import GraphMemory, row_sizes
+from rollout.engine.kernels.decode_parts import num_splits
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.triton_attention import num_parts, table_columns
+from rollout.engine.kernels.triton_paged import power_of_two
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.models.attention import Installation, forward_with
+from rollout.engine.models.model_support import ModelLayout, has_global_hooks
+from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
+
+LEAST_WORKSPACE = 2**26
+"""Bytes for the parts of keys of a step, before they are merged; doubled, at the price of all graphs, for more."""
+STATE_LENGTH = 16384
+"""Tokens that block tables have room for; doubled, at the price of all graphs, for a longer sequence."""
+WORTHWHILE = 64
+"""Replays that amortise one capture."""
+MAX_WASTED = 8
+"""Consecutive invalidations before `WORTHWHILE` replays, after which capturing is given up."""
+MAX_FAILED = 2
+"""Sizes whose capture fails, not for want of memory, after which capturing is given up."""
+RETRY_STEPS = 256
+"""Decode steps until a capture that another thread has disturbed is tried again."""
+_log = logging.getLogger(__name__)
+
+_Precision = torch.dtype | None
+"""Dtype of the autocast in force; None: there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    rows: int
+    replay: Callable[[], None]
+    dtype: torch.dtype
+    """Of the logits."""
+
+
+@dataclass(frozen=True, eq=False)
+class GraphStep:
+    """The step that was replayed last, and those that may follow it through its graph. Valid until another one is sent."""
+
+    state: DecodeState
+    replay: Callable[[], Tensor]
+    """Runs the graph; returns logits [B, V]."""
+    positions: NDArray[np.int64]
+    """[B], of the step."""
+    length: int
+    """Tokens that the block tables have room for."""
+    parts: int
+    """Parts of keys that the graph has room for."""
+
+    def room(self, steps: int) -> int:
+        """How many of `steps` further ones the graph has room for."""
+        steps = min(steps, self.length - 1 - int(self.positions.max()))
+        while steps > 0 and self.parts < num_parts(self.positions + steps):
+            steps -= 1
+        return max(0, steps)
+
+    def follow(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] of the next step, which computes the tokens [B] that the rows have drawn; it is not waited for.
+
+        The tables that were sent name the blocks of its positions, and there is `room` for it.
+        """
+        self.state.advance(tokens)
+        return self.replay()
+
+
+class GraphedDecode:
+    """Runs the decode steps of one model as CUDA graphs.
+
+    Args:
+        cache: holds K and V.
+        max_rows: most rows of a step.
+        kernels: the attention of the module's forward.
+        forward: logits [B, V] of a step, captured instead of the module's forward; None: the module's.
+        copies: read by the module's captured forward in the place of weights that autocast casts.
+
+    Attributes:
+        memory: what the graphs take of the device.
+        last: the last step, if it was replayed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        cache: KVCache,
+        max_rows: int,
+        device: Device,
+        kernels: DecodeKernels,
+        forward: Callable[[DecodeInputs], Tensor] | None = None,
+        *,
+        copies: AutocastCopies = NO_COPIES,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._cache = cache
+        self._device = device
+        self._kernels = kernels
+        self._forward = self._module_logits if forward is None else forward
+        self._copies = copies
+        self._sizes = row_sizes(max_rows)
+        self._columns = table_columns(STATE_LENGTH, cache.block_size)
+        self._parts = _least_parts(layout, max_rows)
+        self.memory = GraphMemory(self._sizes)
+        self.last: GraphStep | None = None
+        self._state: DecodeState | None = None
+        self._graphs: dict[_Precision, dict[int, _Graph]] = {}
+        self._logits: dict[torch.dtype, Tensor] = {}
+        self._fixed: object = None
+        """Addresses that graphs have fixed beside those of the model."""
+        self._module_epoch = -1
+        self._signature: list[object] = []
+        self._replays = self._wasted = 0
+        self._waits: dict[_Precision, int] = {}
+        """Steps until missing sizes are captured; negative: not before the next suspend."""
+        self._refused: dict[_Precision, str] = {}
+        self._given_up = ""
+
+    @property
+    def why_not(self) -> str:
+        """Why capturing was given up; empty: it was not."""
+        return self._given_up or self._refused.get(self._precision(), "")
+
+    @property
+    def captured(self) -> list[int]:
+        """Rows of each graph that there is."""
+        return sorted(rows for graphs in self._graphs.values() for rows in graphs)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of all graphs, of their workspace and inputs, and of the logits they write."""
+        logits = sum(each.nbytes for each in self._logits.values())
+        state = 0 if self._state is None else self._state.nbytes
+        return self._device.graph_bytes + self._kernels.nbytes + logits + state
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Device memory that graphs will take beside `graph_bytes`, and their pool, which torch counts as free meanwhile."""
+        return self._device.graph_bytes + (0 if self.why_not else self.memory.to_come(self.graph_bytes))
+
+    def run(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        module_epoch: int,
+        rotary: NDArray[np.int64] | None = None,
+    ) -> Tensor | None:
+        """Run one decode step as a graph, within an active `Installation`; K and V go into the cache.
+
+        Args:
+            ids: [P] token ids.
+            rows: the P positions.
+            keep: packed positions whose logits are wanted.
+            module_epoch: changes whenever the trainer may have modified the module.
+            rotary: see `DecodeState.send`.
+
+        Returns:
+            Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
+        """
+        self.last, count = None, len(rows)
+        if len(ids) != count or len(keep) != count or count > self._sizes[-1] or (keep != np.arange(count)).any():
+            return None
+        if not self._ready(module_epoch):
+            return None
+        state = self._state_for(rows.positions)
+        graph = self._graph_for(count)
+        if graph is None:
+            return None
+        state.send(ids, rows, rotary)
+        replay = partial(self._replayed, graph, count)
+        length = state.columns * self._cache.block_size
+        self.last = GraphStep(state, replay, rows.positions, length, self._parts)
+        return replay()
+
+    def retry(self) -> None:
+        """At a suspend: capture at the next step what is missing."""
+        self._waits.clear()
+
+    def release(self) -> None:
+        """Free the memory of all graphs; they are captured again when they are needed."""
+        self._forget()
+
+    def give_up(self, why: str) -> None:
+        """Capture and replay nothing any more."""
+        self._given_up = why
+        self._forget()
+        self._say_why_not(why)
+
+    def _ready(self, module_epoch: int) -> bool:
+        if self.why_not or has_global_hooks():
+            return False
+        if (addresses := self._addresses()) != self._fixed:
+            self._fixed = addresses
+            self._forget()
+        if module_epoch != self._module_epoch:
+            self._module_epoch = module_epoch
+            signature = signature_of(self._model)
+            if signature != self._signature:
+                self._signature = signature
+                self._change()
+        return not self._given_up
+
+    def _addresses(self) -> object:
+        return self._copies.layout, self._cache.addresses
+
+    def _precision(self) -> _Precision:
+        kind = self._layout.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _state_for(self, positions: NDArray[np.int64]) -> DecodeState:
+        """The rows on the device, with room for rows at these positions."""
+        columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
+        if columns > self._columns or parts > self._parts:
+            # Graphs read the state that there was.
+            self._forget()
+            if columns > self._columns:
+                self._columns = max(columns, 2 * self._columns)
+            self._parts = max(self._parts, power_of_two(parts))
+        if self._state is None:
+            self._state = DecodeState(
+                self._sizes[-1], self._columns, self._cache.block_size, self._layout.device, self._cache.num_groups
+            )
+        return self._state
+
+    def _graph_for(self, count: int) -> _Graph | None:
+        """The smallest graph of at least `count` rows; captures what is missing if it is time to."""
+        precision = self._precision()
+        wait = self._waits.get(precision, 0)
+        self._waits[precision] = wait - (wait > 0)
+        if wait == 0:
+            self._capture_all(precision)
+        graphs = self._graphs.get(precision, {})
+        return graphs.get(min((rows for rows in graphs if rows >= count), default=0))
+
+    def _capture_all(self, precision: _Precision) -> None:
+        """Capture the sizes that are missing, the largest first: the others then find room in its memory."""
+        graphs = self._graphs.setdefault(precision, {})
+        missing = [rows for rows in reversed(self._sizes) if rows not in graphs]
+        wait, failed, short = -1, 0, dict[int, tuple[int, str]]()
+        assert self._state is not None
+        if missing:
+            self._state.clear()
+        with self._device.window() if missing else nullcontext(), no_kept_casts():
+            for rows in missing:
+                try:
+                    graphs[rows] = self._capture(rows)
+                except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
+                    why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+                    if lacks_device_memory(exc):
+                        short[rows] = self.memory.lacked(rows), why
+                    elif disturbed(exc):
+                        wait = RETRY_STEPS
+                        _log.info("a capture was disturbed by another thread, and is repeated later: %s", why)
+                        break
+                    else:
+                        failed += 1
+                        _log.info("decode steps of %d rows cannot be captured: %s", rows, why)
+                        if isinstance(exc, Uncapturable) or failed == min(MAX_FAILED, len(self._sizes)):
+                            self._refused[precision] = why
+                            break
+        self._waits[precision] = wait
+        if short:
+            lacking, why = short[max(short)]
+            _log.warning(
+                "no memory to capture decode steps of %s rows until the next suspend, after which the KV pool leaves %d MiB "
+                "for it: %s", ", ".join(map(str, sorted(short))), lacking >> 20, why,
+            )  # fmt: skip
+        # The first capture under an autocast makes the copies.
+        self._fixed = self._addresses()
+        if precision in self._refused:
+            self._forget()
+            self._say_why_not(self._refused[precision])
+
+    def _capture(self, rows: int) -> _Graph:
+        written: list[torch.dtype] = []
+        before = self.graph_bytes
+        replay = self._device.capture(lambda: written.append(self._run(rows)))
+        self.memory.captured(rows, before, self.graph_bytes)
+        return _Graph(rows, replay, written[-1])
+
+    def _run(self, rows: int) -> torch.dtype:
+        """Run the forward and keep its logits; returns their dtype."""
+        assert self._state is not None
+        # Casts that were made before are of the weights as they were then.
+        torch.clear_autocast_cache()
+        logits = self._forward(self._state.inputs(rows, self._parts))
+        if logits.dtype not in self._logits:
+            # Shared by all graphs: logits are the largest tensor of a small batch.
+            with torch.inference_mode(False):
+                shape = self._sizes[-1], logits.shape[1]
+                self._logits[logits.dtype] = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        self._logits[logits.dtype][:rows].copy_(logits)
+        return logits.dtype
+
+    def _module_logits(self, inputs: DecodeInputs) -> Tensor:
+        keep = torch.arange(len(inputs.ids), device=self._layout.device)
+        batch = CapturedBatch(self._kernels, self._layout, inputs)
+        with self._copies.substituted(), Installation(self._model).forward():
+            output = forward_with(
+                batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _replayed(self, graph: _Graph, count: int) -> Tensor:
+        self._replays += 1
+        graph.replay()
+        return self._logits[graph.dtype][:count]
+
+    def _change(self) -> None:
+        if self.captured:
+            self._wasted = self._wasted + 1 if self._replays < WORTHWHILE else 0
+        self._replays = 0
+        self._forget()
+        if self._wasted >= MAX_WASTED:
+            self.give_up("its parameters or modules change every few steps")
+
+    def _say_why_not(self, why: str) -> None:
+        _log.warning(
+            "%s runs its forward every step, and not as a CUDA graph: %s; set InferenceConfig.cuda_graphs=False to "
+            "skip the attempt",
+            type(self._model).__name__,
+            why,
+        )
+
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._waits.clear()
+        self.memory.released()
+        self._state = self.last = None
+        self._logits.clear()
+        self._device.forget()
+        self._kernels.release()
+
+
+def _least_parts(layout: ModelLayout, rows: int) -> int:
+    """Parts of keys that every graph has room for: what fits into `LEAST_WORKSPACE`, or `rows` of `STATE_LENGTH` have."""
+    sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
+    return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))

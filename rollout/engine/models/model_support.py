@@ -1,0 +1,456 @@
+"""Checks at construction that a model can be served exactly; `UnsupportedModelError` names layer and reason.
+
+A few tokens go through the model with an attention that records its calls (modules, shapes, arguments, mask functions) and,
+where the configuration names recurrent or convolutional layers, a cache that records their states. Layers that keep state
+elsewhere (a bypassed interface) are missing from both; layers that need more than causal attention with a window, chunks, a
+cap or sinks (a position bias, an unknown argument) show it in theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.modules import module as torch_module
+
+from rollout.engine.memory.kv_cache import LayerShape
+from rollout.engine.memory.layer_groups import LayerGroups, layer_groups
+from rollout.engine.memory.state_pool import StateShape
+from rollout.engine.models.attention import SINKS, Installation, carried, forward_with
+from rollout.engine.models.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
+from rollout.engine.models.recurrent_layers import RecurrentLayers
+from rollout.engine.models.recurrent_probes import continues, packs
+from rollout.engine.models.recurrent_states import ProbedStates
+from rollout.errors import UnsupportedModelError
+
+_log = logging.getLogger(__name__)
+
+HONOURED = frozenset({"sliding_window", "softcap", SINKS})
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+     "logits_to_keep", "output_router_logits"}
+)  # fmt: skip
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+PROBE_TOKENS = 4
+DEFAULT_LENGTH = 2048
+"""Longest sequence if neither the configuration nor the model sets a limit."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Attention parameters that one layer passes."""
+
+    num_heads: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+    chunk: int | None = None
+    sinks: bool = False
+
+    @property
+    def reach(self) -> int | None:
+        """Positions, its own included, that a query can see; None: all."""
+        return min((each for each in (self.window, self.chunk) if each is not None), default=None)
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Properties of a model: attention layers, dtypes, device, vocabulary."""
+
+    layers: tuple[LayerShape, ...]
+    calls: tuple[AttentionCall, ...]
+    """One per layer, like `layers`."""
+    layer_of: dict[nn.Module, int]
+    mask_windows: dict[nn.Module, int | None]
+    """Window of the mask, for layers that pass a different one or none."""
+    chunks: dict[nn.Module, int]
+    """Chunk of the mask, for layers whose attention is in chunks."""
+    kv_dtype: torch.dtype
+    narrowest_dtype: torch.dtype
+    """Narrowest dtype of keys and values, which differ under a trainer's autocast."""
+    device: torch.device
+    vocab_size: int
+    max_position_embeddings: int | None
+    described: str
+    """Architecture in words, to tell checkpoints of different models apart."""
+    states: tuple[StateShape, ...] = ()
+    """Of recurrent and convolutional layers."""
+    cache_argument: str = "past_key_values"
+    """Argument of the forward that takes the cache of these states."""
+    continues: bool = True
+    """Whether a chunk of several tokens goes on from recurrent states (Mamba 1 begins anew); one token always does."""
+    packs: bool = False
+    """Whether kernels of the model's own keep the states of several prompts in one row apart."""
+
+    @property
+    def reach(self) -> int | None:
+        """Positions, its own included, that a query sees in any layer; None: a layer sees all."""
+        reaches = [call.reach for call in self.calls]
+        limited = [each for each in reaches if each is not None]
+        return max(limited) if limited and len(limited) == len(reaches) else None
+
+    @property
+    def masks(self) -> tuple[object, ...]:
+        """What the masks of the attention layers let a query see."""
+        return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]
+
+    def groups(self, length: int) -> LayerGroups | None:
+        """Groups of layers that keep KV for differently long, for sequences of up to `length` tokens; None: there is one."""
+        widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]
+        return layer_groups(widths, [call.reach for call in self.calls], length)
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
+        self.asked: list[AttentionCall] = []
+        self.masks: list[MaskFunction | None] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.lengths: set[int] = set()
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        mask = arguments.get("attention_mask")
+        self.masks.append(None if mask is None else function_of(mask))
+        if self.masks[-1] is not None:
+            del arguments["attention_mask"]
+        self.calls.append((module, shape, key.dtype, arguments))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        window, softcap, sinks = (arguments.get(name) for name in ("sliding_window", "softcap", SINKS))
+        asked = AttentionCall(query.shape[1], scaling, window, softcap, sinks=sinks is not None)
+        self.asked.append(asked)
+        self.dtypes |= {key.dtype, value.dtype}
+        self.lengths |= {query.shape[2], key.shape[2]}
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous()
+
+
+def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
+    """Run `PROBE_TOKENS` tokens and read off the model's attention layers.
+
+    Args:
+        max_sequence_length: longest sequence; None: the model's own limit.
+
+    Raises:
+        UnsupportedModelError: names the layer and what it needs that the engine does not support.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "_attn_implementation_internal"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no Hugging Face PreTrainedModel (it has no config with an attention "
+            "implementation); pass the model itself, not a wrapper"
+        )
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models"
+        )
+    if "diffusion" in str(getattr(config, "model_type", "")):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} makes whole blocks of tokens by denoising; the engine samples one token after the "
+            "other, each with the log-prob that it was drawn with"
+        )
+    _refuse_without_weights(model)
+    refuse_several_devices(model)
+    recurrent = RecurrentLayers.of(model, text_config)
+    _refuse_unknown_layers(model, text_config, recurrent)
+    implementation = config._attn_implementation_internal
+    first = next(model.parameters())
+    states = ProbedStates() if recurrent else None
+    watcher = _watch(model, first.device, {} if states is None else {recurrent.cache_argument: states})
+    shapes = () if states is None else states.shapes
+    names = {module: name for name, module in model.named_modules()}
+    _refuse_unwatched(model, text_config, watcher, names, shapes, recurrent)
+    for (module, _, _, arguments), asked in zip(watcher.calls, watcher.asked, strict=True):
+        _refuse_arguments(names[module], module, arguments, asked.num_heads)
+    modules = [module for module, _, _, _ in watcher.calls]
+    positions = getattr(text_config, "max_position_embeddings", None)
+    calls = tuple(watcher.asked)
+    # FlashAttention gets the window as an argument and no mask.
+    if not str(implementation).startswith("flash"):
+        length = max_sequence_length or positions or DEFAULT_LENGTH
+        limits = _mask_limits([names[module] for module in modules], watcher.masks, calls, length, first.device)
+        calls = tuple(
+            replace(call, window=each.window, chunk=each.chunk) for call, each in zip(calls, limits, strict=True)
+        )
+    return ModelLayout(
+        layers=tuple(shape for _, shape, _, _ in watcher.calls),
+        calls=calls,
+        layer_of={module: index for index, module in enumerate(modules)},
+        mask_windows={
+            module: call.window
+            for module, call, asked in zip(modules, calls, watcher.asked, strict=True)
+            if call.window != asked.window
+        },
+        chunks={module: call.chunk for module, call in zip(modules, calls, strict=True) if call.chunk is not None},
+        kv_dtype=watcher.calls[0][2] if watcher.calls else first.dtype,
+        narrowest_dtype=min(watcher.dtypes or {first.dtype}, key=lambda dtype: dtype.itemsize),
+        device=first.device,
+        vocab_size=int(text_config.vocab_size),
+        max_position_embeddings=positions,
+        described=(
+            f"{getattr(text_config, 'model_type', 'model')} of {_count_layers(watcher, shapes)} layers, a width of "
+            f"{getattr(text_config, 'hidden_size', None)} and {text_config.vocab_size} tokens"
+        ),
+        states=shapes,
+        cache_argument=recurrent.cache_argument,
+        continues=continues(model, first.device, shapes, recurrent.cache_argument),
+        packs=packs(model, first.device, shapes, recurrent.cache_argument),
+    )
+
+
+def refuse_several_devices(model: nn.Module) -> None:
+    """Refuse a model whose parameters are on more than one device: its KV cache is on one.
+
+    Raises:
+        UnsupportedModelError: names two parameters and their devices.
+    """
+    first: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        (one, name), (other, other_name), *_ = first.items()
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is spread over devices ({name} on {one}, {other_name} on {other}; device_map?): load "
+            "it on one device, or shard it by fully_shard"
+        )
+
+
+def has_global_hooks() -> bool:
+    """Whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _count_layers(watcher: _Watcher, states: Sequence[StateShape]) -> int:
+    """Layers with attention, recurrent states, or both."""
+    if not states:
+        return len(watcher.calls)
+    return len(
+        {getattr(module, "layer_idx", None) for module, *_ in watcher.calls} | {each.key.layer for each in states}
+    )
+
+
+def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedStates]) -> _Watcher:
+    watcher = _Watcher()
+    ids = torch.arange(PROBE_TOKENS, device=device)[None]
+    keep = torch.tensor([PROBE_TOKENS - 1], device=device)
+    with Installation(model, implementation=PROBE).forward():
+        try:
+            output = forward_with(watcher, model, input_ids=ids, position_ids=ids, logits_to_keep=keep, **cache)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError) as exc:
+            _refuse_unseen(model, ids, cache)
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: module {_innermost(model, exc)!r} does not run with the engine's arguments "
+                f"({type(exc).__name__}: {exc}); the forward must take position_ids, logits_to_keep and keyword "
+                "arguments that reach its attention layers, and these must go through transformers' attention interface"
+            ) from exc
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.ndim != 3 or logits.shape[1] != 1:
+        _refuse_unseen(model, ids, cache)
+        shown = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives {shown} where the last token's logits [1, 1, vocabulary] are wanted: it must "
+            "be a causal language model with its head, as AutoModelForCausalLM.from_pretrained loads it, that honours "
+            "logits_to_keep"
+        )
+    return watcher
+
+
+def _refuse_unseen(model: nn.Module, ids: Tensor, cache: Mapping[str, ProbedStates]) -> None:
+    """Refuse a model that runs on token ids alone, and no layer of which goes through the attention interface."""
+    watcher = _Watcher()
+    with Installation(model, implementation=PROBE).forward(), carried(watcher):
+        try:
+            model(input_ids=ids)
+        except Exception:  # noqa: BLE001 - the caller tells of its own
+            return
+    if not watcher.calls and not cache:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: no layer of it goes through transformers' attention interface; layers that compute it "
+            "themselves (nn.TransformerEncoderLayer) are not supported: call ALL_ATTENTION_FUNCTIONS.get_interface() in "
+            "them, and take position_ids, logits_to_keep and **kwargs in the forward"
+        )
+
+
+def _innermost(model: nn.Module, exc: BaseException) -> str:
+    """Name of the innermost module in whose code an exception was raised."""
+    names = {module: name for name, module in model.named_modules()}
+    found, trace = type(model).__name__, exc.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found = names.get(module) or found
+        trace = trace.tb_next
+    return found
+
+
+def _mask_limits(
+    names: Sequence[str],
+    masks: Sequence[MaskFunction | None],
+    calls: Sequence[AttentionCall],
+    length: int,
+    device: torch.device,
+) -> list[Limits]:
+    """Limits of each layer: those of its mask, or, without a mask, the window it passes."""
+    known: dict[MaskFunction, Limits] = {}
+    found = []
+    for name, mask, call in zip(names, masks, calls, strict=True):
+        if mask is not None and mask not in known:
+            try:
+                known[mask] = limits_of(mask, length, device)
+            except OtherMask as exc:
+                raise UnsupportedModelError(
+                    f"attention layer {name!r}: {exc}; the engine serves causal attention, also in a window or in chunks"
+                ) from exc
+        limits = Limits(call.window) if mask is None else known[mask]
+        # A window of at least `length` equals no window.
+        same = (call.window or length) >= length and (limits.window or length) >= length
+        found.append(replace(limits, window=call.window) if same else limits)
+    return found
+
+
+def _refuse_without_weights(model: nn.Module) -> None:
+    name = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {name} is on the meta device, which holds no weights; build the engine after they "
+            "are loaded (from_pretrained without device_map='meta', or to_empty() and load_state_dict())"
+        )
+
+
+def _refuse_unknown_layers(model: nn.Module, config: Any, recurrent: RecurrentLayers) -> None:
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYER_TYPES and index not in recurrent.stateful | recurrent.stateless:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} layer {index} is {kind!r}: the engine serves {', '.join(LAYER_TYPES)} layers, and "
+                f"recurrent ones behind the cache of transformers 5.21 or later (this is {transformers.__version__})"
+            )
+
+
+def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
+    """Refuse sequences longer than the model's positions allow.
+
+    Some rotary variants change every position once a sequence grows past the original context; a model without rotary
+    positions has a table of fixed length. Other rotary models degrade, which is logged as a warning.
+
+    Raises:
+        UnsupportedModelError: `max_sequence_length` exceeds the limit past which cached keys would be wrong.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rows = getattr(config, "max_position_embeddings", None)
+    if not parameters and rows is not None and max_sequence_length > rows:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has max_position_embeddings={rows} and no rotary positions, and "
+            f"max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {rows}"
+        )
+    if rows is not None and max_sequence_length > rows:
+        _log.warning(
+            "max_sequence_length=%d and %s has max_position_embeddings=%d: beyond these its tokens are worse than it was "
+            "trained for; set InferenceConfig.max_sequence_length <= %d unless you mean it",
+            max_sequence_length,
+            type(model).__name__,
+            rows,
+            rows,
+        )
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if each.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        original = each.get("original_max_position_embeddings") or config.max_position_embeddings
+        if max_sequence_length > original:
+            raise UnsupportedModelError(
+                f"rope_type={each['rope_type']!r} changes every position once a sequence passes {original} tokens, "
+                f"and max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {original}"
+            )
+
+
+def refuse_packed_temperature(model: nn.Module, longest: int) -> None:
+    """Refuse Llama 4's attention temperature where it would be wrong.
+
+    Its layers without rotary positions scale a query by its place in the forward's input, which is that in its sequence
+    only if the sequence is alone there. Below `floor_scale` the scale is 1 at every place.
+
+    Args:
+        longest: most positions of a sequence or of a step.
+
+    Raises:
+        UnsupportedModelError: a position could be scaled by that of another.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    floor = getattr(config, "floor_scale", None)
+    if getattr(config, "attn_temperature_tuning", False) and floor is not None and longest >= floor:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} scales queries by their place in a batch from {floor} on (attn_temperature_tuning); "
+            f"a sequence or a step may have {longest} positions; set InferenceConfig.max_sequence_length and "
+            f"max_tokens_per_step below {floor}, or attn_temperature_tuning=False in its configuration"
+        )
+
+
+def _refuse_unwatched(
+    model: nn.Module,
+    config: Any,
+    watcher: _Watcher,
+    names: dict[nn.Module, str],
+    states: Sequence[StateShape],
+    recurrent: RecurrentLayers,
+) -> None:
+    seen: set[nn.Module] = set()
+    for module, _, _, _ in watcher.calls:
+        if module in seen:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention layer {names[module]!r} runs twice in one forward; "
+                "the engine keeps one KV per layer"
+            )
+        seen.add(module)
+    if watcher.lengths - {PROBE_TOKENS}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the "
+            "model prepends positions (prompt tuning, prefix tuning); use an adapter inside the layers, such as LoRA"
+        )
+    if states:
+        recurrent.refuse_missing(model, seen, states)
+        return
+    expected = getattr(config, "num_hidden_layers", None)
+    if not watcher.calls or (expected is not None and len(seen) != expected):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {len(seen)} of {expected} layers go through transformers' attention interface "
+            f"(first seen: {names[watcher.calls[0][0]] if watcher.calls else 'none'!r}); layers that compute attention "
+            "themselves or keep other state (recurrent, convolutional) are not supported"
+        )
+
+
+def _refuse_arguments(name: str, module: nn.Module, arguments: dict[str, Any], num_heads: int) -> None:
+    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
+        raise UnsupportedModelError(
+            f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served"
+        )
+    for argument, value in arguments.items():
+        if argument == SINKS and isinstance(value, Tensor) and value.shape != (num_heads,):
+            raise UnsupportedModelError(
+                f"attention layer {name!r} passes {SINKS} of shape {tuple(value.shape)}; the engine serves one attention "
+                f"sink per query head, [{num_heads}]"
+            )
+        if argument in HONOURED or argument in HARMLESS or argument == "is_causal" or value is None or value is False:
+            continue
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise UnsupportedModelError(
+            f"attention layer {name!r} passes {argument}={shown}, which the engine cannot honour"
+        )

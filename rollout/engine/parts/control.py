@@ -1,0 +1,267 @@
+"""Control of one engine: pause, suspend, resume, stop, adapter switches and weight updates, at step boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from typing import TypeVar
+
+import torch
+
+from rollout.config import InferenceConfig
+from rollout.engine.forward.model_watch import ModelWatch
+from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.models.adapters import LoraAdapters
+from rollout.engine.parts.context import DynamicInferenceContext, MemoryMove
+from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.ledger import Ledger
+from rollout.engine.parts.lifecycle import Lifecycle
+from rollout.engine.parts.staleness import Staleness
+from rollout.engine.scheduling.prefix_index import CacheChanges
+from rollout.engine.weights.folder import load_weights
+from rollout.engine.weights.guard import WeightsGuard
+from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.spans import MAX_VERSION
+from rollout.sampling_params import SamplingParams
+from rollout.state import ControlSignal, FinishReason, KVCacheManagementMode, Mode, Status
+from rollout.tracing.recorder import EngineTap
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class EngineControl:
+    """The lifecycle verbs of one engine, new weights, adapters and the prefix cache."""
+
+    _config: InferenceConfig
+    _lifecycle: Lifecycle
+    _guard: WeightsGuard
+    _adapters: LoraAdapters
+    _watch: ModelWatch
+    _controller: TextGenerationController
+    _context: DynamicInferenceContext
+    _ledger: Ledger
+    _staleness: Staleness
+    _tap: EngineTap
+    _clock: Callable[[], float]
+
+    @contextmanager
+    def adapter_switch(self, what: str | None = None) -> Iterator[None]:
+        """A block that changes which adapters of the model act: at a step boundary, with no step meanwhile.
+
+        Args:
+            what: ignored; in `RolloutManager.adapter_switch` the other ranks wait for it.
+        """
+        with self._lifecycle.locked():
+            try:
+                yield
+            finally:
+                self._controller.runner.installation.module_epoch += 1
+        self._lifecycle.moved()
+
+    def pause(self) -> None:
+        """Stop stepping at the next step boundary; requests keep their KV and wait."""
+        self._signal(ControlSignal.PAUSE, self._pause_active)
+
+    def unpause(self) -> None:
+        """Allow steps again."""
+        self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
+
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """Free the KV cache's device memory as `mode` (None: the configured mode) says.
+
+        Args:
+            keep_prefix_cache: also keep cached blocks that no request holds. Pass False before the weights change:
+                they could not be used afterwards.
+
+        Raises:
+            ConfigError: there is no such mode.
+            EngineStateError: the engine is not PAUSED.
+        """
+        chosen = KVCacheManagementMode.parse(mode) or self._config.kv_cache_management_mode
+
+        def act() -> MemoryMove:
+            if chosen is not KVCacheManagementMode.PERSIST:
+                # Steps may have run on another stream than the caller's.
+                self._controller.runner.order.settle()
+                self._controller.runner.release_workspace(graphs=self._config.release_cuda_graphs)
+            return self._context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
+
+        return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
+
+    def resume(self) -> MemoryMove:
+        """Bring the KV cache back to the device; leads to PAUSED.
+
+        On CUDA copies may go on after this: the next step waits for them, and so does `wait_until_restored`.
+        """
+
+        def act() -> MemoryMove:
+            move = self._context.resume()
+            self._controller.runner.order.mark()
+            return move
+
+        return self._signal(ControlSignal.RESUME, act) or MemoryMove()
+
+    def wait_until_restored(self) -> None:
+        """Block until the copies of a `resume` have ended."""
+        with self._lifecycle.locked():
+            self._controller.runner.order.wait()
+
+    def stop(self) -> list[DynamicInferenceRequestRecord]:
+        """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
+
+        def act() -> None:
+            for sample in self._context.scheduler.remove(lambda key: True):
+                self._ledger.end(sample, FinishReason.ABORT, "RequestAbortedError: the engine was stopped")
+            self._context.drop()
+
+        self._signal(ControlSignal.STOP, act)
+        with self._lifecycle.lock:
+            return self._ledger.take()
+
+    def _signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
+        log, before, began = self._tap.log, self._lifecycle.state, self._clock()
+        try:
+            with plain_tensors():
+                done = self._lifecycle.signal(signal, act)
+        finally:
+            self._lifecycle.moved()
+        if log is not None and self._lifecycle.state is not before:
+            moved = vars(done) if isinstance(done, MemoryMove) else {}
+            log.control(signal.value, began, self._lifecycle.state.value, **moved)
+        return done
+
+    def weights_updated(self, version: int | None = None) -> int:
+        """Announce changed weights: the policy version moves by 1, or to `version`, in any state but STOPPED.
+
+        KV of earlier weights is no longer shared, also where `version` is the present one. Requests that would
+        exceed `max_staleness` are handled by `staleness_policy`; none of them makes this raise.
+
+        Returns:
+            The new policy version.
+
+        Raises:
+            ConfigError: `version` is below the present one, or no version.
+        """
+        with self._lifecycle.locked():
+            self._lifecycle.refuse_when_stopped()
+            scheduler = self._context.scheduler
+            if version is not None and (type(version) is not int or version > MAX_VERSION):
+                raise ConfigError(f"weights_updated({version!r}): must be an integer of at most {MAX_VERSION}")
+            if version is not None and version < scheduler.version:
+                raise ConfigError(
+                    f"weights_updated({version}): the policy version is {scheduler.version} and only rises; build "
+                    "another engine to go back"
+                )
+            self._guard.changed()
+            self._controller.runner.installation.module_epoch += 1
+            self._controller.runner.order.mark()
+            torch.clear_autocast_cache()
+            scheduler.advance_version(scheduler.version + 1 if version is None else version)
+            self._controller.runner.vision.features.clear()
+            self._staleness.enforce()
+            updated = scheduler.version
+        if (log := self._tap.log) is not None:
+            log.instant("weights updated", version=updated)
+        self._lifecycle.moved()
+        return updated
+
+    def load_weights(self, folder: str | PathLike[str]) -> int:
+        """Load the weights of a folder of safetensors into the module between two steps; `weights_updated` is to follow.
+
+        Returns:
+            Number of tensors loaded.
+
+        Raises:
+            ConfigError: the folder does not fit the model; nothing was changed.
+            EngineStateError: the weights are spread over the ranks.
+        """
+        with self._lifecycle.locked():
+            self._lifecycle.refuse_when_stopped()
+            if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
+                raise EngineStateError(
+                    f"load_weights() into {type(self._guard.model).__name__}, whose weights are spread over the ranks: load "
+                    "them there as the trainer does (for example with torch.distributed.checkpoint), and call "
+                    "weights_updated() on every rank"
+                )
+            loaded = load_weights(self._guard.model, folder)
+            # A step that comes before the announcement does not mix them with copies of the former ones.
+            self._controller.runner.installation.module_epoch += 1
+            return loaded
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
+        """Load a LoRA adapter from a folder, as PEFT saves it, for requests with `SamplingParams.adapter=name`.
+
+        Takes the place of a loaded one of that name, whose requests go on with it; `weights_updated` is to follow then.
+
+        Returns:
+            Number of layers that it changes.
+
+        Raises:
+            ConfigError: the name is malformed, or the adapter does not fit the model; nothing was changed.
+            UnsupportedModelError: requests for this model cannot name adapters.
+        """
+        SamplingParams(adapter=name)
+        with self._lifecycle.locked():
+            self._lifecycle.refuse_when_stopped()
+            self._refuse_adapters()
+            if self._adapters.load(name, folder):
+                self._context.allocator.drop_cached()
+            return self._adapters.num_layers(name)
+
+    def unload_adapter(self, name: str) -> int:
+        """Unload an adapter: requests that name it end with an error, which says so. Harmless when repeated.
+
+        Returns:
+            Number of samples that have ended by it.
+        """
+        with self._lifecycle.locked():
+            scheduler = self._context.scheduler
+            keys = {sample.key for sample in scheduler if sample.params.adapter == name}
+            for sample in scheduler.remove(keys.__contains__):
+                why = f"RequestAbortedError: request {sample.key[0]}: adapter {name!r} was unloaded"
+                self._ledger.end(sample, FinishReason.ABORT, why)
+            self._adapters.unload(name)
+        self._lifecycle.moved()
+        return len(keys)
+
+    def _refuse_adapters(self) -> None:
+        runner, why = self._controller.runner, None
+        if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
+            why = "its weights are spread over the ranks"
+        elif runner.exact:
+            why = "exact mode runs the fused forward only, which has no adapters (InferenceConfig.exact)"
+        elif runner.states is not None:
+            why = "it has recurrent layers"
+        elif self._controller.takes_images:
+            why = "it takes images"
+        elif self._watch.adapters.present(self._controller.runner.installation.module_epoch):
+            why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
+        if why is not None:
+            raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
+
+    def flush_prefix_cache(self) -> int:
+        """Drop every cached block that no request holds; returns their number."""
+        with self._lifecycle.lock:
+            return self._context.allocator.drop_cached()
+
+    def track_prefix_cache(self, changes: CacheChanges | None) -> list[int]:
+        """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
+        with self._lifecycle.lock:
+            self._context.allocator.index.changes = changes
+            return [] if changes is None else self._context.allocator.findable_hashes()
+
+    def _pause_active(self) -> None:
+        self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS)
+        now = self._clock()
+        for leader in self._context.scheduler.active():
+            for sample in (leader, *leader.siblings):
+                sample.request.add_event_pause(timestamp=now)
+
+    def _mark_active(self, status: Status) -> None:
+        for leader in self._context.scheduler.active():
+            for sample in (leader, *leader.siblings):
+                sample.request.status = status

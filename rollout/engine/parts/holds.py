@@ -1,0 +1,186 @@
+"""Named holds on one engine: it stands at the highest level that any holder asks for.
+
+    holds.hold(UPDATE, HoldLevel.SUSPENDED)     the engine is paused and suspended, unless it is already
+    holds.hold(COORDINATOR, HoldLevel.PAUSED)   nothing moves: suspended is higher
+    holds.release(UPDATE)                       resumed, and still paused: the coordinator asks for it
+
+Releasing a hold needs no knowledge of the others. The engine's own verbs (`engine.pause()`) stay what they are: a level
+above every hold that they have led to counts as a hold of `DIRECT`, which `engine.unpause()` or a release of `DIRECT`
+ends; a level below the holds is respected until the next change of a hold, but `EngineWorker` makes no steps there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
+from typing import Protocol
+
+from rollout.engine.parts.context import MemoryMove
+from rollout.state import EngineState, KVCacheManagementMode, Mode
+
+
+class HoldLevel(IntEnum):
+    """How far an engine is held."""
+
+    RUNNING = 0
+    """Not at all."""
+    PAUSED = 1
+    """No steps; the KV cache stays."""
+    SUSPENDED = 2
+    """No steps; the KV cache is handled as the mode says."""
+
+
+COORDINATOR = "coordinator"
+"""The job's coordinator, by a control call."""
+UPDATE = "weight update"
+"""The optimizer hook, or `suspended()`: until the weights are announced, or until the next `generate`."""
+BLOCK = "suspended()"
+"""An open `with suspended():` block."""
+PAUSE = "pause()"
+"""`RolloutManager.pause`."""
+SUSPEND = "suspend()"
+"""`RolloutManager.suspend`."""
+DIRECT = "engine"
+"""The engine's own verbs, called directly."""
+
+_LEVELS = {
+    EngineState.RUNNING: HoldLevel.RUNNING,
+    EngineState.PAUSED: HoldLevel.PAUSED,
+    EngineState.SUSPENDED: HoldLevel.SUSPENDED,
+}
+
+
+class HeldEngine(Protocol):
+    """Lifecycle verbs of an engine; see `DynamicInferenceEngine`."""
+
+    @property
+    def state(self) -> EngineState:
+        """The lifecycle state."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the engine at a step boundary."""
+
+    def pause(self) -> None:
+        """RUNNING → PAUSED."""
+
+    def unpause(self) -> None:
+        """PAUSED → RUNNING."""
+
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """PAUSED → SUSPENDED."""
+
+    def resume(self) -> MemoryMove:
+        """SUSPENDED → PAUSED."""
+
+
+class Holds:
+    """Levels asked for by named holders; the engine is moved to the highest one at every change.
+
+    All methods may be called by any thread; those that move the engine wait for its step boundary.
+    """
+
+    def __init__(self, engine: HeldEngine) -> None:
+        self._engine = engine
+        self._asked: dict[str, HoldLevel] = {}
+        self._depth: Counter[str] = Counter()
+
+    def __contains__(self, holder: str) -> bool:
+        return holder in self._asked
+
+    def level(self, holder: str) -> HoldLevel:
+        """Level that a holder asks for. That of `DIRECT` is read from the engine, at its step boundary."""
+        if holder == DIRECT:
+            with self._engine.locked():
+                self._note_direct()
+        return self._asked.get(holder, HoldLevel.RUNNING)
+
+    def describe(self) -> str:
+        """Holders and the levels they ask for; without waiting."""
+        asked = [f"{holder} ({level.name.lower()})" for holder, level in tuple(self._asked.items())]
+        return ", ".join(asked) or "none"
+
+    @property
+    def forbid_steps(self) -> bool:
+        """Whether some holder but `DIRECT` asks for more than RUNNING; without waiting."""
+        return any(holder != DIRECT for holder in tuple(self._asked))
+
+    def hold(self, holder: str, level: HoldLevel, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """Ask for `level` in place of what `holder` asked for before, and move the engine accordingly.
+
+        Args:
+            mode, keep_prefix_cache: of `DynamicInferenceEngine.suspend`, if the engine is suspended by this call.
+
+        Returns:
+            Of the suspend or resume that it led to.
+
+        Raises:
+            ConfigError: there is no such mode; nothing has changed.
+            EngineStateError, EngineDeadError: the engine is stopped; nothing has changed.
+            Exception: suspending or resuming has failed; the holder asks for what it asked before.
+        """
+        return self._change({holder: level}, mode, keep_prefix_cache)
+
+    def release(self, *holders: str) -> MemoryMove:
+        """End holds; those that do not exist are ignored. Returns, raises: as `hold`."""
+        return self._change(dict.fromkeys(holders, HoldLevel.RUNNING), None, True)
+
+    @contextmanager
+    def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
+        """A `with` block in which `holder` asks for `level`; of nested and overlapping ones the last to end releases.
+
+        Nothing to hold on a stopped engine.
+        """
+        with self._engine.locked():
+            if self._engine.state is not EngineState.STOPPED:
+                self.hold(holder, level, mode, keep_prefix_cache=False)
+            self._depth[holder] += 1
+        try:
+            yield
+        finally:
+            with self._engine.locked():
+                self._depth[holder] -= 1
+                if not self._depth[holder] and self._engine.state is not EngineState.STOPPED:
+                    self.release(holder)
+
+    def _change(self, asked: dict[str, HoldLevel], mode: Mode, keep_prefix_cache: bool) -> MemoryMove:
+        chosen = KVCacheManagementMode.parse(mode)
+        with self._engine.locked():
+            self._note_direct()
+            before = dict(self._asked)
+            self._asked |= asked
+            self._asked = {holder: level for holder, level in self._asked.items() if level > HoldLevel.RUNNING}
+            try:
+                return self._move(chosen, keep_prefix_cache)
+            except BaseException:
+                self._asked = before
+                if self._highest() is HoldLevel.RUNNING and self._engine.state is EngineState.PAUSED:
+                    self._engine.unpause()
+                raise
+
+    def _move(self, mode: KVCacheManagementMode | None, keep_prefix_cache: bool) -> MemoryMove:
+        engine, level, move = self._engine, self._highest(), MemoryMove()
+        if level < HoldLevel.SUSPENDED and engine.state is EngineState.SUSPENDED:
+            move = engine.resume()
+        if level is HoldLevel.RUNNING:
+            engine.unpause()
+        else:
+            engine.pause()
+        if level is HoldLevel.SUSPENDED and engine.state is not EngineState.SUSPENDED:
+            move = engine.suspend(mode, keep_prefix_cache=keep_prefix_cache)
+        return move
+
+    def _highest(self) -> HoldLevel:
+        return max(self._asked.values(), default=HoldLevel.RUNNING)
+
+    def _note_direct(self) -> None:
+        """Record the level that the engine's own verbs have led to since the last change."""
+        standing = _LEVELS.get(self._engine.state)
+        if standing is None:
+            return
+        named = max((level for holder, level in self._asked.items() if holder != DIRECT), default=HoldLevel.RUNNING)
+        direct = standing if standing > named else min(standing, self._asked.get(DIRECT, HoldLevel.RUNNING))
+        self._asked.pop(DIRECT, None)
+        if direct > HoldLevel.RUNNING:
+            self._asked[DIRECT] = direct

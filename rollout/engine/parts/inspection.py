@@ -1,0 +1,214 @@
+"""Read-only state of an engine: unfinished samples and their progress, counters and gauges, what blocks progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from types import SimpleNamespace
+
+from rollout.config import InferenceConfig
+from rollout.engine.explain.explanation import Explanation, explain
+from rollout.engine.forward.model_watch import ModelWatch
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.parts.context import DynamicInferenceContext
+from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.ledger import Ledger
+from rollout.engine.parts.lifecycle import Lifecycle
+from rollout.engine.parts.staleness import Staleness
+from rollout.engine.parts.stepper import Stepper
+from rollout.engine.scheduling.adapters import described
+from rollout.engine.scheduling.host_cache import HostCache
+from rollout.engine.scheduling.sequences import rank
+from rollout.engine.scheduling.state_slots import StateSlots
+from rollout.engine.weights.guard import WeightsGuard
+from rollout.errors import EngineStateError
+from rollout.metrics import ENGINE_STATS
+from rollout.requests.delta import SampleDelta
+from rollout.requests.growth import growth
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.state import EngineState
+
+_HOLD_LEVELS = dict.fromkeys(EngineState, 1) | {EngineState.RUNNING: 0, EngineState.SUSPENDED: 2}
+_SHOWN = 4
+"""Oldest samples that a report of the state names."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """Reads the state of one engine."""
+
+    _config: InferenceConfig
+    _max_sequence_length: int
+    _lifecycle: Lifecycle
+    _guard: WeightsGuard
+    _controller: TextGenerationController
+    _context: DynamicInferenceContext
+    _cache: KVCache
+    _states: StatePool | None
+    _ledger: Ledger
+    _staleness: Staleness
+    _stepper: Stepper
+    _watch: ModelWatch
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has something left to do or to hand out, with the adapters that act now."""
+        return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.adapters.variant))
+
+    def changed_settings(self) -> str:
+        """Names of settings that masks may be made of and that changed since the engine was built."""
+        self._guard.source.follow()
+        return self._watch.changed_settings()
+
+    @property
+    def resized(self) -> bool:
+        """Whether the model has another vocabulary since the engine was built; then `rebuild` is due."""
+        changed = self._guard.resized(self._controller.layout.vocab_size) is not None
+        return changed and self._guard.source.sampled is self._guard.model
+
+    def refuse_when_nothing_can_run(self) -> None:
+        """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now, or for nothing."""
+        if not self._ledger.live or self.has_unfinished:
+            return
+        waiting = {sample.variant for sample in self._context.scheduler}
+        if not waiting:
+            raise EngineStateError(
+                f"requests {sorted(self._ledger.live)[:4]} are unfinished and in no queue, which must not happen; please "
+                "report"
+            )
+        raise EngineStateError(
+            f"{self._context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
+            f"{'; '.join(map(described, waiting))}) than act now ({described(self._watch.adapters.variant)}): leave the "
+            "`with adapter(...)` block or switch back, and they go on; or abort them"
+        )
+
+    @property
+    def acting_adapters(self) -> str:
+        """The adapters of the model that act now, in words."""
+        with self._lifecycle.lock:
+            return described(self._watch.variant())
+
+    def explain(self) -> Explanation:
+        """What the engine does with this model on this machine, and why; `print` it.
+
+        Waits for a step boundary. Adds no request and changes no random stream.
+        """
+        with self._lifecycle.locked():
+            return explain(
+                self._controller.runner, self._cache, self._context.scheduler, self._config, self._guard.source,
+                self._max_sequence_length,
+            )  # fmt: skip
+
+    def describe(self) -> Iterator[str]:
+        """Lines about samples, blocks, last step and oldest samples, without a lock."""
+        scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
+        unfinished = [sample for samples in list(self._ledger.live.values()) for sample in list(samples.values())]
+        running = scheduler.num_active
+        yield (
+            f"  samples: {running} running, {len(unfinished) - running} waiting, {len(self._ledger.ended)} ended and not "
+            f"handed out; {self._ledger.counters['steps']} steps; model {'whole' if self._guard.source.ready else 'sharded'}"
+        )
+        yield (
+            f"  KV blocks: {allocator.num_used} used, {allocator.num_cached} cached, {allocator.num_free} free, of "
+            f"{allocator.num_blocks}; {'on' if self._cache.on_device else 'not on'} the device"
+        )
+        if step is not None:
+            yield f"  last step: {step.num_decodes} decodes, {len(step.prefills)} prefills, {step.num_tokens} tokens"
+        for sample in sorted(unfinished, key=rank)[:_SHOWN]:
+            request, number = sample.request, sample.key
+            yield (
+                f"  request {number[0]} sample {number[1]}: {request.status.name.lower()}, {len(sample.tokens)} of at most "
+                f"{sample.max_length} tokens"
+            )
+
+    def snapshot(self) -> list[DynamicInferenceRequestRecord]:
+        """Copies of the records of all unfinished samples, in scheduling order.
+
+        Raises:
+            EngineStateError: some wait for other adapters than are active, which no record can express.
+        """
+        with self._lifecycle.lock:
+            scheduler, variant = self._context.scheduler, self._watch.variant()
+            foreign = [sample for sample in scheduler if sample.variant != variant]
+            if foreign:
+                raise EngineStateError(
+                    f"snapshot() with {len(foreign)} samples accepted with other adapters (acting then: "
+                    f"{described(foreign[0].variant)}) than act now ({described(variant)}): save when all in flight are of "
+                    "one, outside of `with adapter(...)`"
+                )
+            records = []
+            for sample in scheduler:
+                if sample.active:
+                    scheduler.table.write_back(sample)
+                records.append(DynamicInferenceRequestRecord.deserialize(sample.record.serialize()))
+            return records
+
+    def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[SampleDelta]:
+        """Tokens that unfinished samples have gained. Costs a few microseconds per sample and copies only new tokens.
+
+        Args:
+            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with,
+                events known).
+
+        Returns:
+            One row per sample of `known` that has more, or that was requeued (`StalenessPolicy.REQUEUE`): such a
+            sample counts from 0 again, and may have no token yet.
+        """
+        with self._lifecycle.lock:
+            table, live = self._context.scheduler.table, self._ledger.live
+            grown = []
+            for (number, index), have in known.items():
+                sample = live.get(number, {}).get(index)
+                if sample is None:
+                    continue
+                each = table.growth(sample, *have) if sample.active else growth(sample.record, *have)
+                if each.token_ids or each.start < have[0]:
+                    grown.append(each)
+            return grown
+
+    def staleness(self) -> dict[int, int]:
+        """Per unfinished request id: updates since the oldest token of its unfinished samples (0: they have none)."""
+        with self._lifecycle.lock:
+            return self._staleness.by_request()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Counts of steps, prompt tokens and requests that failed, were aborted, became too stale or were requeued."""
+        return self._ledger.counters
+
+    def stats(self) -> dict[str, float]:
+        """Counters since construction and present gauges, by the names of `ENGINE_STATS`."""
+        scheduler, runner, allocator = self._context.scheduler, self._controller.runner, self._context.allocator
+        sources = SimpleNamespace(
+            scheduler=scheduler,
+            queues=SimpleNamespace(**scheduler.counters),
+            allocator=allocator,
+            states=allocator.states or StateSlots(0),
+            host=allocator.host or HostCache(0, self._config.block_size_tokens),
+            cache=self._cache,
+            runner=runner,
+            state_pool=SimpleNamespace(device_bytes=0) if self._states is None else self._states,
+            images=runner.vision.features,
+            ledger=SimpleNamespace(**self._ledger.counters),
+            engine=SimpleNamespace(
+                oldest_request_timestamp_s=self._ledger.oldest_arrival(), hold_level=_HOLD_LEVELS[self._lifecycle.state]
+            ),
+        )
+        return {name: attrgetter(metric.read)(sources) for name, metric in ENGINE_STATS.items()}
+
+    # --- what a trace reads (`TracedEngine`) ----------------------------------------------------------------------
+
+    def traced_state(self) -> str:
+        """Value of the lifecycle state."""
+        return self._lifecycle.state.value
+
+    def traced_records(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the unfinished samples, brought up to date at a step boundary."""
+        with self._lifecycle.lock:
+            unfinished = self._ledger.unfinished()
+            for sample in unfinished:
+                if sample.active:
+                    self._context.scheduler.table.write_back(sample)
+            return [sample.record for sample in unfinished]

@@ -1,0 +1,142 @@
+"""Samples of one engine from acceptance to hand-out: unfinished ones by request, ended records, counters.
+
+Always true: a sample that was accepted is either in `live` or in `ended`, until `take` hands it out once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequences import Sequence as Sample
+from rollout.errors import InvalidRequestError
+from rollout.metrics import ENGINE_STATS
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.state import FinishReason
+from rollout.tracing.recorder import EngineTap
+
+_COUNTED: dict[FinishReason | None, str] = {
+    FinishReason.ERROR: "requests_failed",
+    FinishReason.ABORT: "requests_aborted",
+    FinishReason.STALE: "requests_stale",
+}
+
+
+class Ledger:
+    """Book of one engine's samples.
+
+    Attributes:
+        live: unfinished samples, by request id and sample index.
+        ended: records that were not handed out yet.
+        counters: those of `ENGINE_STATS` that are counted here: steps, prompt tokens, requests.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        controller: TextGenerationController,
+        clock: Callable[[], float],
+        tap: EngineTap,
+    ) -> None:
+        self._scheduler = scheduler
+        self._controller = controller
+        self._clock = clock
+        self._tap = tap
+        self.live: dict[int, dict[int, Sample]] = {}
+        self.ended: list[DynamicInferenceRequestRecord] = []
+        self.counters = {name: 0 for name, metric in ENGINE_STATS.items() if metric.read.startswith("ledger.")}
+
+    def free_indices(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
+        """The sample indices that a request may add: `samples`, or all `n`.
+
+        Raises:
+            InvalidRequestError: an index is in use, repeated, or not in [0, n).
+        """
+        live = self.live.get(number, {}).keys()
+        if samples is None:
+            if live:
+                raise InvalidRequestError(f"request_id={number} is in use by an unfinished request; choose another")
+            return range(n)
+        if not samples or len(set(samples)) < len(samples) or not 0 <= min(samples) <= max(samples) < n:
+            raise InvalidRequestError(f"samples={list(samples)!r}: must be different ones of the n={n}, at least one")
+        if not live.isdisjoint(samples):
+            raise InvalidRequestError(
+                f"request {number} samples {sorted(live & set(samples))} are here already; abort them first"
+            )
+        return samples
+
+    def accept(self, *samples: Sample) -> None:
+        """Samples that the scheduler has queued are unfinished from here on."""
+        for sample in samples:
+            number, index = sample.key
+            self.live.setdefault(number, {})[index] = sample
+
+    def unfinished(self) -> list[Sample]:
+        """All unfinished samples."""
+        return [sample for samples in self.live.values() for sample in samples.values()]
+
+    def oldest_arrival(self) -> float:
+        """Arrival of the oldest unfinished request, seconds since the epoch; 0: there is none."""
+        # Of a copy, as another thread may end one meanwhile; not the lowest id, as one that is continued here is older.
+        firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
+        return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
+
+    def end(self, sample: Sample, reason: FinishReason, error: str | None = None) -> None:
+        """End a sample that is in no queue, and collect it."""
+        self._scheduler.leave(sample, reason, error)
+        self.collect(sample)
+
+    def fail(self, samples: Sequence[Sample], exc: Exception) -> None:
+        """End samples with an error and its event."""
+        now = self._clock()
+        for sample in samples:
+            sample.request.add_event_error_nontransient(exc, timestamp=now)
+            self.end(sample, FinishReason.ERROR, f"{type(exc).__name__}: {exc}")
+
+    def collect(self, sample: Sample) -> None:
+        """Move a sample that has ended from `live` to `ended`, with its text, latency and count."""
+        record, request = sample.record, sample.request
+        if (counter := _COUNTED.get(request.finish_reason)) is not None:
+            self.counters[counter] += 1
+        record.completion_text = self._text(sample)
+        record.latency = self._clock() - record[0].arrival_time
+        if (log := self._tap.log) is not None:
+            log.ended(record)
+        self.ended.append(record)
+        self.forget(sample)
+
+    def forget(self, sample: Sample) -> None:
+        """A sample is here no more."""
+        number, index = sample.key
+        self.live[number].pop(index, None)
+        if not self.live[number]:
+            del self.live[number]
+
+    def take(self, keys: Callable[[tuple[int, int]], bool] = lambda key: True) -> list[DynamicInferenceRequestRecord]:
+        """Hand out the ended records whose (request_id, sample_index) fits; the others stay."""
+        taken: list[DynamicInferenceRequestRecord] = []
+        stay: list[DynamicInferenceRequestRecord] = []
+        for record in self.ended:
+            (taken if keys((record.request_id, record.sample_index)) else stay).append(record)
+        self.ended = stay
+        return taken
+
+    def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
+        """Records that `take` handed out and that did not arrive: they are handed out again."""
+        self.ended[:0] = taken
+
+    def _text(self, sample: Sample) -> str | None:
+        if sample.text is not None:
+            return str(sample.text.text())
+        request = sample.request
+        try:
+            return self._controller.detokenize(request.completion_tokens)
+        except Exception as exc:  # noqa: BLE001 - a tokenizer that cannot read a token harms this request's text alone
+            warnings.warn(
+                f"request {request.request_id} sample {sample.record.sample_index} has tokens and no text: the tokenizer "
+                f"raised {type(exc).__name__}: {exc}",
+                stacklevel=2,
+            )
+            return None

@@ -1,0 +1,121 @@
+"""The engine's state machine: legal transitions, waiting for states, and the lock of its step boundary."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
+from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
+from rollout.threads.fair_lock import FairLock
+from rollout.threads.interrupts import interrupt_deferred, uninterrupted
+
+T = TypeVar("T")
+
+
+class Lifecycle:
+    """State machine of one engine. Every transition happens under `lock`, at a step boundary.
+
+    Attributes:
+        lock: the lock that is held during a step.
+        cause_of_death: the error that stopped the engine for good; None: it is alive.
+        on_move: called after every control call and weight update, and when the engine dies, by the thread that did it,
+            even if nothing has changed. That thread may hold `lock`, so this must only wake another thread, not wait for
+            it. None: nobody is called.
+    """
+
+    def __init__(self) -> None:
+        self.state = EngineState.RUNNING
+        self.cause_of_death: BaseException | None = None
+        self.lock = FairLock()
+        self.on_move: Callable[[], None] | None = None
+        # Not the engine's lock: a thread that waits for a state must not queue behind the steps.
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Several calls at one step boundary: no step of another thread comes between them."""
+        with interrupt_deferred(), self.lock, plain_tensors():
+            yield
+
+    def moved(self) -> None:
+        """Call `on_move`."""
+        if self.on_move is not None:
+            self.on_move()
+
+    def signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
+        """Call `act` and move to the signal's next state. If `act` raises, the state is as before.
+
+        Returns:
+            What `act` returns; None where the signal is harmless and nothing was done.
+
+        Raises:
+            EngineStateError: the signal is not allowed in the present state.
+            EngineDeadError: the engine is dead.
+        """
+        acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
+        with uninterrupted(), self.lock:
+            if self.state in harmless_in:
+                return None
+            self.refuse_when_stopped()
+            if self.state not in acts_in:
+                allowed = " or ".join(sorted(state.value for state in acts_in))
+                cure = "resume()" if self.state is EngineState.SUSPENDED else "pause()"
+                raise EngineStateError(
+                    f"{signal.value}() while {self.state.value}: allowed when {allowed}; call {cure} first"
+                )
+            before = self.state
+            self._move(through)
+            try:
+                done = act()
+            except BaseException:
+                self._move(before)
+                raise
+            self._move(to)
+            return done
+
+    def die(self, cause: BaseException) -> None:
+        """Record `cause` and move to STOPPED for good."""
+        self.cause_of_death = cause
+        self._move(EngineState.STOPPED)
+
+    def wait_until(self, state: EngineState, timeout_s: float) -> None:
+        """Block until the engine is in a stable state.
+
+        Raises:
+            ValueError: `state` is a transient one.
+            DeadlineError: not reached within `timeout_s`.
+        """
+        if state not in STABLE_ENGINE_STATES:
+            stable = ", ".join(sorted(each.value for each in STABLE_ENGINE_STATES))
+            raise ValueError(f"wait_until({state.value}): a transient state; wait for one of {stable}")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.state is state, timeout_s):
+                raise DeadlineError(f"the engine is {self.state.value}, not {state.value}, after {timeout_s} s")
+
+    def refuse_when_stopped(self) -> None:
+        """Raise `EngineDeadError` if the engine is dead, `EngineStateError` if it is stopping or stopped."""
+        if (cause := self.cause_of_death) is not None:
+            if isinstance(cause, EngineDeadError):
+                raise EngineDeadError(str(cause)) from cause
+            raise EngineDeadError(
+                f"the engine is dead, too many steps in a row have failed, the last with {type(cause).__name__}: {cause}; "
+                "build another"
+            ) from cause
+        if self.state in (EngineState.STOPPING, EngineState.STOPPED):
+            raise EngineStateError(f"the engine is {self.state.value}: it takes no more work; build another")
+
+    def refuse_unless_running(self) -> None:
+        """Raise `EngineStateError`, or `EngineDeadError`, unless the engine is running."""
+        self.refuse_when_stopped()
+        if self.state is not EngineState.RUNNING:
+            cure = "resume() and unpause()" if self.state is EngineState.SUSPENDED else "unpause()"
+            raise EngineStateError(f"step() while {self.state.value}: call {cure} first")
+
+    def _move(self, state: EngineState) -> None:
+        with self._changed:
+            self.state = state
+            self._changed.notify_all()

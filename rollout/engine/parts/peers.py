@@ -1,0 +1,130 @@
+"""The ranks that compute forwards together with this one: a tensor-parallel group, or ranks whose layers exchange tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollout.config import InferenceConfig
+from rollout.engine.multimodal.family import ImageItem
+from rollout.engine.parallel.follower import follow
+from rollout.engine.parallel.group import TensorParallelGroup
+from rollout.engine.parallel.leader import Leader
+from rollout.engine.parallel.lockstep import Lockstep
+from rollout.engine.parallel.work import ForwardWork
+from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.failures import FailureContainment
+from rollout.engine.parts.lifecycle import Lifecycle
+from rollout.engine.weights.base import Weights
+from rollout.engine.weights.tensor_parallel import modules_split_over
+from rollout.errors import EngineDeadError, EngineStateError
+
+
+class Peers:
+    """This rank's place among the ranks that compute forwards with it. Every one of them builds it at the same time.
+
+    Attributes:
+        group: ranks that compute every step together, each with its shard of the weights; None: this rank alone.
+        leader: how the group's first rank leads it; None: this rank does not lead.
+        lockstep: ranks whose layers exchange tokens with this rank's; None: each forward is this rank's own.
+    """
+
+    def __init__(self, weights: Weights, config: InferenceConfig) -> None:
+        self.group: TensorParallelGroup | None = None
+        self.lockstep: Lockstep | None = None
+        mesh = weights.tensor_parallel_mesh
+        if mesh is not None and mesh.size() > 1:
+            self.group = TensorParallelGroup(mesh, config.control_timeout_s)
+            self.group.refuse_unequal("InferenceConfig", repr(config))
+        if (mesh := weights.expert_parallel_mesh) is not None:
+            exchange = TensorParallelGroup(mesh, config.control_timeout_s, "expert-parallel")
+            # The verification is a forward of every rank, or of none.
+            exchange.refuse_unequal("InferenceConfig.verify_model", str(config.verify_model))
+            self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
+        self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
+
+    @property
+    def everyone(self) -> TensorParallelGroup | None:
+        """The ranks without which this one computes no forward; None: there are none."""
+        return self.group if self.lockstep is None else self.lockstep.group
+
+    def least(self, value: int) -> int:
+        """The smallest value among the tensor-parallel group, whose members all call it."""
+        return value if self.group is None else self.group.least(value)
+
+    def all_hold(self, holds: bool) -> bool:
+        """Whether something holds on every rank that computes forwards with this one; all of them call it."""
+        return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
+
+    def refuse_alone(self) -> None:
+        """Raises: EngineStateError: a step needs the other ranks, and no call of theirs is running."""
+        if self.lockstep is not None:
+            self.lockstep.refuse_alone()
+        elif self.leader is not None:
+            self.leader.refuse_alone()
+        elif self.group is not None:
+            raise EngineStateError(
+                f"step() on rank {self.group.ranks[self.group.place]}: in a {self.group.name} rank {self.group.ranks[0]} "
+                "decides and the others follow; generate by RolloutManager or LLM, on every rank of the group"
+            )
+
+
+class GroupMember:
+    """An engine's work for its peers: following a first rank, or agreeing on the rounds of a lock-step."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        lifecycle: Lifecycle,
+        controller: TextGenerationController,
+        failures: FailureContainment,
+    ) -> None:
+        self._peers = peers
+        self._lifecycle = lifecycle
+        self._runner = controller.runner
+        self._failures = failures
+
+    def follow(self) -> Any:
+        """Compute what the first rank of the tensor-parallel group decides, until it ends its call.
+
+        Returns:
+            The outcome that the first rank sends (see `Leader.leading`).
+
+        Raises:
+            EngineDeadError: the group has ended.
+        """
+        assert self._peers.group is not None
+
+        def compute(work: ForwardWork) -> None:
+            with self._lifecycle.locked():
+                self._lifecycle.refuse_unless_running()
+                self._runner.compute(work)
+
+        def encode(item: ImageItem) -> None:
+            with self._lifecycle.locked():
+                self._lifecycle.refuse_unless_running()
+                self._runner.encode(item)
+
+        with self._dead_without_the_others():
+            return follow(self._peers.group, compute, encode)
+
+    def agree(self, state: int) -> int:
+        """The smallest state of the ranks that exchange tokens with this one; every one calls it (see `Lockstep`).
+
+        Raises:
+            EngineDeadError: the group has ended.
+        """
+        assert self._peers.lockstep is not None
+        with self._dead_without_the_others():
+            return self._peers.lockstep.agree(state)
+
+    @contextmanager
+    def _dead_without_the_others(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineDeadError as exc:
+            with self._lifecycle.locked():
+                self._failures.die(exc)
+            self._lifecycle.moved()
+            raise

@@ -1,0 +1,193 @@
+"""Forward of given sequences over the paged KV cache: logits at chosen positions, chunk by chunk; nothing is sampled.
+
+Always true here:
+- sequences are packed and chunked like prompts, and prefixes are computed once: those of one another, and what the prefix
+  cache has of earlier requests of the same weights and adapters;
+- requests in flight stand still. They lose their KV, youngest first, only where the longest sequence finds no room;
+- at most `LOGITS_BYTES` of logits (or those of one position) exist at a time;
+- afterwards no block is held, also after an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.config import InferenceConfig
+from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.step_rows import pack
+from rollout.engine.parts.admission import Admission
+from rollout.engine.parts.context import DynamicInferenceContext
+from rollout.engine.scheduling.planner import blocks_for
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequences import Sequence as Sample
+from rollout.engine.scheduling.step import ScheduledStep, StepTokens
+from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.requests.images import ImageInputs, ImagePrompt
+from rollout.sampling_params import SamplingParams
+from rollout.threads.interrupts import uninterrupted
+
+LOGITS_BYTES = 1 << 29
+"""Bounds the float32 logits of one forward."""
+
+_NOTHING_SAMPLED = StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
+_PROMPT_ONLY = SamplingParams(max_tokens=0, seed=0)
+
+Take = Callable[[NDArray[np.int64], NDArray[np.int64], Tensor], bool]
+"""(sequence index [K], position [K], logits [K, V], valid until the next call) → whether all are finite."""
+
+
+class Wanted(NamedTuple):
+    """One sequence and where its logits are wanted."""
+
+    tokens: Sequence[int]
+    """At least one."""
+    positions: NDArray[np.int64]
+    """Ascending, at least one; tokens behind the last are not computed, unless there are images."""
+    images: ImageInputs | None = None
+    """Of the placeholders among the tokens."""
+    adapter: str | None = None
+    """Name of a loaded LoRA adapter; None: the model as it stands."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Parameters of a request that computes the sequence and samples nothing."""
+        return _PROMPT_ONLY if self.adapter is None else _PROMPT_ONLY.replace(adapter=self.adapter)
+
+
+@dataclass(eq=False)
+class Prefill:
+    """Computes logits of given sequences with the parts of one engine, whose lock the caller holds.
+
+    Args:
+        context: its allocator lends the blocks.
+    """
+
+    _config: InferenceConfig
+    _runner: ModelRunner
+    _context: DynamicInferenceContext
+    _admission: Admission
+
+    def run(self, wanted: Sequence[Wanted], take: Take) -> None:
+        """Hand the logits of every wanted position to `take`, each once or, after a preemption, again.
+
+        Raises:
+            InvalidRequestError: a sequence is empty, too long for the engine, holds an id outside the vocabulary or
+                placeholders that its images do not fit, or its adapter is not loaded; names its index. Nothing was
+                computed.
+        """
+        longest_whole = max((self._check(index, each) for index, each in enumerate(wanted)), default=0)
+        scheduler = self._scheduler(longest_whole)
+        index_of = {self._queue(scheduler, index, each): index for index, each in enumerate(wanted)}
+        self._make_room(max((len(sample.tokens) for sample in index_of), default=0))
+        try:
+            while scheduler.waiting or scheduler.by_row:
+                with uninterrupted():
+                    self._step(scheduler, index_of, wanted, take)
+        finally:
+            with uninterrupted():
+                scheduler.remove(lambda key: True)
+
+    def _check(self, index: int, wanted: Wanted) -> int:
+        """Tokens of the longest run, an image, that one step has to compute at once.
+
+        Raises:
+            InvalidRequestError: see `run`.
+        """
+        tokens = _tokens(wanted, len(wanted.tokens))
+        try:
+            self._admission.check(index, tokens, wanted.params)
+            # Placeholders without images would be scored as if they were text.
+            images = self._admission.images(index, tokens)
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"sequence {index}: {exc}") from exc
+        return 0 if images is None else images.longest_whole
+
+    def _scheduler(self, longest_whole: int) -> Scheduler:
+        """An empty one over the engine's blocks, whose prefix cache it shares."""
+        vocabulary = self._runner.layout.vocab_size
+        # No logits of an image's positions are wanted.
+        most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
+        config = replace(
+            self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most), speculation=False
+        )
+        context = self._context
+        scheduler = Scheduler(config, context.allocator, context.scheduler.clock)
+        scheduler.variant, scheduler.version = context.scheduler.variant, context.scheduler.version
+        scheduler.blocks.poisoned = context.scheduler.blocks.poisoned
+        return scheduler
+
+    def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
+        first, last = int(wanted.positions[0]), int(wanted.positions[-1])
+        sample = self._admission.group(
+            index, _tokens(wanted, last + 1), wanted.params, order=(0, index), version=scheduler.version, prompt=None,
+            priority=0, metadata=None,
+        )  # fmt: skip
+        # What is found in the prefix cache has no logits.
+        sample.hashes, sample.reusable = sample.hashes[: first // self._config.block_size_tokens], first
+        scheduler.add(sample)
+        return sample
+
+    def _make_room(self, longest: int) -> None:
+        main, allocator = self._context.scheduler, self._context.allocator
+        need = blocks_for(longest, longest, self._config.block_size_tokens)
+        states = allocator.states
+        while (active := main.active()) and not (
+            allocator.can_allocate(need) and (states is None or states.num_held < states.num_slots)
+        ):
+            main.preemption.evict(active[-1])
+
+    def _step(self, scheduler: Scheduler, index_of: dict[Sample, int], wanted: Sequence[Wanted], take: Take) -> None:
+        step = scheduler.schedule()
+        if step is None:
+            raise EngineStateError(
+                f"no sequence can be scored, which must not happen; please report: {scheduler.allocator.counts()}"
+            )
+        if poisoned := scheduler.blocks.poisoned:
+            self._runner.cache.zero_blocks(poisoned)
+            poisoned.clear()
+        if step.copies:
+            self._runner.cache.copy_blocks(step.copies)
+        self._runner.move_states(step.state_moves)
+        indices, positions, keep = _wanted_of(step, index_of, wanted)
+        ids, rows = pack(step, scheduler.table)
+        rows, images = self._runner.pictured(step, rows, scheduler.table)
+        adapters = [wanted[index_of[sample]].adapter for sample in step.prefills]
+        named = adapters if any(adapters) else None
+        logits = self._runner.forward(ids, rows, keep, scheduler.table.state[step.rows], images, named)
+        finite = take(indices, positions, logits[: len(keep)])
+        memory = np.zeros(0, np.int32)
+        if not finite:
+            # KV with a NaN must not be shared, nor be read by a kernel that multiplies it by zero.
+            scheduler.table.current[step.rows] = False
+            memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
+        scheduler.update(step, _NOTHING_SAMPLED)
+        self._runner.move_states(scheduler.take_state_moves())
+        scheduler.blocks.poison(memory)
+
+
+def _tokens(wanted: Wanted, count: int) -> list[int]:
+    """The first `count` tokens; with images all of them, since every placeholder needs its image."""
+    return list(wanted.tokens[:count]) if wanted.images is None else ImagePrompt(wanted.tokens, wanted.images)
+
+
+def _wanted_of(
+    step: ScheduledStep, index_of: dict[Sample, int], wanted: Sequence[Wanted]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Of the wanted positions of a step [K]: the sequence's index, the position, and the index into the packed row."""
+    indices, positions, packed = [], [], []
+    offset = 0
+    for sample, start, count in zip(step.prefills, step.starts.tolist(), step.counts.tolist(), strict=True):
+        index = index_of[sample]
+        low, high = np.searchsorted(wanted[index].positions, (start, start + count))
+        some = wanted[index].positions[low:high]
+        indices.append(np.full(len(some), index))
+        positions.append(some)
+        packed.append(some - start + offset)
+        offset += count
+    return np.concatenate(indices), np.concatenate(positions), np.concatenate(packed)

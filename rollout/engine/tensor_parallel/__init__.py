@@ -1,1 +1,0 @@
-"""A group of ranks that computes every forward together: the first decides, the others follow."""

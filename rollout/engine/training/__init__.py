@@ -1,0 +1,1 @@
+"""What the trainer's forward uses: prefix trees, replayed routes, exact mode."""

@@ -1,0 +1,143 @@
+"""`exact(model)`: for the length of a block the trainer's forward has the rollout's arithmetic.
+
+The module's `forward` is replaced on the instance and restored in `finally`. What it would run is verified as the engine
+verifies it before its C++ forward: known classes, original functions, no hooks. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rollout.engine.fused.fused_checks import Unfusable, bypassed
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.models.model_support import ModelLayout, inspect_model
+from rollout.engine.models.originals import Replaced
+from rollout.engine.training.decoder import logits_of, output_of
+from rollout.engine.training.kernels import kernels_on
+from rollout.engine.training.packing import packing_of
+from rollout.engine.training.served import bound_exactly
+from rollout.engine.weights.source import weights_of
+from rollout.errors import UnsupportedModelError
+
+_layouts: WeakKeyDictionary[nn.Module, tuple[ModelLayout, KVCache]] = WeakKeyDictionary()
+"""Of each model its layout, and a cache of one token, for the checks that read one."""
+
+_LOSS_OPTIONS = ("num_items_in_batch", "shift_labels")
+
+
+@contextmanager
+def exact(model: nn.Module) -> Iterator[None]:
+    """A block in which `model(...)` computes logits bit for bit as an engine with `InferenceConfig(exact=True)` does.
+
+    A token's logits depend on the weights, itself and the tokens before it alone: not on padding, packing, the batch or the
+    number of threads. Gradients are those of the same function, by torch. Logits at padding are 0. `input_ids`,
+    `attention_mask`, `position_ids`, `labels` and `logits_to_keep` mean what they mean to transformers, except that
+    positions count from each sequence's first real token.
+
+    Args:
+        model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU or a CUDA device, float32 or bfloat16, also in
+            DDP.
+
+    Raises:
+        UnsupportedModelError: on entering, or in the forward: names what exact mode does not serve.
+    """
+    source = weights_of(model)
+    trained = source.trained
+    if source.collective:
+        raise UnsupportedModelError(
+            f"exact: the weights of {type(trained).__name__} are spread over the ranks (FSDP, ZeRO-3); exact mode serves "
+            "whole weights (one rank, or DDP)"
+        )
+    if isinstance(vars(trained).get("forward"), _ExactForward):
+        yield
+        return
+    forward = _ExactForward(trained)
+    try:
+        trained.forward = forward
+        yield
+    finally:
+        vars(trained).pop("forward", None)
+
+
+class _ExactForward:
+    """Stands in for `forward` of one …ForCausalLM."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        device = next(model.parameters()).device
+        kernels = kernels_on(device)
+        self._verify()
+        kernels.require(device, _layouts[model][0].vocab_size)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # what a compiler fuses it rounds anew
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: object = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **options: Any,
+    ) -> Any:
+        """See transformers' …ForCausalLM.forward; no cache is returned."""
+        loss_options = {name: options.pop(name) for name in _LOSS_OPTIONS if name in options}
+        given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **options}
+        if given.pop("return_dict", None) is False:
+            given["return_dict=False"] = True
+        refused = [name for name, value in given.items() if value is not None and value is not False]
+        if refused or input_ids is None:
+            raise UnsupportedModelError(
+                f"exact: forward({', '.join(refused) or 'without input_ids'}): it takes input_ids [B, T], attention_mask, "
+                "position_ids, labels and logits_to_keep; leave `with rollout.exact(model)` for anything else"
+            )
+        self._verify()
+        packing = packing_of(input_ids, attention_mask, position_ids)
+        logits = logits_of(self._model, self._windows, input_ids, packing, logits_to_keep)
+        return output_of(self._model, logits, labels, **loss_options)
+
+    def _verify(self) -> None:
+        if (why := bypassed(next(self._model.parameters()).device)) is not None:
+            raise UnsupportedModelError(f"exact: {why}, which exact mode does not serve")
+        self._bind()
+        if self._model.training and any(layer.self_attn.attention_dropout for layer in self._layers):
+            raise UnsupportedModelError(
+                "exact: attention_dropout is not 0 and the model is in training mode: a rollout drops nothing; set it to 0"
+            )
+
+    def _bind(self) -> None:
+        """Verify the module as it is without the replaced forward."""
+        model = self._model
+        installed = vars(model).get("forward") is self
+        if installed:
+            del vars(model)["forward"]
+        try:
+            try:
+                self._read(_layouts.get(model))
+            except (Unfusable, Replaced, AttributeError):
+                self._read(None)
+        except (Unfusable, Replaced, AttributeError) as exc:
+            raise UnsupportedModelError(
+                f"exact: {type(model).__name__}: {exc}; exact mode serves what the C++ forward serves"
+            ) from exc
+        finally:
+            if installed:
+                vars(model)["forward"] = self
+
+    def _read(self, known: tuple[ModelLayout, KVCache] | None) -> None:
+        model = self._model
+        if known is None:
+            layout = inspect_model(model)
+            known = _layouts[model] = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
+        layout, cache = known
+        bound = bound_exactly(model, layout, cache)
+        self._layers = list(bound.causal_lm.model.layers)
+        self._windows = [layout.calls[layout.layer_of[layer.self_attn]].window for layer in self._layers]

@@ -1,0 +1,272 @@
+"""`replay(batch, model)`: for the length of a block the model's routers choose the experts that the rollout chose.
+
+The trainer's forward is aligned with the batch by its tokens: any rows of the batch in any order, padded on the left or the
+right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward of a prefix tree pass the tree
+instead. Only the choice is replayed: scores, softmax and normalisation are the live router's, with gradient. An engine's
+own forwards inside of the block (`generate`, `score`) are routed live. The module is as before after the block, also after
+an exception.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout.engine.memory.kv_cache import RouteShape
+from rollout.engine.models.attention import is_rollout_forward
+from rollout.engine.models.routers import ChosenExperts, chosen_experts, routers_of
+
+
+class Routed(Protocol):
+    """What is replayed: a `RolloutBatch`, or anything with these fields."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """int64 [N, T]."""
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """int64 [N, T]."""
+
+    @property
+    def response_mask(self) -> Tensor:
+        """bool [N, T]."""
+
+    @property
+    def routed_experts(self) -> Tensor | None:
+        """int16 [N, T, layers, k], -1 where there is none."""
+
+
+@runtime_checkable
+class RoutedTree(Protocol):
+    """What else is replayed: a `PackedTree`, or anything with these fields."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """int64 [1, L]."""
+
+    @property
+    def nodes(self) -> Tensor:
+        """int64 [N, T]."""
+
+    @property
+    def routed_experts(self) -> Tensor | None:
+        """int16 [1, L, layers, k], -1 where there is none."""
+
+    @property
+    def unrouted(self) -> Tensor | None:
+        """int64: rows that cannot be replayed."""
+
+
+@contextmanager
+def replay(batch: Routed | RoutedTree, model: nn.Module) -> Iterator[None]:
+    """A block in which the routers of `model` choose the experts recorded in `batch.routed_experts`.
+
+    With gradient checkpointing, which computes the routers again in the backward, the backward belongs into the block too,
+    before the next forward. Padding and the last token of a row, which have no routes, are routed live.
+
+    Args:
+        batch: a `RolloutBatch` of an engine with `InferenceConfig(record_routes=True)`; for the forward of a tree, what
+            `batch.tree()` returned.
+        model: the model that runs in the block, or a wrapper of it (DDP, PEFT).
+
+    Raises:
+        ValueError: the batch has no routes, for some row, or of another model; or a forward in the block has other
+            sequences than the batch.
+        UnsupportedModelError: the model's routers are of unknown form; names them.
+        RuntimeError: with gradient checkpointing, a backward was left out of the block.
+    """
+    routers = routers_of(model)
+    owner = next(module for module in model.modules() if getattr(module, "_can_record_outputs", None))
+    _check_routes(batch, routers.shape)
+    alignment = _Alignment(_Tree(batch) if isinstance(batch, RoutedTree) else _Rows(batch), routers.shape)
+    with ExitStack() as stack:
+        hook = owner.register_forward_pre_hook(alignment.begin, with_kwargs=True, prepend=True)
+        stack.callback(hook.remove)
+        for index, router in enumerate(routers.modules):
+            stack.callback(_restore, router, vars(router).get("forward"))
+            router.forward = _Replaying(router, index, alignment)
+        yield
+        alignment.end(owner)
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        module.forward = forward
+
+
+class _Replaying:
+    """Stands in for `forward` of one router."""
+
+    def __init__(self, router: nn.Module, index: int, alignment: _Alignment) -> None:
+        self._forward: Callable[..., Any] = router.forward
+        self._router = router
+        self._index = index
+        self._alignment = alignment
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_rollout_forward():
+            return self._forward(*args, **kwargs)
+        shape = self._alignment.shape
+        experts = self._alignment.routes()[:, self._index]
+        with ChosenExperts(experts, shape.num_experts) as choice:
+            output = self._forward(*args, **kwargs)
+        chosen = chosen_experts(self._router, output, shape.top_k)
+        if choice.answered != 1 or len(chosen) != len(experts):
+            raise ValueError(
+                f"replay: router {type(self._router).__name__} made {choice.answered} choices of {shape.top_k} among "
+                f"{shape.num_experts} experts for {len(experts)} tokens and chose for {len(chosen)}: it cannot be replayed"
+            )
+        return output
+
+
+def _check_routes(batch: Routed | RoutedTree, shape: RouteShape) -> None:
+    if batch.routed_experts is None:
+        raise ValueError(
+            "replay: the batch has no routed_experts; build the engine with InferenceConfig(record_routes=True)"
+        )
+    want, have = (shape.num_layers, shape.top_k), tuple(batch.routed_experts.shape[2:])
+    if want != have:
+        raise ValueError(f"replay: routed_experts [N, T, layers, k] of {have}, and the model has (layers, k) = {want}")
+
+
+class _Tree:
+    """The routes of a prefix tree."""
+
+    def __init__(self, tree: RoutedTree) -> None:
+        if tree.unrouted is not None and len(tree.unrouted):
+            _refuse_row(int(tree.unrouted[0]))
+        self._tree = tree
+
+    def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
+        """int16 [1, L, layers, k]."""
+        if not torch.equal(ids, self._tree.input_ids):
+            raise ValueError(
+                f"replay: a forward of {list(ids.shape)} tokens that are not the {self._tree.input_ids.shape[1]} of the "
+                "tree: pass all of packed.inputs; replay the rows of a batch by replay(batch, model)"
+            )
+        assert self._tree.routed_experts is not None
+        return self._tree.routed_experts
+
+
+class _Rows:
+    """The routes of the rows of a batch, found by their tokens."""
+
+    def __init__(self, batch: Routed) -> None:
+        assert batch.routed_experts is not None
+        self._experts = batch.routed_experts.detach().cpu().numpy()
+        self._of_sequence = self._sequences(batch)
+
+    def _sequences(self, batch: Routed) -> dict[bytes, list[int]]:
+        ids, mask = batch.input_ids.cpu().numpy(), batch.attention_mask.cpu().numpy().astype(bool)
+        usable = batch.response_mask.any(1).tolist()
+        rows: dict[bytes, list[int]] = defaultdict(list)
+        for row, (tokens, real) in enumerate(zip(ids, mask, strict=True)):
+            count = int(real.sum())
+            if usable[row] and (self._experts[row, : count - 1] < 0).any():
+                _refuse_row(row)
+            rows[_key(tokens[real])].append(row)
+        return rows
+
+    def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
+        """int16 [B, T, layers, k] of `input_ids` [B, T]."""
+        real, starts = np.ones(ids.shape, bool), None
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            real = mask.cpu().numpy().astype(bool)
+        elif positions is not None:
+            starts = positions.expand(ids.shape).cpu().numpy() == 0
+        routes = np.full((*ids.shape, *self._experts.shape[2:]), -1, np.int16)
+        left = {key: list(rows) for key, rows in self._of_sequence.items()}
+        for row, tokens in enumerate(ids.cpu().numpy()):
+            columns = np.flatnonzero(real[row])
+            cuts = [] if starts is None else np.flatnonzero(starts[row])[1:].tolist()
+            for sequence in np.split(columns, cuts):
+                # A sequence that occurs twice is that of two samples; one that occurs more often repeats the last.
+                found = left.get(_key(tokens[sequence]))
+                if found is None:
+                    if self._is_surplus(tokens[sequence]):
+                        continue
+                    raise ValueError(
+                        f"replay: row {row} of the forward has a sequence of {len(sequence)} tokens that is none of the "
+                        "batch: pass whole rows (prompt and completion) with their attention_mask, or packed with "
+                        "position_ids that start at 0; replay the forward of a tree by replay(packed, model)"
+                    )
+                source = found.pop(0) if len(found) > 1 else found[0]
+                routes[row, sequence] = self._experts[source, : len(sequence)]
+        return torch.from_numpy(routes)
+
+    def _is_surplus(self, tokens: np.ndarray[Any, Any]) -> bool:
+        """Whether a sequence is what rounding up added to a packed row: one token repeated."""
+        return len(tokens) == 0 or bool((tokens == tokens[0]).all())
+
+
+def _refuse_row(row: int) -> NoReturn:
+    raise ValueError(
+        f"replay: row {row} of the batch has tokens without routes; it was sampled by an engine without "
+        "record_routes=True: leave it out"
+    )
+
+
+class _Alignment:
+    """The routes of the tokens of the forward that runs."""
+
+    def __init__(self, source: _Rows | _Tree, shape: RouteShape) -> None:
+        self.shape = shape
+        self._source = source
+        self._current: Tensor | None = None
+        self._forwards = 0
+        """With gradient, since the last backward that computed a router again."""
+        self._recomputed = False
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Align with the sequences of a forward of the model, unless it is an engine's; a forward pre-hook."""
+        if is_rollout_forward():
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            raise ValueError("replay: the forward needs input_ids [B, T], by which its rows are found in the batch")
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
+        routes = self._source.of_forward(ids, mask, positions)
+        self._current = routes.flatten(0, 1).to(ids.device, torch.int64)
+        if torch.is_grad_enabled():
+            self._forwards = 1 if self._recomputed else self._forwards + 1
+            self._recomputed = False
+
+    def routes(self) -> Tensor:
+        """int64 [B * T, layers, k] of the forward that runs, or is computed again by a backward."""
+        if self._current is None:
+            raise RuntimeError("replay: a router ran outside of a forward of the model; call the model itself")
+        if torch._C._current_graph_task_id() != -1:
+            self._recomputed = True
+            if self._forwards > 1:
+                raise RuntimeError(
+                    f"replay: a backward computes routers again after {self._forwards} forwards, whose routes differ; call "
+                    "backward after each forward, inside of the block"
+                )
+        return self._current
+
+    def end(self, model: nn.Module) -> None:
+        """Refuse to leave the block with a checkpointed forward that was not computed again.
+
+        Raises:
+            RuntimeError: its backward would route live.
+        """
+        checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        if checkpointed and model.training and self._forwards and not self._recomputed:
+            raise RuntimeError(
+                "replay: a forward with gradient checkpointing ran in the block and its backward did not, which would "
+                "compute the routers again without replay; call backward inside of the block"
+            )
+
+
+def _key(tokens: np.ndarray[Any, Any]) -> bytes:
+    return tokens.astype(np.int64).tobytes()

@@ -1,0 +1,167 @@
+"""Prefix-tree attention in the trainer's own forward and backward, through transformers' attention interface.
+
+While attached, a model's attention implementation is one of ours that stands before the model's own. A tree travels as
+the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `rollout.manager.tree`). Transformers passes a mask of four dimensions on
+to every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT.
+With any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are
+not changed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from rollout.engine.kernels.tree_attention import Scores, tree_attention
+from rollout.engine.models.attention import TREE_PREFIX, attention_of, configs_of
+from rollout.engine.models.model_support import inspect_model
+from rollout.engine.multimodal.families import family_of
+from rollout.errors import UnsupportedModelError
+
+_FIELD = "_attn_implementation_internal"
+_layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
+"""Of the attention modules of attached models."""
+
+
+class _Layer(NamedTuple):
+    """What an attention layer lets a token attend to."""
+
+    window: int | None
+    causal: bool
+    """Whether also in an image."""
+
+
+class TreeAttachment:
+    """Tree attention in a model until `detach()`, or the end of the `with` block.
+
+    Args:
+        model: a decoder of transformers, not wrapped (DDP, FSDP1); it may be wrapped, sharded or given adapters afterwards.
+
+    Raises:
+        UnsupportedModelError: a layer needs more than causal attention, also in a sliding window, or is recurrent; or
+            `model` is a wrapper.
+        ValueError: tree attention is attached already.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if any(module in _layers for module in model.modules()):
+            raise ValueError(
+                "tree attention is attached to this model already: keep that attachment, or detach() it first"
+            )
+        layout = inspect_model(model)
+        if any(call.sinks or call.chunk for call in layout.calls):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has attention sinks or chunked attention, which tree attention does not compute; "
+                "train it on padded rows"
+            )
+        if layout.states:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has recurrent layers, whose state would pass from a branch of a tree to the next; "
+                "train it on padded rows"
+            )
+        # The configuration of an attached model, if it was copied, has a name of ours already.
+        self._before = [(config, _own_of(config)) for config in configs_of(model)]
+        self._modules = list(layout.layer_of)
+        family = family_of(model)
+        for module, index in layout.layer_of.items():
+            window = layout.calls[index].window
+            _layers[module] = _Layer(window, window is None and family is not None and family.bidirectional_in_windows)
+        for config, own in self._before:
+            setattr(config, _FIELD, _registered(own or "eager"))
+
+    def detach(self) -> None:
+        """Restore the model's own attention implementation. Not between a forward and its backward. Idempotent."""
+        for config, own in self._before:
+            setattr(config, _FIELD, own)
+        for module in self._modules:
+            _layers.pop(module, None)
+        self._before, self._modules = [], []
+
+    def __enter__(self) -> TreeAttachment:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def is_attached() -> bool:
+    """Whether some model of this process has tree attention."""
+    return bool(_layers)
+
+
+def _own_of(config: Any) -> str | None:
+    name: str | None = getattr(config, _FIELD)
+    return None if name is None else name.removeprefix(TREE_PREFIX)
+
+
+def _registered(own: str) -> str:
+    """Name of the implementation that stands before `own`; registered with attention and mask on first use."""
+    name = TREE_PREFIX + own
+    AttentionInterface.register(name, partial(_attention, own))
+    masks = AttentionMaskInterface()
+    if own in masks.valid_keys():
+        AttentionMaskInterface.register(name, masks[own])
+    return name
+
+
+def _attention(
+    own: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The function registered with transformers' `AttentionInterface`."""
+    if not _is_tree(attention_mask):
+        return attention_of(module, own)(module, query, key, value, attention_mask, **arguments)
+    assert attention_mask is not None
+    if module not in _layers:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} got a prefix tree and belongs to no model that tree attention is attached to "
+            "(a copy of one?): attach(model) the model that runs"
+        )
+    if arguments.get("dropout"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has an attention dropout of {arguments['dropout']}: tree attention has none; set the "
+            "model's attention_dropout to 0"
+        )
+    if arguments.get("output_router_logits"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} ran with output_router_logits=True: the load-balancing loss of a tree would count a "
+            "shared token once, not once per row; set output_router_logits to False"
+        )
+    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == attention_mask.shape[3]:
+        raise ValueError(
+            f"queries {tuple(query.shape)} and keys {tuple(key.shape)} do not fit a tree of {attention_mask.shape[3]} "
+            "tokens: pass all of packed.inputs, with use_cache=False"
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scaling = arguments.get("scaling")
+    scores = Scores(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=_layers[module].window,
+        softcap=arguments.get("softcap"),
+        causal=_layers[module].causal,
+    )
+    return tree_attention(query, key, value, attention_mask, scores), None
+
+
+def _is_tree(mask: Tensor | None) -> bool:
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.int32
+        and mask.ndim == 4
+        and mask.shape[:3] in ((1, 1, 2), (1, 1, 3))
+    )

@@ -1,0 +1,477 @@
+"""Tests of the fused C++ forward: equal to the module's own, whatever the trainer changes between calls."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3 import modeling_qwen3
+
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward.trial_forwards import paged_logits
+from rollout.engine.fused.fused_forward import FusedForward
+from rollout.engine.kernels import cpu_library
+from tests.engines import (
+    assert_greedy,
+    at_random,
+    finish,
+    greedily,
+    in_one_piece,
+    logprob_error,
+    make_engine,
+    pass_suspended,
+    token_ids,
+)
+from tests.models import CONFIGS, MORE_CONFIGS, make_model
+
+pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
+
+FUSED = ["qwen3", "llama", "qwen2", "mistral"]
+NOT_FUSED = ["falcon_h1", "lfm2", "minimax", "gpt_oss", "llama4"]
+
+
+def fused(engine: DynamicInferenceEngine) -> bool:
+    """Whether a step would go through the C++ forward now."""
+    runner = engine.controller.runner
+    with engine.installation:
+        return runner.fused is not None and runner.fused.ready(runner.installation.module_epoch)
+
+
+def logits(engine: DynamicInferenceEngine, tokens: list[int], *cuts: int) -> Tensor:
+    return paged_logits(engine.controller.runner, tokens, *cuts).float()
+
+
+def own_logits(engine: DynamicInferenceEngine, tokens: list[int]) -> Tensor:
+    return engine.controller.forward_logits(tokens).float()
+
+
+@pytest.mark.parametrize("name", CONFIGS | MORE_CONFIGS)
+def test_which_architectures_are_fused(name: str) -> None:
+    assert fused(make_engine(name)) == (name not in NOT_FUSED)
+
+
+def test_the_option_turns_it_off() -> None:
+    assert not fused(make_engine("qwen3", fused_forward=False))
+
+
+def test_a_smaller_pool_at_the_same_address_is_bound_again() -> None:
+    arena = torch.zeros(1 << 20)
+    engine = make_engine("qwen3", allocate=in_one_piece(lambda numel, dtype, device: arena[:numel]))
+    runner, cache = engine.controller.runner, engine.cache
+    with engine.installation:
+        epoch = runner.installation.module_epoch
+        assert runner.fused.ready(epoch)
+        bound, first = runner.fused._bound, cache.layer(0)[0].data_ptr()
+        assert runner.fused.ready(epoch)
+        assert runner.fused._bound is bound
+        cache.drop()
+        cache.materialize(cache.num_blocks // 2)
+        assert cache.layer(0)[0].data_ptr() == first
+        assert runner.fused.ready(epoch)
+        assert runner.fused._bound is not bound, "the other layers are elsewhere"
+
+
+def test_gradient_checkpointing_leaves_it_on() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    model.gradient_checkpointing_enable()
+    assert model.get_input_embeddings()._forward_hooks
+    assert fused(engine)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("changes", [
+    {}, {"hidden_size": 40, "intermediate_size": 50, "head_dim": 12}, {"num_key_value_heads": 1}, {"num_key_value_heads": 4},
+    {"head_dim": 64, "intermediate_size": 33}, {"tie_word_embeddings": True}, {"vocab_size": 103}, {"rms_norm_eps": 0.1},
+    {"attention_bias": True},
+], ids=lambda changes: ",".join(changes) or "plain")  # fmt: skip
+def test_its_logits_are_the_modules_for_odd_shapes(name: str, changes: dict[str, Any]) -> None:
+    engine = make_engine(make_model(name, **changes), max_tokens_per_step=512)
+    assert fused(engine)
+    for length, cut in ((2, 1), (30, 29), (70, 3), (200, 130)):
+        tokens = token_ids(length, length)
+        torch.testing.assert_close(logits(engine, tokens, cut), own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_in_bfloat16_it_is_as_close_to_exact_as_the_module_is(name: str) -> None:
+    model = make_model(name, dtype=torch.bfloat16)
+    engine, exact = make_engine(model), make_engine(copy.deepcopy(model).float(), fused_forward=False)
+    ours, own = [], []
+    for seed in range(12):
+        tokens = token_ids(60, seed)
+        truth = own_logits(exact, tokens)
+        ours.append((logits(engine, tokens, 40) - truth).abs().mean())
+        own.append((own_logits(engine, tokens) - truth).abs().mean())
+    assert fused(engine)
+    assert torch.stack(ours).mean() < 1.25 * torch.stack(own).mean()
+
+
+def test_rotary_tables_grow_with_the_sequence() -> None:
+    engine = make_engine("qwen3", kv_cache_blocks=128)
+    for length in (3, 5, 40, 300, 480):
+        tokens = token_ids(length, 1)
+        torch.testing.assert_close(
+            logits(engine, tokens, length // 2), own_logits(engine, tokens), atol=2e-5, rtol=1e-5
+        )
+
+
+def test_a_sequence_gets_the_same_bits_alone_and_among_others() -> None:
+    prompt, params = token_ids(7, 1), at_random(40, seed=5)
+    (alone,) = make_engine("qwen3").generate([prompt], params)
+    engine = make_engine("qwen3", kv_cache_blocks=256)
+    requests = engine.generate([token_ids(length, 9) for length in (30, 2, 11)] + [prompt], params)
+    assert requests[3].generated_tokens == alone.generated_tokens
+    assert requests[3].generated_log_probs == alone.generated_log_probs
+
+
+# --- the trainer has the model in hands ------------------------------------------------------------------------------
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def by_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+def by_parameter(model: Any) -> None:
+    projection = model.model.layers[1].mlp.up_proj
+    projection.weight = nn.Parameter(projection.weight.detach() * 0.5)
+
+
+def by_module(model: Any) -> None:
+    old = model.model.layers[1].self_attn.o_proj
+    model.model.layers[1].self_attn.o_proj = nn.Linear(old.in_features, old.out_features, bias=False)
+
+
+def by_loading(model: Any) -> None:
+    model.load_state_dict(make_model("qwen3", seed=3).state_dict())
+
+
+@pytest.mark.parametrize("change", [in_place, by_data, by_parameter, by_module, by_loading])
+def test_however_weights_change_the_next_call_has_the_new_ones(change: Callable[[Any], None]) -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    assert_greedy(model, engine.generate([token_ids(9, 1)], greedily(6))[0])
+    change(model)
+    engine.weights_updated()
+    assert fused(engine)
+    assert_greedy(model, engine.generate([token_ids(9, 1)], greedily(6))[0])
+
+
+def test_weights_that_move_under_a_held_installation_are_found() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    with engine.installation:
+        engine.add_request(token_ids(9, 1), greedily(4))
+        engine.step()
+        by_data(model)
+        engine.weights_updated()
+        engine.abort_request(0)
+        engine.add_request(token_ids(8, 2), greedily(6))
+        done = finish(engine, engine.take_ended())
+    assert_greedy(model, done[1, 0])
+
+
+class Doubled(nn.Linear):
+    """Stands for an adapter or a quantised layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def with_hook(model: Any) -> Callable[[], None]:
+    return model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output).remove  # type: ignore[no-any-return]
+
+
+def with_pre_hook(model: Any) -> Callable[[], None]:
+    return model.model.norm.register_forward_pre_hook(lambda module, args: (2 * args[0],)).remove  # type: ignore[no-any-return]
+
+
+def with_replaced_forward(model: Any) -> Callable[[], None]:
+    mlp = model.model.layers[2].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: 2 * own(x)
+
+    def undo() -> None:
+        del mlp.forward
+
+    return undo
+
+
+def with_hook_on_activation(model: Any) -> Callable[[], None]:
+    # 1.003: a little less than what comparing numbers would see.
+    hook = lambda module, args, output: 1.003 * output  # noqa: E731
+    return model.model.layers[0].mlp.act_fn.register_forward_hook(hook).remove  # type: ignore[no-any-return]
+
+
+def with_replaced_activation(model: Any) -> Callable[[], None]:
+    activation = model.model.layers[1].mlp.act_fn
+    activation.forward = lambda x: 2 * nn.functional.silu(x)
+
+    def undo() -> None:
+        del activation.forward
+
+    return undo
+
+
+def with_another_scale(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[1].self_attn
+    attention.scaling *= 3
+
+    def undo() -> None:
+        attention.scaling /= 3
+
+    return undo
+
+
+def with_fewer_layers(model: Any) -> Callable[[], None]:
+    model.config.num_hidden_layers -= 1
+
+    def undo() -> None:
+        model.config.num_hidden_layers += 1
+
+    return undo
+
+
+def with_subclass(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[0].self_attn
+    old = attention.v_proj
+    attention.v_proj = Doubled(old.in_features, old.out_features, bias=False)
+
+    def undo() -> None:
+        attention.v_proj = old
+
+    return undo
+
+
+def with_child(model: Any) -> Callable[[], None]:
+    projection = model.model.layers[0].mlp.down_proj
+    projection.adapter = nn.Linear(2, 2)
+
+    def undo() -> None:
+        del projection.adapter
+
+    return undo
+
+
+def with_parametrisation(model: Any) -> Callable[[], None]:
+    projection = model.model.layers[0].mlp.gate_proj
+    parametrizations.weight_norm(projection)
+    return lambda: nn.utils.parametrize.remove_parametrizations(projection, "weight")
+
+
+def with_global_hook(model: Any) -> Callable[[], None]:
+    def twice(module: nn.Module, args: Any, output: Any) -> Any:
+        return 2 * output if isinstance(module, nn.Embedding) else output
+
+    return nn.modules.module.register_module_forward_hook(twice).remove  # type: ignore[no-any-return]
+
+
+def with_strided_weight(model: Any) -> Callable[[], None]:
+    projection = model.model.layers[0].self_attn.q_proj
+    own = projection.weight.data
+    projection.weight.data = own.t().contiguous().t() * 1.5
+
+    def undo() -> None:
+        projection.weight.data = own
+
+    return undo
+
+
+@pytest.mark.parametrize("add", [
+    with_hook, with_pre_hook, with_replaced_forward, with_subclass, with_child, with_parametrisation, with_global_hook,
+    with_strided_weight, with_hook_on_activation, with_replaced_activation, with_another_scale,
+])  # fmt: skip
+def test_whatever_is_added_to_the_module_takes_part(add: Callable[[Any], Callable[[], None]]) -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    tokens = token_ids(30, 1)
+    assert fused(engine)
+    undo = add(model)
+    assert not fused(engine)
+    torch.testing.assert_close(logits(engine, tokens, 20), own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
+    undo()
+    assert fused(engine)
+    torch.testing.assert_close(logits(engine, tokens, 20), own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
+
+
+def test_a_replaced_forward_is_found_within_a_call_though_another_module_lost_an_attribute() -> None:
+    model = make_model("qwen3")
+    model.model.norm.note = "deleted below"
+    engine = make_engine(model)
+    with engine.installation:
+        engine.generate([token_ids(5)], greedily(2))
+        del model.model.norm.note
+        mlp = model.model.layers[0].mlp
+        before = mlp.forward
+        mlp.forward = lambda x: 1.5 * before(x)
+        engine.context.allocator.drop_cached()
+        (request,) = engine.generate([token_ids(5)], greedily(4))
+    assert logprob_error(model, request) < 1e-5
+
+
+def test_numbers_of_the_modules_are_read_again() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    tokens = token_ids(30, 1)
+    with engine.installation:
+        before = logits(engine, tokens, 20)
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 3
+        model.model.norm.variance_epsilon = 0.1
+        assert not fused(engine), "one epsilon for all norms is all it knows"
+        model.model.norm.variance_epsilon = model.model.layers[0].input_layernorm.variance_epsilon
+        model.model.rotary_emb.inv_freq.mul_(0.5)
+        model.model.rotary_emb.attention_scaling = 1.1
+        engine.installation.module_epoch += 1
+        assert fused(engine)
+        after = logits(engine, tokens, 20)
+    torch.testing.assert_close(after, own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
+    assert (after - before).abs().max() > 0.1
+    undo = with_fewer_layers(model)
+    assert not fused(engine)
+    undo()
+    assert fused(engine)
+
+
+# --- what others replace in transformers and torch, as Liger and Unsloth do --------------------------------------------
+
+
+def doubled(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        if isinstance(output, tuple):
+            return tuple(2 * each if isinstance(each, Tensor) else each for each in output)
+        if isinstance(output, Tensor):
+            return 2 * output
+        for name in ("logits", "last_hidden_state"):
+            if name in output:
+                output[name] = 2 * output[name]
+        return output
+
+    return twice
+
+
+REPLACED: list[tuple[Any, str]] = [
+    *((getattr(modeling_qwen3, f"Qwen3{name}"), "forward") for name in (
+        "MLP", "RMSNorm", "Attention", "DecoderLayer", "RotaryEmbedding", "Model", "ForCausalLM",
+    )),
+    (modeling_qwen3, "apply_rotary_pos_emb"), (modeling_qwen3, "rotate_half"), (nn.functional, "silu"),
+    (nn.functional, "linear"), (nn.SiLU, "forward"), (nn.Linear, "forward"), (nn.Embedding, "forward"),
+    # Since transformers 5.21.
+    *((modeling_qwen3, each) for each in ("slice_logits_to_keep",) if hasattr(modeling_qwen3, each)),
+]  # fmt: skip
+replaced = pytest.mark.parametrize(
+    ("owner", "name"), REPLACED, ids=[f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in REPLACED]
+)
+
+
+@replaced
+def test_a_function_replaced_in_its_package_takes_part(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3")
+    if owner is nn.SiLU:
+        for layer in model.model.layers:
+            layer.mlp.act_fn = nn.SiLU()
+    engine = make_engine(model)
+    tokens = token_ids(30, 1)
+    with engine.installation:
+        before = logits(engine, tokens, 20)
+        assert fused(engine)
+        monkeypatch.setattr(owner, name, doubled(getattr(owner, name)))
+        assert not fused(engine), "also in the middle of a generate"
+    ours = logits(engine, tokens, 20)
+    torch.testing.assert_close(ours, own_logits(engine, tokens), atol=1e-4, rtol=1e-5)
+    assert (ours - before).abs().max() > 1e-3
+    assert not fused(make_engine(model)), "nor where the engine comes later"
+    monkeypatch.undo()
+    assert fused(engine)
+
+
+def test_a_function_of_the_package_in_the_place_of_another_is_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gptj import modeling_gptj
+
+    engine = make_engine("qwen3")
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", modeling_gptj.apply_rotary_pos_emb)
+    assert not fused(engine)
+    monkeypatch.undo()
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", modeling_qwen3.Qwen3RMSNorm.forward)
+    assert not fused(engine)
+
+
+def test_a_mode_of_torch_sees_every_operation_and_a_default_device_is_none() -> None:
+    engine = make_engine("qwen3")
+    with FlopCounterMode(display=False) as counter:
+        engine.generate([token_ids(9, 1)], greedily(2))
+    assert counter.get_total_flops() > 0
+    with torch.device("cpu"):
+        assert fused(engine)
+
+
+def test_under_autocast_the_module_computes_as_the_trainer_does() -> None:
+    engine = make_engine("qwen3")
+    tokens = token_ids(30, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fused(engine)
+        assert (logits(engine, tokens, 20) - own_logits(engine, tokens)).abs().max() < 0.1
+    assert fused(engine)
+
+
+def test_a_forward_that_comes_out_wrong_is_not_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3")
+    own = FusedForward.run
+    monkeypatch.setattr(FusedForward, "run", lambda *args: 0.5 * own(*args))
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(model, verify_model=True)
+    assert not fused(engine)
+    assert "the fused forward differs" in caplog.text
+    assert_greedy(model, engine.generate([token_ids(9, 1)], greedily(6))[0])
+
+
+def test_every_thread_count_gives_the_same_bits() -> None:
+    engine = make_engine("llama")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(logits(engine, token_ids(90, 3), 50))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert np.isfinite(results[0].numpy()).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_default_device_set_by_the_trainer_moves_no_buffer(name: str) -> None:
+    model, tokens = make_model(name), token_ids(9, 1)
+    params = [greedily(5), at_random(5, top_p=0.9, logprobs=2, prompt_logprobs=1), at_random(5, repetition_penalty=1.2)]
+
+    def run() -> list[tuple[list[int], list[float]]]:
+        engine = make_engine(model, verify_model=True)
+        for each in params:
+            engine.add_request(tokens, each)
+        engine.step()
+        pass_suspended(engine, "offload")
+        done = finish(engine)
+        return [(done[number, 0].generated_tokens, done[number, 0].generated_log_probs) for number in range(3)]
+
+    plain = run()
+    with torch.device("meta"):
+        assert run() == plain

@@ -1,0 +1,663 @@
+"""Tests of CUDA graphs of decode steps: on a fake device that records operations, and on a GPU.
+
+The pretended device traces a forward down to the operations it is made of, on the tensors it touched, and a replay runs
+those and no line of Python of the model or of ours. What was read from Python while recording is fixed in it, as it would
+be in a CUDA graph; attention alone is one operation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.config import InferenceConfig
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.graphs import cuda_graphs
+from rollout.engine.graphs.cuda_capture import Uncapturable
+from rollout.engine.graphs.cuda_graphs import (
+    MAX_FAILED,
+    MAX_WASTED,
+    RETRY_STEPS,
+    WORTHWHILE,
+    GraphedDecode,
+)
+from rollout.engine.graphs.decode_kernels import TritonDecode
+from rollout.engine.graphs.decode_state import DecodeState
+from rollout.engine.graphs.graph_signature import signature_of
+from rollout.engine.graphs.graph_sizes import row_sizes
+from rollout.engine.kernels import decode_parts
+from rollout.engine.memory.arena import Arena
+from rollout.engine.memory.kv_cache import KVCache, LayerShape
+from rollout.engine.weights.base import GatheredWeights, Weights
+from rollout.engine.weights.copied import CopiedWeights
+from rollout.errors import ConfigError
+from tests.engine.graphs.recorded_graphs import Plain, Recorder
+from tests.engine.memory.test_arena import Driver
+from tests.engines import (
+    assert_greedy,
+    at_random,
+    finish,
+    greedily,
+    in_one_piece,
+    make_engine,
+    pass_suspended,
+    shared_model,
+    steps,
+    token_ids,
+)
+from tests.models import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+CPU = torch.device("cpu")
+
+
+class FailingDevice:
+    """A device that fails in the captures of some numbers of rows."""
+
+    def __init__(self, engine: DynamicInferenceEngine, recorder: Recorder, broken: dict[int, Exception]) -> None:
+        self.broken = broken
+        self.asked: list[int] = []
+        self.graph_bytes = 0
+        self.forget, self.window = recorder.forget, recorder.window
+        self._recorder = recorder
+        self._graphs = engine.controller.runner.graphs
+        self._graphs._device = self
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        replay = self._recorder.capture(work)
+        self.asked.append(self._graphs._kernels.rows)
+        if self.asked[-1] in self.broken:
+            self._recorder.captures -= 1
+            raise self.broken[self.asked[-1]]
+        return replay
+
+
+SIZES = 4
+"""Of the engines here, whose steps have up to 8 rows: 1, 2, 4 and 8."""
+
+
+def graphed(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Recorder]:
+    """An engine whose decode steps are recorded on a pretended device."""
+    engine = make_engine(model, fused_forward=False, **options)
+    runner, recorder = engine.controller.runner, Recorder()
+    runner.graphs = GraphedDecode(
+        runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache)
+    )
+    return engine, recorder
+
+
+def start(engine: DynamicInferenceEngine, requests: int = 3, tokens: int = 8) -> None:
+    for seed in range(requests):
+        engine.add_request(token_ids(5 + 3 * seed, seed), greedily(tokens))
+
+
+def finish_exact(engine: DynamicInferenceEngine, name: Any, count: int = 3) -> None:
+    done = finish(engine)
+    assert len(done) == count
+    for request in done.values():
+        assert_greedy(name, request)
+
+
+# --- the same tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2", "gemma2", "gemma3", "mistral"])
+def test_replayed_steps_give_the_tokens_of_generate(name: str) -> None:
+    engine, recorder = graphed(name)
+    start(engine)
+    finish_exact(engine, name)
+    assert recorder.captures == SIZES, "in one window"
+    assert recorder.windows == 1
+    assert recorder.replays == 7, "the first token of each comes from its prompt"
+
+
+class Wrong(Plain):
+    """Kernels that compute something else."""
+
+    def __call__(self, *given: Any, **rules: Any) -> Tensor:
+        return super().__call__(*given, **rules) + 0.3
+
+
+@pytest.mark.parametrize("kind", [Plain, Wrong])
+def test_a_model_is_verified_by_a_captured_step_too(kind: type[Plain], caplog: Any) -> None:
+    """Prefill kernels were compared with the module's forward, decode kernels and graphs never."""
+    engine, recorder = graphed("qwen3")
+    engine.controller.runner.graphs._kernels = kind(engine.cache)
+    engine.controller.verify_model(12)
+    wrong = kind is Wrong
+    assert recorder.captures == SIZES
+    assert ("a replayed step differs from the forward" in engine.controller.runner.graphs.why_not) == wrong
+    assert ("differs from the forward" in caplog.text) == wrong
+    start(engine)
+    finish_exact(engine, "qwen3")
+    assert (recorder.replays == 1) == wrong
+
+
+def test_all_sizes_are_captured_in_the_first_decode_step_the_largest_first() -> None:
+    engine, recorder = graphed("qwen3")
+    device = FailingDevice(engine, recorder, {})
+    for seed, tokens in enumerate((3, 6, 9, 9, 9)):
+        engine.add_request(token_ids(5, seed), greedily(tokens))
+    steps(engine, 1)
+    assert device.asked == []
+    steps(engine, 1)
+    assert device.asked == [8, 4, 2, 1]
+    finish_exact(engine, "qwen3", 5)
+    start(engine)
+    finish_exact(engine, "qwen3")
+    assert recorder.captures == SIZES
+
+
+def test_rows_with_more_parts_of_keys_than_graphs_have_room_for_cost_a_window(monkeypatch) -> None:
+    monkeypatch.setattr(decode_parts, "SPLIT", 8)
+    monkeypatch.setattr(cuda_graphs, "LEAST_WORKSPACE", 0)
+    engine, recorder = graphed(make_model("qwen3", num_hidden_layers=1))
+    engine.add_request(token_ids(6, 1), greedily(20))
+    (request,) = finish(engine).values()
+    assert len(request.generated_tokens) == 20
+    assert engine.controller.runner.graphs._parts == 4
+    assert recorder.windows == 3, "for 1, 2 and 4 parts"
+
+
+def test_samples_drawn_at_random_are_those_of_an_engine_without_graphs() -> None:
+    results = []
+    for engine in (graphed("qwen3")[0], make_engine("qwen3", fused_forward=False)):
+        requests = engine.generate([token_ids(9, 1), token_ids(4, 2)], at_random(6, n=3))
+        results.append([request.generated_tokens for request in requests])
+    assert results[0] == results[1]
+
+
+def test_a_step_with_a_chunk_in_it_runs_the_forward_of_the_module() -> None:
+    engine, recorder = graphed("qwen3", max_tokens_per_step=8)
+    engine.add_request(token_ids(3), greedily(12))
+    steps(engine, 2)
+    engine.add_request(token_ids(30, 1), greedily(4))
+    replays = recorder.replays
+    steps(engine, 4)
+    assert recorder.replays == replays, "of a decode beside a chunk too"
+    finish_exact(engine, "qwen3", 2)
+    assert recorder.replays > replays
+
+
+# --- what a graph outlives --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_graphs_survive_a_suspend_if_the_pool_comes_back_at_its_addresses(mode: str, *, fixed: bool) -> None:
+    held: list[Tensor] = []
+
+    @in_one_piece
+    def elsewhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        held.append(torch.zeros(numel, dtype=dtype))
+        return held[-1]
+
+    arena = Arena(Driver(2**24))
+    engine, recorder = graphed("qwen3", allocate=arena.allocate if fixed else elsewhere)
+    start(engine)
+    steps(engine, 3)
+    assert recorder.windows == 1
+    for _ in range(2):
+        pass_suspended(engine, mode)
+        steps(engine, 2)
+    finish_exact(engine, "qwen3")
+    assert recorder.windows == (1 if fixed or mode == "persist" else 3)
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_graphs_are_counted_and_released_at_a_suspend_where_the_option_says_so(release: bool) -> None:
+    engine, recorder = graphed("qwen3", release_cuda_graphs=release)
+    graphs = engine.controller.runner.graphs
+    kernels = graphs._kernels
+    arena = Arena(Driver(2**24))
+    engine.cache.drop()
+    engine.cache._allocate, engine.cache._release = arena.allocate, arena.release
+    engine.cache.materialize(engine.cache.num_blocks)
+    start(engine)
+    steps(engine, 3)
+    recorder.graph_bytes = 10**6
+    logits = 8 * engine.controller.layout.vocab_size * 4
+    assert engine.stats()["graph_bytes"] == 10**6 + kernels.nbytes + logits + graphs._state.nbytes
+    before = recorder.forgotten, kernels.released
+    pass_suspended(engine, "persist")
+    assert (recorder.forgotten, kernels.released) == before
+    pass_suspended(engine, "offload")
+    assert recorder.forgotten - before[0] == kernels.released - before[1] == release
+    finish_exact(engine, "qwen3")
+    assert recorder.windows == 1 + release
+
+
+def test_weights_that_are_changed_in_place_are_read_as_they_are() -> None:
+    model = make_model("qwen3")
+    engine, recorder = graphed(model)
+    start(engine)
+    steps(engine, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    engine.weights_updated()
+    finish(engine)
+    start(engine)
+    finish_exact(engine, model)
+    assert recorder.windows == 1
+
+
+# --- what makes them anew ---------------------------------------------------------------------------------------------
+
+
+def replace_a_weight(model: Any) -> None:
+    model.model.norm.weight = torch.nn.Parameter(1.5 * model.model.norm.weight.detach())
+
+
+def replace_a_module(model: Any) -> None:
+    layer = torch.nn.Linear(48, 96, bias=False)
+    with torch.no_grad():
+        layer.weight.mul_(4)
+    model.model.layers[1].mlp.up_proj = layer
+
+
+def add_a_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+def replace_a_forward(model: Any) -> None:
+    forward = model.model.norm.forward
+    model.model.norm.forward = lambda hidden: 2 * forward(hidden)
+
+
+@pytest.mark.parametrize("change", [replace_a_weight, replace_a_module, add_a_hook, replace_a_forward])
+def test_a_model_that_was_changed_is_captured_anew(change: Callable[[Any], None]) -> None:
+    model = make_model("qwen3")
+    engine, recorder = graphed(model)
+    start(engine)
+    finish_exact(engine, model)
+    change(model)
+    start(engine)
+    engine.weights_updated()
+    finish_exact(engine, model)
+    assert recorder.windows == 2
+    assert recorder.forgotten >= 1
+
+
+def test_what_a_graph_fixes_is_in_the_signature_and_what_it_reads_is_not() -> None:
+    model = make_model("qwen3")
+    before = signature_of(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    model.model.layers[0].calls = 7
+    assert [each for each in signature_of(model) if each != ("calls", None)] == before
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing, module._gradient_checkpointing_func = True, print
+    assert [each for each in signature_of(model) if each != ("calls", None)] == before, "it acts in training alone"
+    adapter = model.model.layers[0].mlp.up_proj
+    for name, values in {
+        "merged": (False, True),
+        "scaling": ({"a": 1.0}, {"a": 2.0}),
+        "active": (["a"], ["b"]),
+    }.items():
+        signatures = []
+        for value in values:
+            setattr(adapter, name, value)
+            signatures.append(signature_of(model))
+        assert signatures[0] != signatures[1]
+
+
+def test_a_forward_replaced_on_its_class_is_in_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3")
+    before = signature_of(model)
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args: own(*args))
+    assert signature_of(model) != before
+    monkeypatch.undo()
+    assert signature_of(model) == before
+
+
+@pytest.mark.parametrize("served", [0, WORTHWHILE])
+def test_a_model_that_changes_every_few_steps_is_captured_so_many_times_and_no_more(served: int, caplog) -> None:
+    model = make_model("qwen3", num_hidden_layers=1)
+    engine, recorder = graphed(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(MAX_WASTED + 2):
+            replace_a_weight(model)
+            start(engine, 1, 3)
+            finish(engine)
+            engine.controller.runner.graphs._replays += served
+    assert recorder.windows == (MAX_WASTED + 2 if served else MAX_WASTED)
+    assert len(caplog.records) == (0 if served else 1)
+    assert ("change every few steps" in caplog.text) == (not served)
+
+
+# --- what is not captured ---------------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_cannot_be_captured_runs_every_step_and_says_so_once(caplog) -> None:
+    model = make_model("qwen3")
+    # A number that the host waits for: no record can hold what it decides.
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * (1.0 + 0 * float(output.max())))
+    engine, recorder = graphed(model)
+    with caplog.at_level(logging.WARNING):
+        start(engine)
+        finish_exact(engine, model)
+        start(engine)
+        finish_exact(engine, model)
+    assert recorder.captures == recorder.replays == 0
+    assert len(caplog.records) == 1
+    assert "runs its forward every step, and not as a CUDA graph" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "gpt_oss", "llama4"])
+def test_a_model_that_asks_for_values_of_its_own_runs_right_all_the_same(name: str) -> None:
+    """GPT-2 of transformers looks for padding among the token ids; experts look at how many tokens each has."""
+    engine, _ = graphed(name)
+    start(engine)
+    finish_exact(engine, name)
+
+
+def test_a_size_that_cannot_be_captured_is_padded_to_the_next_until_a_suspend(caplog) -> None:
+    engine, recorder = graphed("qwen3")
+    failing = FailingDevice(engine, recorder, {2: RuntimeError("operation not permitted when stream is capturing")})
+    start(engine, 2, 4)
+    finish_exact(engine, "qwen3", 2)
+    assert failing.asked == [8, 4, 2, 1]
+    assert recorder.replays == 3, "by the graph of four rows"
+    assert not engine.controller.runner.graphs.why_not
+    failing.broken.clear()
+    pass_suspended(engine, "persist")
+    engine.controller.runner.graphs.retry()
+    start(engine, 2, 4)
+    finish_exact(engine, "qwen3", 2)
+    assert failing.asked == [8, 4, 2, 1, 2]
+
+
+def test_a_model_that_fails_at_two_sizes_is_not_captured(caplog) -> None:
+    engine, recorder = graphed("qwen3")
+    broken = {rows: RuntimeError("operation not permitted when stream is capturing") for rows in (1, 2, 4, 8)}
+    failing = FailingDevice(engine, recorder, broken)
+    for requests in (1, 2, 5):
+        start(engine, requests, 3)
+        finish_exact(engine, "qwen3", requests)
+    assert failing.asked == [8, 4][:MAX_FAILED]
+    assert "operation not permitted" in engine.controller.runner.graphs.why_not
+    assert caplog.text.count("runs its forward every step") == 1
+
+
+def test_a_capture_that_another_thread_disturbed_is_tried_again_some_steps_later(monkeypatch, caplog) -> None:
+    """One wait for the device in a reward model's thread cost the engine its graphs for good."""
+    monkeypatch.setattr(cuda_graphs, "RETRY_STEPS", 3)
+    assert RETRY_STEPS > 3
+    engine, recorder = graphed("qwen3")
+    failing = FailingDevice(
+        engine, recorder, {4: RuntimeError("operation failed due to a previous error during capture")}
+    )
+    start(engine, 3, 12)
+    with caplog.at_level(logging.WARNING):
+        steps(engine, 2)
+        assert failing.asked == [8, 4]
+        assert recorder.replays == 1, "padded to eight rows"
+        steps(engine, 3)
+        assert failing.asked == [8, 4]
+        failing.broken.clear()
+        steps(engine, 1)
+        assert failing.asked == [8, 4, 4, 2, 1]
+    assert not caplog.records
+    assert not engine.controller.runner.graphs.why_not
+    finish_exact(engine, "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [("offload", torch.OutOfMemoryError("full")), ("recompute", RuntimeError("CUDA error: out of memory"))],
+)
+def test_a_size_for_which_memory_was_short_is_captured_after_the_next_suspend(mode: str, error, caplog) -> None:
+    """The allocator's error, and that of the driver, which makes a graph of what was captured."""
+    engine, recorder = graphed("qwen3")
+    failing = FailingDevice(engine, recorder, {4: error})
+    with caplog.at_level(logging.WARNING):
+        start(engine, 3, 12)
+        steps(engine, 4)
+    assert failing.asked == [8, 4, 2, 1], "not in every step"
+    assert "no memory to capture decode steps of 4 rows" in caplog.text
+    failing.broken.clear()
+    pass_suspended(engine, mode)
+    finish_exact(engine, "qwen3")
+    assert 4 in engine.controller.runner.graphs.captured
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["around", "option", "inside", "both"])
+def test_under_autocast_a_graph_reads_the_weights_as_they_are(where: str) -> None:
+    """TRL generates under autocast, accelerate puts it into the forward; fp32 weights change in place between steps."""
+    logprobs = []
+    for graphs in (True, False):
+        model = make_model("qwen3")
+        if where in ("inside", "both"):
+            # accelerate makes one context at `prepare`, whose cache of casts stays enabled.
+            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        around = torch.autocast("cpu", torch.bfloat16, enabled=where in ("around", "both"))
+        options = {"autocast_dtype": "bfloat16"} if where == "option" else {}
+        with around:
+            engine, recorder = graphed(model, **options)
+            if not graphs:
+                engine.controller.runner.graphs = None
+            for _ in range(2):
+                requests = engine.generate([token_ids(9, 1), token_ids(4, 2)], greedily(6))
+                logprobs.append([value for request in requests for value in request.generated_log_probs])
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.3)
+                engine.weights_updated()
+        assert recorder.windows == (1 if graphs else 0)
+        assert not graphs or recorder.replays == 10
+    graphed_before, graphed_after, before, after = map(np.array, logprobs)
+    np.testing.assert_allclose(graphed_before, before, atol=0.05)
+    np.testing.assert_allclose(graphed_after, after, atol=0.05)
+    assert np.abs(after - before).max() > 0.2, "the update is large enough to be seen"
+
+
+def test_graphs_of_each_precision_are_apart() -> None:
+    engine, recorder = graphed("qwen3")
+    start(engine)
+    finish_exact(engine, "qwen3")
+    with torch.autocast("cpu", torch.bfloat16):
+        start(engine)
+        finish(engine)
+    start(engine)
+    finish_exact(engine, "qwen3")
+    assert recorder.windows == 2
+
+
+def test_a_capture_leaves_no_casts_and_no_hooks_behind() -> None:
+    """Casts of a capture lie in its memory pool: a training forward must not find them."""
+    model = make_model("qwen3")
+    linear = model.model.layers[0].mlp.up_proj
+    hidden = torch.randn(2, linear.in_features)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine, recorder = graphed(model)
+        start(engine, 1, 4)
+        with engine.installation:
+            steps(engine, 3)
+            assert recorder.windows == 1
+            with torch.no_grad():
+                linear.weight.mul_(2)
+            assert torch.equal(linear(hidden), torch.nn.functional.linear(hidden.bfloat16(), linear.weight.bfloat16()))
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_a_copy_of_gathered_weights_is_where_it_was() -> None:
+    model = make_model("qwen3")
+    gathered = GatheredWeights(model)
+    assert not gathered.fixed_addresses
+    copied = CopiedWeights(Weights(model), torch.bfloat16, None)
+    before = [parameter.data_ptr() for parameter in copied.sampled.parameters()]
+    for _ in range(2):
+        copied.changed()
+        copied.gather()
+    assert copied.fixed_addresses
+    assert before == [parameter.data_ptr() for parameter in copied.sampled.parameters()]
+
+
+def test_with_hooks_on_all_modules_the_forward_of_the_module_runs() -> None:
+    engine, recorder = graphed("qwen3")
+    start(engine, 1, 3)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        finish(engine)
+    finally:
+        handle.remove()
+    assert recorder.captures == 0
+
+
+def test_an_interrupt_in_a_capture_comes_out_and_the_next_step_captures_again() -> None:
+    engine, recorder = graphed("qwen3")
+    start(engine)
+    steps(engine, 1)
+    capture = recorder.capture
+
+    def interrupted(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        raise KeyboardInterrupt
+
+    recorder.capture = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    recorder.capture = capture
+    finish_exact(engine, "qwen3")
+    assert recorder.captures >= 1
+
+
+def test_heads_the_kernels_do_not_take_are_refused_by_name() -> None:
+    cache = KVCache([LayerShape(1, 8, 8)], 2, 1, torch.float32, CPU)
+    kernels = TritonDecode(None, cache)  # type: ignore[arg-type]
+    one = torch.zeros(1, 1, 8)
+    with pytest.raises(Uncapturable, match="heads"):
+        kernels(0, DecodeState(1, 16, 1, CPU).inputs(1), one, one, one, scaling=1.0, window=None, softcap=None)
+
+
+# --- sizes and buffers ------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_about_ten_and_reach_any_number_of_rows() -> None:
+    assert row_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    assert row_sizes(1) == [1]
+    assert row_sizes(5) == [1, 2, 4, 8]
+    assert row_sizes(257)[-2:] == [256, 384]
+    assert row_sizes(512)[-2:] == [384, 512]
+
+
+def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "STATE_LENGTH", 64)
+    engine, recorder = graphed("qwen3")
+    engine.add_request(token_ids(60, 1), greedily(12))
+    finish_exact(engine, "qwen3", 1)
+    graphs = engine.controller.runner.graphs
+    assert graphs._state.columns == 32, "the graphs of 64 tokens read other tables"
+    assert recorder.windows == 2
+    graphs.release()
+    engine.add_request(token_ids(60, 2), greedily(12))
+    finish_exact(engine, "qwen3", 1)
+    assert recorder.windows == 3, "the tables are as wide again from the start"
+
+
+def test_the_addresses_of_a_pool_are_those_of_its_layers_and_none_without_it() -> None:
+    cache = KVCache([LayerShape(1, 16, 8), LayerShape(2, 16, 16)], 5, 4, torch.float32, CPU)
+    for blocks in (5, 3):
+        cache.drop()
+        assert cache.addresses == ()
+        cache.materialize(blocks)
+        assert cache.addresses == tuple(part.data_ptr() for index in range(2) for part in cache.layer(index))
+
+
+def test_the_option_is_true_or_false() -> None:
+    assert InferenceConfig().cuda_graphs
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        InferenceConfig(cuda_graphs=1)  # type: ignore[arg-type]
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+
+def on_a_gpu(function: Any) -> Any:
+    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
+    return pytest.mark.gpu(function)
+
+
+def device_engine(name: str = "qwen3", model: Any = None, **options: Any) -> DynamicInferenceEngine:
+    return make_engine(make_model(name).cuda() if model is None else model, block_size_tokens=16, **options)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2"])
+def test_on_a_device_the_tokens_are_those_of_the_cpu_with_and_without_graphs(name: str) -> None:
+    # The kernels serve heads of 16 and more.
+    cpu = make_engine(make_model(name, head_dim=16))
+    start(cpu, 5, 40)
+    expected = finish(cpu)
+    for graphs in (True, False):
+        engine = device_engine(model=make_model(name, head_dim=16).cuda(), cuda_graphs=graphs)
+        start(engine, 5, 40)
+        done = finish(engine)
+        runner = engine.controller.runner
+        assert (runner.graphs is not None and len(runner.graphs.captured) > 0) == graphs
+        for key, request in expected.items():
+            assert done[key].generated_tokens == request.generated_tokens
+
+
+@on_a_gpu
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_on_a_device_graphs_survive_suspends_and_weights_changed_in_place(mode: str) -> None:
+    model = make_model("qwen3").cuda()
+    engine = device_engine(model=model)
+    start(engine, 4, 30)
+    steps(engine, 5)
+    graphs = engine.controller.runner.graphs
+    assert graphs is not None
+    captured = dict(graphs._graphs[None])
+    assert captured
+    for _ in range(3):
+        engine.pause()
+        engine.suspend(mode)
+        # The training step takes the memory, and so the pool comes back elsewhere.
+        taken = torch.empty(engine.cache.block_bytes * 64, dtype=torch.uint8, device="cuda")
+        engine.resume()
+        engine.unpause()
+        steps(engine, 3)
+        del taken
+    for request in finish(engine).values():
+        assert_greedy("qwen3", request, tolerance=1e-3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    engine.weights_updated()
+    start(engine, 4, 30)
+    for request in finish(engine).values():
+        assert_greedy(model, request, tolerance=1e-3)
+    assert all(graphs._graphs[None][key] is graph for key, graph in captured.items())
+
+
+@on_a_gpu
+def test_on_a_device_a_forward_that_waits_for_the_host_is_not_captured_and_loses_no_step(caplog) -> None:
+    model = make_model("qwen3").cuda()
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * (1.0 + 0 * float(output.max())))
+    engine = device_engine(model=model)
+    with caplog.at_level(logging.WARNING):
+        start(engine, 3, 10)
+        for request in finish(engine).values():
+            assert_greedy("qwen3", request, tolerance=1e-3)
+    assert sum("not as a CUDA graph" in record.message for record in caplog.records) == 1
+    # Neither the stream nor the allocator believes that a capture is still running.
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.ones(1000, device="cuda").sum().item()
+    assert not torch.cuda.is_current_stream_capturing()
+    assert shared_model("qwen3") is not model

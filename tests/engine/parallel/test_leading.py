@@ -1,0 +1,168 @@
+"""Tests of what a tensor-parallel group's first rank sends, and of its encoding, without a process group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.multimodal.family import ImageItem
+from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.parallel.follower import follow
+from rollout.engine.parallel.group import TensorParallelGroup
+from rollout.engine.parallel.leader import BEAT_S, Leader
+from rollout.engine.parallel.work import CHECK, END, FORWARD, ForwardWork, pack, unpack
+from rollout.errors import EngineDeadError, EngineStateError, SerializationError
+
+
+class FakeGroup(TensorParallelGroup):
+    """Remembers what was sent; `least` of the others is given."""
+
+    def __init__(self, others: int = 1) -> None:
+        self.ranks, self.place, self.kind = (0, 1), 0, "tensor-parallel"
+        self._lost, self._channel = None, None
+        self.sent: list[tuple[str, Any]] = []
+        self.others = others
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(unpack(message))
+
+    def receive(self) -> bytes:
+        return pack(*self.sent.pop(0))
+
+    def least(self, value: int) -> int:
+        return min(value, self.others)
+
+
+def work() -> ForwardWork:
+    tables, other = np.array([[7, 9], [3, 0]]), np.array([[8, 6], [2, 0]])
+    rows = PagedRows(np.array([0, 1, 3]), np.array([4, 0, 1]), tables, 4, others=(other,))
+    return ForwardWork(np.array([5, 6, 7]), rows, np.array([0, 2]), [(1, 2), (2, ~5), (~0, 1)], [3], np.array([8]))
+
+
+def test_a_forward_arrives_as_it_was_sent() -> None:
+    sent, came = work(), ForwardWork.deserialize(unpack(pack(FORWARD, work().serialize()))[1])
+    for name in ("ids", "keep", "zeroed_slots"):
+        assert getattr(came, name).tolist() == getattr(sent, name).tolist()
+    for name in ("offsets", "positions", "tables", "slots"):
+        assert getattr(came.rows, name).tolist() == getattr(sent.rows, name).tolist()
+    assert [each.tolist() for each in came.rows.others] == [[[8, 6], [2, 0]]]
+    assert (came.copies, came.zeroed_blocks, came.rows.block_size) == ([(1, 2), (2, ~5), (~0, 1)], [3], 4)
+
+
+@pytest.mark.parametrize("change", [lambda each: each[:-1], lambda each: [b"x" * 9, *each[1:]], lambda each: "no list"])
+def test_a_malformed_forward_is_refused(change: Any) -> None:
+    with pytest.raises(SerializationError, match="ForwardWork"):
+        ForwardWork.deserialize(change(work().serialize()))
+
+
+def test_a_message_of_another_kind_is_refused() -> None:
+    with pytest.raises(SerializationError, match="message of a tensor-parallel group"):
+        unpack(pack("dance"))
+
+
+def test_images_of_a_step_arrive_as_they_were_sent() -> None:
+    seen, embeddings = np.array([4, 1, 1]), [torch.rand(2, 8, dtype=torch.bfloat16), torch.rand(2, 8)]
+    images = StepImages(np.array([1, 2]), embeddings, np.arange(12).reshape(4, 3), seen)
+    came = ForwardWork.deserialize(unpack(pack(FORWARD, replace(work(), images=images).serialize()))[1])
+    assert came.images is not None
+    assert came.images.positions.tolist() == images.positions.tolist()
+    assert came.images.index.tolist() == [1, 2]
+    assert came.rows.seen is not None
+    assert came.rows.seen.tolist() == seen.tolist()
+    assert all(torch.equal(mine, other) for mine, other in zip(came.images.embeddings, embeddings, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda each: each[:-1], lambda each: [each[0], [["float32", [1, 2], bytes(8)]], *each[2:]]]
+)
+def test_malformed_images_of_a_step_are_refused(change: Any) -> None:
+    images = StepImages(np.array([1, 2]), [torch.rand(2, 8)], np.arange(3), None)
+    with pytest.raises(SerializationError, match="StepImages"):
+        StepImages.deserialize(change(images.serialize()))
+
+
+@pytest.mark.parametrize("others", [1, 0], ids=["all", "one"])
+def test_an_image_is_encoded_on_all_members_and_failures_are_agreed_upon(others: int) -> None:
+    item, seen = ImageItem({"pixel_values": torch.rand(2, 3)}, 2, b"digest", video=True), []
+    group = FakeGroup()
+    leader = Leader(group)
+    with leader.leading(lambda failed: "done"):
+        assert leader.encode(item, lambda each: [each.inputs["pixel_values"]])[0].shape == (2, 3)
+        group.others = others
+        with pytest.raises(ArithmeticError if others else EngineDeadError, match="no such number"):
+            leader.encode(item, fail)
+    if others:
+        fails = iter([seen.append, fail])
+        assert follow(group, fail, lambda each: next(fails)(each)) == "done"
+        assert (seen[0].count, seen[0].digest, seen[0].video) == (2, b"digest", True)
+        assert torch.equal(seen[0].inputs["pixel_values"], item.inputs["pixel_values"])
+
+
+def test_a_malformed_image_is_refused() -> None:
+    with pytest.raises(SerializationError, match="ImageItem"):
+        ImageItem.deserialize([{}, 2, "digest", False])
+
+
+def test_blocks_zeroed_between_two_forwards_go_with_the_next_one_alone() -> None:
+    group = FakeGroup()
+    leader = Leader(group)
+    with leader.leading(lambda failed: None):
+        leader.zero_blocks([11])
+        leader.zero_slots(np.array([12]))
+        for _ in range(2):
+            leader.run(work(), lambda each: torch.zeros(1))
+    first, second = (ForwardWork.deserialize(content) for kind, content in group.sent if kind == FORWARD)
+    assert (first.zeroed_blocks, first.zeroed_slots.tolist()) == ([11], [12, 8])
+    assert (second.zeroed_blocks, second.zeroed_slots.tolist()) == ([], [8])
+
+
+def test_it_does_nothing_while_the_others_do_not_follow_and_beats_while_they_do() -> None:
+    now = [0.0]
+    group = FakeGroup()
+    leader = Leader(group, clock=lambda: now[0])
+    with pytest.raises(EngineStateError, match="other members do not compute now"):
+        leader.refuse_alone()
+    with leader.leading(lambda failed: "done"):
+        leader.refuse_alone()
+        leader.beat()
+        now[0] += 2 * BEAT_S
+        leader.beat()
+        leader.beat()
+    assert group.sent == [("beat", None), (END, "done")]
+
+
+def fail(_: object) -> Any:
+    raise ArithmeticError("no such number")
+
+
+def test_a_failure_of_all_members_is_the_models_own_and_the_group_goes_on() -> None:
+    group = FakeGroup(others=1)
+    leader = Leader(group)
+    with leader.leading(lambda failed: "done"), pytest.raises(ArithmeticError):
+        leader.run(work(), fail)
+    assert [kind for kind, _ in group.sent] == [FORWARD, CHECK, END]
+    assert follow(group, fail, fail) == "done"
+
+
+def test_a_failure_of_the_first_rank_alone_ends_the_group() -> None:
+    group = FakeGroup(others=0)
+    with pytest.raises(EngineDeadError, match="ArithmeticError"), Leader(group).leading(lambda failed: "done"):
+        Leader(group).run(work(), fail)
+    follower = FakeGroup()
+    follower.sent = group.sent
+    with pytest.raises(EngineDeadError, match="failed there and not here"):
+        follow(follower, lambda each: None, lambda each: None)
+
+
+def test_a_failure_of_a_follower_alone_ends_the_group() -> None:
+    group = FakeGroup()
+    leader = Leader(group)
+    with leader.leading(lambda failed: "done"):
+        leader.run(work(), lambda each: torch.zeros(1))
+    with pytest.raises(EngineDeadError, match="ArithmeticError: no such number"):
+        follow(group, fail, fail)

@@ -1,0 +1,505 @@
+"""Exact mode: the rollout's log-probs and the trainer's are the same bits, its gradients those of the function."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rollout import ConfigError, InferenceConfig, RequestError, SamplingParams, UnsupportedModelError, exact
+from rollout.engine.fused.rotary_tables import rotary_tables
+from rollout.engine.kernels import cpu_library
+from rollout.manager.batch import RolloutBatch
+from rollout.requests.request import DynamicInferenceRequest
+from tests.engines import at_random, finish, make_engine, pass_suspended, shared_model, steps, token_ids
+from tests.models import VOCAB, make_model
+from tests.rollouts import make_rollout
+
+pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
+
+FAMILIES = ["qwen3", "llama", "qwen2", "mistral"]
+DTYPES = [torch.float32, torch.bfloat16]
+PREFIX = token_ids(37, seed=1)
+
+
+class Rollout(NamedTuple):
+    """A model and what an engine in exact mode sampled from it in an eventful life."""
+
+    model: PreTrainedModel
+    requests: list[DynamicInferenceRequest]
+    stats: dict[str, float]
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in FAMILIES for dtype in DTYPES], ids=str)
+def rollout(request: pytest.FixtureRequest) -> Rollout:
+    """Samples after prefix hits at several offsets, one-token chunks, preemptions and every way of suspending."""
+    name, dtype = request.param
+    model = make_model(name, dtype=dtype)
+    # Mistral's layers all have a window, so that its sequences give blocks back.
+    blocks = 16 if name == "mistral" else 30
+    engine = make_engine(model, exact=True, kv_cache_blocks=blocks, max_requests=7, max_tokens_per_step=7)
+    engine.add_request(PREFIX, at_random(4, prompt_logprobs=0))
+    ended = list(finish(engine).values())
+    for offset in (3, 4, 22, 37):
+        engine.add_request(PREFIX[:offset] + token_ids(5, seed=offset), at_random(20, n=2, temperature=0.7))
+    engine.add_request(token_ids(1), at_random(25, temperature=0))
+    records = steps(engine, 12)
+    for mode in ("persist", "offload", "recompute"):
+        pass_suspended(engine, mode)
+        records += steps(engine, 5)
+    ended += finish(engine, records).values()
+    return Rollout(model, ended, engine.stats())
+
+
+def whole(request: DynamicInferenceRequest) -> list[int]:
+    return [*request.prompt_tokens, *request.generated_tokens]
+
+
+def of_tokens(logits: Tensor, tokens: list[int], request: DynamicInferenceRequest) -> Tensor:
+    """Log-probs of a completion from the logits [T, V] of the whole sequence, as a loss computes them."""
+    start = len(request.prompt_tokens)
+    scores = logits[start - 1 : len(tokens) - 1].float() / (request.sampling_params.temperature or 1.0)
+    return scores.log_softmax(-1).gather(-1, torch.tensor(tokens[start:])[:, None])[:, 0]
+
+
+def padded(rows: list[list[int]], *, left: bool, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, T]."""
+    width = width or max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[index, place], mask[index, place] = torch.tensor(row), 1
+    return ids, mask
+
+
+def forward_padded(model: nn.Module, rows: list[list[int]], *, left: bool, positions: bool = False) -> list[Tensor]:
+    ids, mask = padded(rows, left=left)
+    given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
+    logits = model(ids, attention_mask=mask, **given).logits
+    assert not logits[mask == 0].any()
+    return [logits[index][mask[index].bool()] for index in range(len(rows))]
+
+
+def forward_packed(model: nn.Module, rows: list[list[int]]) -> list[Tensor]:
+    ids = torch.tensor([token for row in rows for token in row])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return list(model(ids[None], position_ids=positions[None]).logits[0].split([len(row) for row in rows]))
+
+
+def forward_alone(model: nn.Module, rows: list[list[int]]) -> list[Tensor]:
+    return [model(torch.tensor([row])).logits[0] for row in rows]
+
+
+LAYOUTS: dict[str, Callable[[nn.Module, list[list[int]]], list[Tensor]]] = {
+    "right": functools.partial(forward_padded, left=False),
+    "left": functools.partial(forward_padded, left=True),
+    "left with positions": functools.partial(forward_padded, left=True, positions=True),
+    "packed": forward_packed,
+    "alone": forward_alone,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_ratio_is_one_to_the_bit(rollout: Rollout, layout: str) -> None:
+    assert rollout.stats["preemptions"] > 0
+    assert rollout.stats["prefill_tokens_saved"] > 0
+    rows = [whole(request) for request in rollout.requests]
+    with exact(rollout.model):
+        logits = LAYOUTS[layout](rollout.model, rows)
+        for request, tokens, own in zip(rollout.requests, rows, logits, strict=True):
+            sampled = torch.tensor(request.generated_log_probs)
+            ratio = (of_tokens(own, tokens, request) - sampled).exp()
+            assert torch.equal(ratio, torch.ones_like(ratio))
+
+
+def test_the_plain_forward_is_not_exact(rollout: Rollout) -> None:
+    rows = [whole(request) for request in rollout.requests]
+    logits = forward_padded_plainly(rollout.model, rows)
+    equal = [
+        torch.equal(of_tokens(own, tokens, request), torch.tensor(request.generated_log_probs))
+        for request, tokens, own in zip(rollout.requests, rows, logits, strict=True)
+    ]
+    assert not all(equal)
+
+
+def forward_padded_plainly(model: nn.Module, rows: list[list[int]]) -> list[Tensor]:
+    ids, mask = padded(rows, left=False)
+    logits = model(ids, attention_mask=mask).logits
+    return [logits[index, : len(row)] for index, row in enumerate(rows)]
+
+
+def test_prompt_logprobs_are_the_trainers_too(rollout: Rollout) -> None:
+    request = rollout.requests[0]
+    assert request.prompt_log_probs is not None
+    with exact(rollout.model):
+        logits = rollout.model(torch.tensor([PREFIX])).logits[0]
+    own = logits[:-1].float().log_softmax(-1).gather(-1, torch.tensor(PREFIX[1:])[:, None])[:, 0]
+    assert torch.equal(own, torch.tensor(request.prompt_log_probs))
+
+
+def test_neither_threads_nor_neighbours_nor_kept_positions_change_a_bit(rollout: Rollout) -> None:
+    model, rows = rollout.model, [whole(request) for request in rollout.requests]
+    ids, mask = padded(rows, left=False)
+    threads = torch.get_num_threads()
+    with exact(model), torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        try:
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+        finally:
+            torch.set_num_threads(threads)
+        few = torch.tensor([2, 5])
+        assert torch.equal(model(ids[few], attention_mask=mask[few]).logits, expected[few])
+        for keep in (9, torch.tensor([8, 0, 3]), mask.bool(), torch.arange(4).expand(len(rows), 4)):
+            kept = model(ids, attention_mask=mask, logits_to_keep=keep).logits
+            if isinstance(keep, int):
+                assert torch.equal(kept, expected[:, -keep:])
+            elif keep.dtype == torch.bool:
+                assert torch.equal(kept, expected[keep])
+            else:
+                assert torch.equal(kept, expected[:, keep if keep.ndim == 1 else keep[0]])
+
+
+def test_a_compiled_wrapper_runs_it_as_it_is() -> None:
+    model, ids = make_model("qwen3"), torch.tensor([token_ids(9)])
+    compiled = torch.compile(model, backend="eager")
+    with exact(model):
+        expected = model(ids).logits
+    with exact(compiled), torch.inference_mode():
+        assert torch.equal(compiled(ids).logits, expected)
+
+
+def test_a_rotary_table_has_the_same_bits_however_it_grew() -> None:
+    rotary = shared_model("qwen3").model.rotary_emb
+    at_once = [each[:300].clone() for each in rotary_tables(copy.deepcopy(rotary), torch.float32, 1000)]
+    grown = copy.deepcopy(rotary)
+    for length in (1, 70, 65, 300):
+        found = rotary_tables(grown, torch.float32, length)
+    assert all(torch.equal(a, b[:300]) for a, b in zip(at_once, found, strict=True))
+    grown.inv_freq.data.mul_(2)
+    assert not torch.equal(rotary_tables(grown, torch.float32, 300)[0][:300], at_once[0])
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+ODD = {"hidden_size": 40, "intermediate_size": 50, "head_dim": 12, "num_key_value_heads": 1, "tie_word_embeddings": True,
+       "attention_bias": True}  # fmt: skip
+
+
+def gradients(model: nn.Module, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Of a weighted sum of log-probs at the real tokens."""
+    model.zero_grad()
+    logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    logprobs = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    weights = torch.linspace(-1, 1, ids.shape[1] - 1) * mask[:, 1:] * mask[:, :-1]
+    (logprobs.gather(-1, ids[:, 1:, None])[..., 0] * weights).sum().backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+def distance(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Largest relative error of a parameter's gradient, in the Euclidean norm."""
+    assert found.keys() == truth.keys()
+    return max(float((found[name] - truth[name]).norm() / truth[name].norm().clamp(min=1e-9)) for name in truth)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("changes", [{}, ODD], ids=["plain", "odd"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_those_of_the_model_in_float64(name: str, changes: dict[str, Any], left: bool) -> None:
+    model = make_model(name, **changes)
+    # Lengths far apart: attention's backward takes them in several rectangles.
+    ids, mask = padded([token_ids(n, n) for n in (30, 28, 11, 1, 2)], left=left)
+    truth = gradients(copy.deepcopy(model).double(), ids, mask)
+    with exact(model):
+        assert distance(gradients(model, ids, mask), truth) < 2e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_in_bfloat16_are_as_close_to_float64_as_plain_torchs(name: str) -> None:
+    model = make_model(name, dtype=torch.bfloat16)
+    ids, mask = padded([token_ids(n, n) for n in (30, 28, 11)], left=False)
+    truth = gradients(copy.deepcopy(model).double(), ids, mask)
+    plain = distance(gradients(model, ids, mask), truth)
+    with exact(model):
+        assert distance(gradients(model, ids, mask), truth) < 1.5 * plain
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+def test_gradient_checkpointing_changes_no_bit(reentrant: bool, inside: bool) -> None:
+    model = make_model("qwen3")
+    ids, mask = padded([token_ids(n, n) for n in (20, 7)], left=False)
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        with exact(model):
+            logits = model(ids, attention_mask=mask).logits
+            if inside:
+                logits.square().sum().backward()
+        if not inside:
+            logits.square().sum().backward()
+        found.append([logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("mode", "divisor"), [("raw", 1.0), ("tempered", 0.7)])
+def test_truncated_sampling_is_exact_where_its_logprobs_are_the_models(mode: str, divisor: float) -> None:
+    model = shared_model("qwen3")
+    engine = make_engine(model, exact=True)
+    shaped = SamplingParams(
+        max_tokens=12, temperature=0.7, top_k=8, top_p=0.9, repetition_penalty=1.1, min_tokens=5, logprobs=2,
+        logprobs_mode=mode, ignore_eos=True, seed=1,
+    )  # fmt: skip
+    (request,) = engine.generate([token_ids(9)], shaped)
+    with exact(model):
+        logits = model(torch.tensor([whole(request)])).logits[0, 8:-1]
+    logprobs = (logits / divisor).log_softmax(-1)
+    assert (
+        logprobs.gather(-1, torch.tensor(request.generated_tokens)[:, None])[:, 0].tolist()
+        == request.generated_log_probs
+    )
+    for row, top in zip(logprobs, request.generated_top_n_logprobs, strict=True):
+        assert all(row[token].item() == logprob for token, logprob in top)
+
+
+def test_it_works_inside_a_checkpoint_of_the_whole_model() -> None:
+    model = make_model("qwen3")
+    ids = torch.tensor([token_ids(9)])
+    with exact(model):
+        logits = checkpoint(lambda x: model(x).logits, ids, use_reentrant=False)
+        logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# --- a training loop --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ratios_are_one_again_after_every_optimizer_step(dtype: torch.dtype) -> None:
+    model = make_model("qwen3", dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with make_rollout(model, exact=True) as manager:
+        sampled = []
+        for _ in range(3):
+            batch = manager.generate([token_ids(9), token_ids(14, 3)], at_random(12, n=3))
+            with exact(model):
+                for ratio in ratios_of(model, batch):
+                    assert torch.equal(ratio, torch.ones_like(ratio))
+                ratio.log().mean().neg().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.weights_updated()
+            sampled.append(batch.logprobs[batch.response_mask][0].item())
+    assert len(set(sampled)) == 3, "the weights did not change"
+
+
+def ratios_of(model: nn.Module, batch: RolloutBatch) -> Iterator[Tensor]:
+    """Of the response tokens, from the padded batch and from the packed one."""
+    packed = batch.packed()
+    logits = model(packed.input_ids[None], position_ids=packed.position_ids[None]).logits[0, :-1]
+    logprobs = logits.float().log_softmax(-1).gather(-1, packed.input_ids[1:, None])[:, 0]
+    yield (logprobs - packed.logprobs[1:]).exp()[packed.response_mask[1:]]
+    logits = model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits[:, :-1]
+    logprobs = logits.float().log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    yield (logprobs - batch.logprobs[:, 1:]).exp()[batch.response_mask[:, 1:]]
+
+
+def test_labels_give_the_loss_of_transformers() -> None:
+    model = make_model("qwen3")
+    ids, mask = padded([token_ids(n, n) for n in (20, 7)], left=False)
+    labels = ids.masked_fill(mask == 0, -100)
+    plain = model(ids, attention_mask=mask, labels=labels).loss
+    with exact(model):
+        assert torch.allclose(model(ids, attention_mask=mask, labels=labels).loss, plain, rtol=1e-5)
+        halved = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=50).loss
+    assert math.isclose(halved.item(), plain.item() * 25 / 50, rel_tol=1e-5)
+
+
+# --- what it leaves behind, and what it refuses -----------------------------------------------------------------------
+
+
+def test_the_model_is_as_before_after_the_block_and_after_an_exception() -> None:
+    model = make_model("qwen3")
+    ids = torch.tensor([token_ids(9)])
+    before, attributes = model(ids).logits, set(vars(model))
+    with exact(model), exact(model):
+        inside = model(ids).logits
+    with pytest.raises(ZeroDivisionError), exact(model):
+        raise ZeroDivisionError
+    assert set(vars(model)) == attributes
+    assert torch.equal(model(ids).logits, before)
+    assert not torch.equal(inside, before)
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def patched(model: Any) -> None:
+    model.model.norm.forward = model.model.norm.forward
+
+
+def dropping(model: Any) -> None:
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+
+
+def replaced(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (hooked, "hooks"), (patched, "replaced"), (dropping, "attention_dropout"), (replaced, "Sequential"),
+])  # fmt: skip
+def test_a_changed_model_is_refused_by_name_at_any_time(change: Callable[[Any], None], named: str) -> None:
+    model = make_model("qwen3")
+    with exact(model):
+        model(torch.tensor([token_ids(3)]))
+        change(model)
+        with pytest.raises(UnsupportedModelError, match=named):
+            model(torch.tensor([token_ids(3)]))
+
+
+def test_a_replaced_forward_of_the_model_is_refused_and_stays() -> None:
+    model = make_model("qwen3")
+    model.forward = forward = functools.partial(type(model).forward, model)
+    with pytest.raises(UnsupportedModelError, match="forward of Qwen3ForCausalLM was replaced"), exact(model):
+        pass
+    assert model.forward is forward
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2", "qwen3_moe", "gpt2"])
+def test_other_families_are_refused_by_name_on_both_sides(name: str) -> None:
+    model = shared_model(name)
+    with pytest.raises(UnsupportedModelError, match=type(model).__name__), exact(model):
+        pass
+    with pytest.raises(UnsupportedModelError, match=f"exact=True: {type(model).__name__}"):
+        make_engine(name, exact=True)
+
+
+def test_other_dtypes_and_autocast_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="float16"), exact(make_model("qwen3", dtype=torch.float16)):
+        pass
+    model = make_model("qwen3")
+    with exact(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast"):
+        model(torch.tensor([token_ids(3)]))
+    with pytest.raises(UnsupportedModelError, match="autocast"), torch.autocast("cpu", torch.bfloat16), exact(model):
+        pass
+
+
+def test_adapters_are_refused_on_both_sides() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(make_model("qwen3"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedModelError, match="LoRA acts"), exact(adapted):
+        pass
+    with adapted.disable_adapter(), pytest.raises(UnsupportedModelError, match="PEFT"), exact(adapted):
+        pass
+    with pytest.raises(UnsupportedModelError, match="LoRA"):
+        make_engine(adapted, exact=True)
+
+
+def test_a_model_on_another_device_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="meta"), exact(make_model("qwen3").to("meta")):
+        pass
+
+
+@pytest.mark.parametrize("option", [
+    {"use_cache": True}, {"output_hidden_states": True}, {"inputs_embeds": torch.zeros(1, 3, 48)}, {"return_dict": False},
+    {"cu_seq_lens_q": torch.tensor([0, 3])},
+], ids=lambda option: next(iter(option)))  # fmt: skip
+def test_arguments_of_no_effect_are_refused(option: dict[str, Any]) -> None:
+    model = shared_model("qwen3")
+    with exact(model), pytest.raises(UnsupportedModelError, match=next(iter(option))):
+        model(torch.tensor([token_ids(3)]), **option)
+
+
+@pytest.mark.parametrize(("mask", "positions", "named"), [
+    ([[1, 0, 1]], None, "row 0"), ([[[1, 1, 1]]], None, "attention_mask is"), (None, [[0, 1]], "position_ids of shape"),
+    ([[1, 1, 1]], [[0, 1, 0]], "jump"),
+])  # fmt: skip
+def test_a_batch_that_cannot_be_a_rollout_is_refused(mask: Any, positions: Any, named: str) -> None:
+    model = shared_model("qwen3")
+    given = [None if value is None else torch.tensor(value) for value in (mask, positions)]
+    with exact(model), pytest.raises(UnsupportedModelError, match=named):
+        model(torch.tensor([token_ids(3)]), attention_mask=given[0], position_ids=given[1])
+
+
+def test_an_empty_batch_and_rows_without_a_token_give_logits_of_zero() -> None:
+    model = shared_model("qwen3")
+    with exact(model):
+        assert model(torch.zeros(0, 5, dtype=torch.int64)).logits.shape == (0, 5, VOCAB)
+        logits = model(torch.ones(2, 3, dtype=torch.int64), attention_mask=torch.tensor([[0, 0, 0], [0, 1, 1]])).logits
+    assert not logits[0].any()
+    assert logits[1, 1:].all()
+
+
+@pytest.mark.parametrize("conflict", [
+    {"fused_forward": False}, {"autocast_dtype": "bfloat16"}, {"inference_dtype": "bfloat16"}, {"inference_device": "cpu"},
+    {"exact": 1},
+], ids=lambda conflict: next(iter(conflict)))  # fmt: skip
+def test_options_that_exclude_it_are_refused(conflict: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(conflict))):
+        InferenceConfig(**({"exact": True} | conflict))
+
+
+def test_a_rollout_that_could_not_be_exact_fails_by_name_and_the_next_one_runs() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model, exact=True)
+    handle = model.model.norm.register_forward_hook(lambda *_: None)
+    with pytest.raises(RequestError, match="exact=True"):
+        engine.generate([token_ids(5)], at_random(3))
+    handle.remove()
+    assert len(engine.generate([token_ids(5)], at_random(3))[0].generated_tokens) == 3
+
+
+@pytest.mark.parametrize("params", [
+    {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9, "temperature": 1.3}, {"logit_bias": {5: 2.0}},
+    {"repetition_penalty": 1.2}, {"logprobs_mode": "raw", "temperature": 0.5}, {"logprobs": 3},
+], ids=str)  # fmt: skip
+def test_the_tokens_are_those_of_the_plain_mode(params: dict[str, Any]) -> None:
+    found = []
+    for exactly in (False, True):
+        engine = make_engine("qwen3", exact=exactly)
+        found.append(engine.generate([token_ids(6), token_ids(9)], SamplingParams(max_tokens=10, seed=3, **params)))
+    for plain, ours in zip(*found, strict=True):
+        assert plain.generated_tokens == ours.generated_tokens
+        np.testing.assert_allclose(plain.generated_log_probs, ours.generated_log_probs, atol=2e-6)
+        for token, logprob, top in zip(
+            ours.generated_tokens, ours.generated_log_probs, ours.generated_top_n_logprobs, strict=False
+        ):
+            assert dict(top).get(token, logprob) == logprob
+
+
+def test_ddp_is_served_and_sharded_weights_are_refused(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = make_model("qwen3")
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedModelError, match="spread over the ranks"), exact(sharded):
+            pass
+        with pytest.raises(UnsupportedModelError, match="spread over the ranks"):
+            make_engine(sharded, exact=True)
+        model = make_model("qwen3")
+        ids = torch.tensor([token_ids(9)])
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with exact(wrapped):
+            logits = wrapped(ids).logits
+            logits.sum().backward()
+        with exact(model), torch.no_grad():
+            assert torch.equal(model(ids).logits, logits)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
