@@ -63,8 +63,8 @@ def test_a_link_is_cut_and_healed_and_nothing_is_lost(nursery: Nursery, hosts: t
     async def play() -> None:
         with coordinator(keys, host=NEAR, **SOON_SILENT) as handle, nursery.children() as family:
             ranks = Ranks(nursery, family, handle.address, keys.client_side())
-            ranks.begin("near", near.network)
-            ranks.begin("far", far.network)
+            ranks.begin("near", network=near.network)
+            ranks.begin("far", network=far.network)
             async with (
                 asyncio.timeout(PATIENCE_S),
                 InferenceClient(handle.address, keys=keys.client_side()) as client,
