@@ -234,7 +234,7 @@ def test_a_request_during_a_score_does_not_stop_the_callers_loop() -> None:
             holder = asyncio.ensure_future(asyncio.to_thread(hold))
             await asyncio.to_thread(held.wait, PATIENCE_S)
             score = asyncio.ensure_future(llm.score([[5, 6, 7]]))
-            while not llm.engine.wanted:
+            while not llm.engine.lifecycle.lock.wanted:
                 await asyncio.sleep(0.001)
             pending = llm.submit("abc", greedily(3))
             release.set()

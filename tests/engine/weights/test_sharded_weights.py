@@ -48,7 +48,7 @@ def test_a_rank_that_raises_before_the_gathering_is_named_to_the_others(nursery,
     assert "every rank must" in waited["first"]
     assert "prompts[0]" in raised["first"]
     assert "spread over the ranks" in waited["step"]
-    assert "whole_weights()" in waited["step"]
+    assert "engine.guard.whole()" in waited["step"]
 
 
 def test_ddp_is_taken_off_and_its_parameters_are_sampled_where_they_lie(nursery):
