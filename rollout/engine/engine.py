@@ -418,6 +418,10 @@ class DynamicInferenceEngine:
         """Refuse weights that changed without an announced update; see `WeightsGuard.check`."""
         self.guard.check(self.policy_version, self.controller.layout.vocab_size)
 
+    def adapter_switch(self, what: str | None = None) -> AbstractContextManager[None]:
+        """A block that changes which adapters of the model act, between two steps."""
+        return self.parts.control.adapter_switch(what)
+
     def load_weights(self, folder: str | PathLike[str]) -> int:
         """Load the weights of a folder; returns the number of tensors."""
         return self.parts.control.load_weights(folder)

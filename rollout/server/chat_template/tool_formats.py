@@ -106,6 +106,8 @@ class ToolFormat:
         for call in _each(self.call, text):
             groups: dict[str, Any] = {"id": None} | call.groupdict()
             name = groups["name"].strip()
+            if _NAME.fullmatch(name) is None:
+                raise ValueError("not the name of a function")
             arguments = groups.get("json")
             if arguments is None:
                 pairs = _each(self.value, groups["parameters"]) if groups["parameters"] else []
@@ -116,6 +118,9 @@ class ToolFormat:
                 read_calls(f'{{"name": "f", "arguments": {arguments}}}')
             found.append((name, arguments, groups["id"]))
         return found
+
+
+_NAME = re.compile(r"[\w.:-]*\w[\w.:-]*")
 
 
 def _each(pattern: str, text: str) -> list[re.Match[str]]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from rollout.engine.explain.rates import Weights
 from torch import nn
 from transformers import cache_utils
 from transformers.masking_utils import create_causal_mask
@@ -21,6 +20,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.models import recurrent_layers
 from rollout.engine.models.recurrent_layers import RecurrentLayers
 from rollout.errors import ConfigError, UnsupportedModelError
+from tests.benchmarks.rates import Weights
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
 from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model
 from tests.vision_models import POOLED
