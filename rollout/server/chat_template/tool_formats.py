@@ -120,7 +120,7 @@ class ToolFormat:
         return found
 
 
-_NAME = re.compile(r"[\w.:-]*\w[\w.:-]*")
+_NAME = re.compile(r"[^\W\d][\w.:-]*")
 
 
 def _each(pattern: str, text: str) -> list[re.Match[str]]:
