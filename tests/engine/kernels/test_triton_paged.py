@@ -489,7 +489,10 @@ def test_tuning_tries_tiles_and_programs_and_leaves_the_kernels_as_they_were(tmp
     tune(Run(DEVICE, tmp_path, ("tiny",)))
     assert (triton_paged._plan, decode_parts.SPLIT, triton_paged._programs) == before
     *measured, tuned = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [len(each["best"]) for each in measured] == [2, 4]
+    tiles, programs = (len(each["best"]) for each in measured)
+    assert tiles == 2
+    # Two numbers of programs for the present tile, and for the fastest one if that is another.
+    assert programs in (2, 4)
     assert set(tuned["present_tile_by_programs_tb_s"]) == {"1", "2"}
     assert tuned["best_tb_s"] >= tuned["present_tb_s"] > 0
     assert tuned["present"]["split"] == SPLIT
