@@ -266,7 +266,7 @@ CEILINGS = {
     "plain options": 71,
     "public names": 62,
     "files that RolloutManager loads": 255,
-    "lines of tests/": 71_197,
+    "lines of tests/": 71_198,
     "lines of tests/benchmarks/": 4_864,
     "lines of trainer_hooks/": 2_752,
     "nodes of rollout/": 19,
