@@ -251,7 +251,7 @@ def _runner(
     states: StatePool | None,
     context: DynamicInferenceContext,
 ) -> ModelRunner:
-    """What runs the model's forward over the KV cache."""
+    """The runner of the model's forward over the KV cache."""
     peers, weights = base.peers, base.guard.source
     vision = Vision(
         model,

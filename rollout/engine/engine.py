@@ -96,7 +96,7 @@ class DynamicInferenceEngine:
             )
             with self.guard.whole(), self._base.under_autocast():
                 self.parts: EngineParts = build(self._base)
-                """What depends on the model as it was when the engine was built; `rebuild` replaces it."""
+                """The parts that depend on the model as it was when they were built; `rebuild` replaces them."""
                 if self.peers.lockstep is not None:
                     self.peers.lockstep.learn(lambda: self.controller.forward_logits([0]))
         self.holds = Holds(self)
@@ -161,7 +161,7 @@ class DynamicInferenceEngine:
 
     @property
     def weights(self) -> Weights:
-        """Where the weights are read."""
+        """The source of the weights."""
         return self.guard.source
 
     @property
@@ -472,5 +472,5 @@ class DynamicInferenceEngine:
         return self.inspection.progress(known)
 
     def explain(self) -> Explanation:
-        """What the engine does with this model on this machine, and why; `print` it."""
+        """Explain what the engine does with this model on this machine, and why; `print` it."""
         return self.inspection.explain()

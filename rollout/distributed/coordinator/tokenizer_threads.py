@@ -99,7 +99,7 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
         raise ConfigError("no tokenizer: set CoordinatorConfig.tokenizer, or send token ids")
     content = source if source.lstrip().startswith("{") else Path(source).read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(content)
-    # Of the last call before it was saved: a prompt is neither cut nor filled up.
+    # A tokenizer keeps the truncation and padding of its last call; prompts get neither.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,4 +1,4 @@
-"""What one engine does with its model on this machine: layers, forward, kernels, KV pool, and advice."""
+"""Explains one engine with its model on this machine: layers, forward, kernels, KV pool, and advice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelPart:
     dtype: str
     device: str
     weights: str
-    """Where the weights are read."""
+    """Source of the weights."""
     layers: tuple[LayerKind, ...]
     fused: bool | None
     """Whether the fused forward runs, or exact mode's on a GPU; None: unknown while suspended or sharded."""

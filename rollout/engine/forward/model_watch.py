@@ -1,4 +1,4 @@
-"""What a forward computes besides weights and adapters, compared whenever the caller may have changed the module.
+"""Watches what a forward computes besides weights and adapters: compared whenever the caller may have changed the module.
 
 The forward key separates the prefix cache. It holds:
 

@@ -124,13 +124,9 @@ def only_marks(hook: Any) -> bool:
     )
 
 
-def bypassed(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """What acts on every module on `device` now and a fused forward would bypass; None: nothing.
-
-    Args:
-        dtype: of an autocast that the forward follows; None: it follows none.
-    """
-    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
+def bypassed(device: torch.device) -> str | None:
+    """What acts on every module on `device` now and a fused forward would bypass; None: nothing."""
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if has_global_hooks():
         return "torch has hooks on every module"

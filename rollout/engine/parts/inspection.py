@@ -91,7 +91,7 @@ class Inspection:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """What the engine does with this model on this machine, and why; `print` it.
+        """Explain what the engine does with this model on this machine, and why; `print` it.
 
         Waits for a step boundary. Adds no request and changes no random stream.
         """
