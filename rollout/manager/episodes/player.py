@@ -250,7 +250,8 @@ class EpisodePlayer:
             raise
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - the environment is the user's: its failure is this episode's alone
             if isinstance(exc, BrokenEnvironmentError):
-                self._broken = exc
+                # An episode that was dropped must not fail a later call.
+                self._broken = exc if episode.group_id in self._groups else self._broken
             elif type(exc) not in self._logged and not episode.ended:
                 self._logged.add(type(exc))
                 _log.warning(
