@@ -47,7 +47,7 @@ from rollout.manager.traces import traced
 from rollout.manager.updates import Updates
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, hints_at_options
+from rollout.sampling_params import SamplingParams, takes_options
 from rollout.state import Mode
 from rollout.threads.diagnosis import watch
 
@@ -137,7 +137,7 @@ class RolloutManager:
         """Weight updates so far."""
         return self.engine.policy_version
 
-    @hints_at_options
+    @takes_options
     def generate(
         self,
         prompts: Iterable[Prompt],
@@ -148,6 +148,7 @@ class RolloutManager:
         on_error: OnError = "raise",
         progress: bool | None = None,
         timeout_s: float | None = None,
+        **fields: Any,
     ) -> RolloutBatch:
         """Sample completions; blocks until they are done.
 
@@ -169,6 +170,7 @@ class RolloutManager:
                 is masked and named in `batch.errors`.
             progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
             timeout_s: raise after this many seconds; what is in flight stays in flight.
+            fields: fields of `SamplingParams` for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
 
         Returns:
             Samples of a prompt side by side, prompts in order of submission.
@@ -189,13 +191,14 @@ class RolloutManager:
             timeout_s=timeout_s,
         )  # fmt: skip
 
-    @hints_at_options
+    @takes_options
     def submit(
         self,
         prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         metadata: Sequence[Any] | None = None,
+        **fields: Any,
     ) -> list[int]:
         """Queue prompts for the next `generate` or `as_completed`; returns their group ids.
 
@@ -228,7 +231,7 @@ class RolloutManager:
         """
         self._rounds.loop.abort(group_ids)
 
-    @hints_at_options
+    @takes_options
     def generate_scored(
         self,
         tasks: Iterable[Prompt | PromptTask],
@@ -242,6 +245,7 @@ class RolloutManager:
         on_error: OnError = "raise",
         progress: bool | None = None,
         timeout_s: float | None = None,
+        **fields: Any,
     ) -> ScoredBatch:
         """Sample and score groups until `groups` of them are worth training on (DAPO's dynamic sampling); blocks until then.
 
@@ -257,7 +261,7 @@ class RolloutManager:
                 groups in flight at its end continue in the next call, after the weight update. None: `groups`.
             keep: whether a finished group counts. None: each counts. A group with a failed sample always counts.
             max_discarded: after this many discarded groups every one counts. None: four times `groups`.
-            on_error, progress, timeout_s: as in `generate`.
+            on_error, progress, timeout_s, fields: as in `generate`.
 
         Returns:
             Groups in order of submission. Groups left over when the batch is full begin the next batch.
@@ -294,7 +298,7 @@ class RolloutManager:
         """
         return await self._episodes.sample(prompt, sampling_params, session)
 
-    @hints_at_options
+    @takes_options
     def run(
         self,
         tasks: Iterable[Any],
@@ -312,6 +316,7 @@ class RolloutManager:
         on_error: OnError = "mask",
         progress: bool | None = None,
         timeout_s: float | None = None,
+        **fields: Any,
     ) -> EpisodeBatch:
         """Play episodes of many turns; blocks until they are done. Tools of one overlap with the tokens of others.
 
@@ -333,7 +338,7 @@ class RolloutManager:
             environments: without `environment`: `__qualname__` → environment, of episodes from `load_state_dict`.
             on_error: `mask`: rows of a failed episode are masked; `RolloutFailedError` only if every episode failed.
                 `raise`: `RolloutFailedError` if one failed.
-            progress, timeout_s: as in `generate`.
+            progress, timeout_s, fields: as in `generate`.
 
         Returns:
             Groups in the order in which they were begun, episodes of a group side by side.
