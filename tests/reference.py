@@ -1,4 +1,4 @@
-"""Generates `docs/reference/` and `docs/protocol.md` from the code they describe.
+"""Generates `docs/reference/` from the code it describes.
 
 python -m tests.reference            says which pages differ from the code; exit status 1 if any does
 python -m tests.reference --write    writes them
@@ -37,7 +37,7 @@ def pages() -> dict[Path, str]:
         DOCS / "reference" / "metrics.md": _page("Metrics", [_METRICS, metrics.describe()]),
         DOCS / "reference" / "errors.md": _page("Errors", _docstring_blocks(errors)),
         DOCS / "reference" / "states.md": _page("States", _docstring_blocks(state)),
-        DOCS / "protocol.md": _page("Protocol", _protocol()),
+        DOCS / "reference" / "protocol.md": _page("Protocol", _protocol()),
     }
 
 

@@ -402,7 +402,7 @@ class RolloutManager:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
 
-        Episodes continue with the next `run`, in new environments (see docs/episodes.md). If this raises, nothing is in
+        Episodes continue with the next `run`, in new environments (see docs/how-to/agents.md). If this raises, nothing is in
         flight.
 
         Raises:
