@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # public names
+    from rollout.config import Advanced as Advanced
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.config import ServerConfig as ServerConfig
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # public names
     from rollout.errors import RequestTimeoutError as RequestTimeoutError
     from rollout.errors import RolloutError as RolloutError
     from rollout.errors import RolloutFailedError as RolloutFailedError
-    from rollout.errors import SerializationError as SerializationError
     from rollout.errors import StaleRequestError as StaleRequestError
     from rollout.errors import UnsupportedModelError as UnsupportedModelError
     from rollout.errors import WeightsChangedError as WeightsChangedError
@@ -91,6 +91,7 @@ if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports o
     from rollout.engine.parts.context import DynamicInferenceContext as DynamicInferenceContext
     from rollout.engine.parts.controller import TextGenerationController as TextGenerationController
     from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
+    from rollout.errors import SerializationError as SerializationError
     from rollout.requests.block_hash import HASH_BASE as HASH_BASE
     from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.requests.block_hash import chain_block_hashes as chain_block_hashes

@@ -357,7 +357,7 @@ def _summary(url: str, llm: LLM, options: ServeOptions) -> str:
     parameters = sum(parameter.numel() for parameter in llm.model.parameters())
     first = next(llm.model.parameters())
     stats = llm.stats()
-    tokens = int(stats["kv_blocks_total"]) * options.engine.block_size_tokens
+    tokens = int(stats["kv_blocks_total"]) * options.engine.advanced.block_size_tokens
     name = options.server.served_model_name or options.model.model_dir
     return (
         f"{url} serves {name}: {short_count(parameters)} parameters in "

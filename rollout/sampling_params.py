@@ -481,7 +481,7 @@ def takes_options(method: Called) -> Called:
             shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
             if shape.bind_partial(*args, **named).arguments.get("sampling_params") is not None:
                 raise TypeError(
-                    f"{method.__name__}() got sampling_params and {shown}: pass SamplingParams({shown}, ...) alone"
+                    f"{method.__name__}() got sampling_params and {shown}: pass one, such as SamplingParams({shown})"
                 )
             named["sampling_params"] = SamplingParams(**given)
         return method(*args, **named)

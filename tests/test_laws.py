@@ -201,6 +201,7 @@ for current in {["rollout", *present]!r}:
     ("file", "name"),
     [
         ("rollout/config.py", "InferenceConfig"),
+        ("rollout/config.py", "Advanced"),
         ("rollout/config.py", "CoordinatorConfig"),
         ("rollout/config.py", "ServerConfig"),
         ("rollout/sampling_params.py", "SamplingParams"),

@@ -138,8 +138,8 @@ def build(base: EngineBase) -> EngineParts:
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
     parts = _assemble(base, config, model, longest, cache, states, context, controller)
     # Kernels of exact mode that do not compile would fail the requests of the first step.
-    if config.verify_model or (config.exact and layout.device.type == "cuda"):
-        room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
+    if config.advanced.verify_model or (config.exact and layout.device.type == "cuda"):
+        room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
         controller.verify_model(room, peers.all_hold)
     # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
     if peers.everyone is None:
@@ -220,7 +220,7 @@ def _memory(
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
     memory = _pool_memory(base, layout.device)
     cache = KVCache(
-        layout.layers, blocks, config.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
+        layout.layers, blocks, config.advanced.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
         memory.release, groups,
     )  # fmt: skip
     if config.kv_cache_host_memory_gb is not None:
@@ -256,12 +256,12 @@ def _runner(
     vision = Vision(
         model,
         layout.device,
-        int(config.image_cache_memory_gb * 1024**3),
+        int(config.advanced.image_cache_memory_gb * 1024**3),
         min(config.step_tokens, longest),
         together=None if peers.leader is None else peers.leader.encode,
     )
     # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
-    captured = config.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
+    captured = config.advanced.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
     graphed_rows = config.max_requests * captured * (states is None)
     runner = ModelRunner(
         model,
@@ -269,7 +269,7 @@ def _runner(
         cache,
         context.scheduler.table,
         vision,
-        fused=config.fused_forward,
+        fused=config.advanced.fused_forward,
         split=peers.everyone is not None or weights.tensor_parallel_mesh is not None,
         exact=config.exact,
         graphed_rows=0 if config.exact else graphed_rows,
@@ -383,7 +383,7 @@ def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
     """Memory of one pool."""
     if base.allocate is not zeros:
         return PoolMemory(base.allocate)
-    return pool_memory(device, virtual=base.config.virtual_memory)
+    return pool_memory(device, virtual=base.config.advanced.virtual_memory)
 
 
 def check_arguments(model: object, tokenizer: object, config: object) -> None:

@@ -210,7 +210,7 @@ class AsyncLLM(LLMRequests):
         if not isinstance(self._service, EngineService) or self._service.closed:
             why = "it was shut down" if self._service.closed else "direct mode has no coordinator to connect to"
             raise EngineStateError(f"client() of an LLM: {why}; build the LLM with use_coordinator=True")
-        return self._service.member.coordinator.client(name, self.config.control_timeout_s)
+        return self._service.member.coordinator.client(name, self.config.advanced.control_timeout_s)
 
     @property
     def is_primary_rank(self) -> bool:

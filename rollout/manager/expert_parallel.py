@@ -66,7 +66,7 @@ class LockstepLoop(RunLoop):
 
     def _wait(self, idle_s: float) -> None:
         """Wait for work; after a control timeout for so long that the backend names the ranks that do not come."""
-        limit = self._engine.config.control_timeout_s
+        limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:
             self._ensure_running()

@@ -539,7 +539,7 @@ class RolloutManager:
                 f"client(): {why}; it needs a job of several ranks, without coordinator=False (on one rank build "
                 "LLM(model): its submit() takes requests from any thread)"
             )
-        return coordinator.client(name, self.config.control_timeout_s)
+        return coordinator.client(name, self.config.advanced.control_timeout_s)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
         """A block whose timeline is written to `path` when it ends, for Perfetto, Chrome and `rollout trace`.

@@ -126,7 +126,9 @@ class RolloutMetrics(MetricsRecorder):
         """Record a resume of the KV cache."""
         self.add("rollout/resumes")
         self.add("rollout/resume_bytes", move.bytes_copied)
-        self.add("rollout/resume_tokens_restored", move.blocks_restored * self._engine.config.block_size_tokens)
+        self.add(
+            "rollout/resume_tokens_restored", move.blocks_restored * self._engine.config.advanced.block_size_tokens
+        )
         self.add("rollout/resume_fallbacks", move.requests_given_up)
         self.add("rollout/tokens_recomputed", move.tokens_given_up)
         self.add("rollout/kv_blocks_lost", move.shrunk_by_blocks)

@@ -100,7 +100,9 @@ class GroupCalls:
             "adapters": engine.inspection.acting_adapters,
             _KEPT: engine.context.kept,
         }
-        decision = self._meeting.meet(engine.config.control_timeout_s, msgpack.packb(mine), self._judge).decode()
+        decision = self._meeting.meet(
+            engine.config.advanced.control_timeout_s, msgpack.packb(mine), self._judge
+        ).decode()
         if decision == GO.decode():
             return
         if INTERRUPTED in decision:
@@ -110,7 +112,7 @@ class GroupCalls:
             raise EngineStateError(f"{self._group.name}: {decision}")
         raise DeadlineError(
             f"{self._group.name}: {decision}; every rank of the group must make the same calls (where it only needs longer: "
-            "InferenceConfig.control_timeout_s)"
+            "Advanced.control_timeout_s)"
         )
 
     def _judge(self, values: list[bytes]) -> str | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.algorithms.replay import replay_logprobs
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.prefill import Wanted
 from rollout.engine.sampling.sampler import token_logprobs
@@ -127,10 +127,10 @@ def _sequences(rollouts: Any, model: nn.Module) -> Any:
 
 def _just_enough(plan: _Plan) -> InferenceConfig:
     default = InferenceConfig()
-    size, longest = default.block_size_tokens, max(map(len, plan.tokens), default=1)
+    size, longest = default.advanced.block_size_tokens, max(map(len, plan.tokens), default=1)
     step = default.step_tokens
     blocks = blocks_for(step + longest, step + longest, size)
-    return InferenceConfig(kv_cache_blocks=blocks, max_tokens_per_step=step, verify_model=False)
+    return InferenceConfig(kv_cache_blocks=blocks, max_tokens_per_step=step, advanced=Advanced(verify_model=False))
 
 
 @dataclass(eq=False)

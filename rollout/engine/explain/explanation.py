@@ -248,8 +248,8 @@ def _sampling(layout: ModelLayout) -> str:
 def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
     if runner.layout.device.type != "cuda":
         return f"none: the model is on {runner.layout.device}"
-    if not config.cuda_graphs:
-        return "none: InferenceConfig.cuda_graphs=False"
+    if not config.advanced.cuda_graphs:
+        return "none: Advanced.cuda_graphs=False"
     if source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None:
         return "none: collectives inside a forward are not captured"
     if not source.fixed_addresses:

@@ -353,7 +353,8 @@ class TextGenerationController:
                 f"model's own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}). Either some layer "
                 f"keeps state that the engine does not see, or the model's own attention ({implementation!r}) leaves out "
                 "what the layers ask for (sdpa ignores soft-capping in some versions of transformers: load the model "
-                "with attn_implementation='eager'). If you know better, set InferenceConfig.verify_model=False"
+                "with attn_implementation='eager'). If you know better: "
+                "InferenceConfig(advanced=Advanced(verify_model=False))"
             )
 
     def _require_tokenizer(self, what: str) -> Any:

@@ -186,7 +186,7 @@ class Inspection:
             queues=SimpleNamespace(**scheduler.counters),
             allocator=allocator,
             states=allocator.states or StateSlots(0),
-            host=allocator.host or HostCache(0, self._config.block_size_tokens),
+            host=allocator.host or HostCache(0, self._config.advanced.block_size_tokens),
             cache=self._cache,
             runner=runner,
             state_pool=SimpleNamespace(device_bytes=0) if self._states is None else self._states,
