@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.config import __version__
 from rollout.errors import ConfigError, RolloutError, did_you_mean
-from rollout.metrics import binary_bytes, short_count
+from rollout.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig

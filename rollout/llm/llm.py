@@ -306,6 +306,7 @@ class LLM:
     @takes_options
     def generate(
         self,
+        /,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,

@@ -140,6 +140,7 @@ class RolloutManager:
     @takes_options
     def generate(
         self,
+        /,
         prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
@@ -194,6 +195,7 @@ class RolloutManager:
     @takes_options
     def submit(
         self,
+        /,
         prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
@@ -234,6 +236,7 @@ class RolloutManager:
     @takes_options
     def generate_scored(
         self,
+        /,
         tasks: Iterable[Prompt | PromptTask],
         reward: Reward,
         sampling_params: SamplingParams | None = None,
@@ -301,6 +304,7 @@ class RolloutManager:
     @takes_options
     def run(
         self,
+        /,
         tasks: Iterable[Any],
         environment: EnvironmentFactory | Play | None = None,
         sampling_params: SamplingParams | None = None,
@@ -483,7 +487,7 @@ class RolloutManager:
         return self._updates.adapter_switch(what)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metrics`."""
+        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metric_table`."""
         self._rounds.loop.sync_metrics()
         return self._rounds.metrics.snapshot(reset)
 

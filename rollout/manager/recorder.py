@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.metrics import LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
+from rollout.metric_table import LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
 
 RESERVOIR_SIZE = 8192
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rollout.manager.recorder import MetricsRecorder
-from rollout.metrics import ENGINE_STATS, Kind
+from rollout.metric_table import ENGINE_STATS, Kind
 from rollout.requests.events import DynamicInferenceEventType
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason

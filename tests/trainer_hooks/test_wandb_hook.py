@@ -16,7 +16,7 @@ import torch
 
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.recorder import MetricsRecorder
-from rollout.metrics import LOGGED, METRICS, Kind
+from rollout.metric_table import LOGGED, METRICS, Kind
 from rollout.reporting.page import AGES
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans

@@ -22,7 +22,7 @@ from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.training.served import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
-from rollout.metrics import binary_bytes, short_count
+from rollout.metric_table import binary_bytes, short_count
 
 LENGTH = 512
 """Tokens of a sequence that each of `max_requests` should have room for."""

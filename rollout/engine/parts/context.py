@@ -29,7 +29,7 @@ from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.errors import ConfigError, EngineStateError
-from rollout.metrics import binary_bytes
+from rollout.metric_table import binary_bytes
 from rollout.state import KVCacheManagementMode
 
 _log = logging.getLogger(__name__)
