@@ -48,24 +48,24 @@ if TYPE_CHECKING:  # public names
     from rollout.llm.job_llm import JobLLM as JobLLM
     from rollout.llm.llm import LLM as LLM
     from rollout.llm.llm import AsyncLLM as AsyncLLM
-    from rollout.manager.batch import RolloutBatch as RolloutBatch
+    from rollout.manager.batch.batch import PackedRollouts as PackedRollouts
+    from rollout.manager.batch.batch import RolloutBatch as RolloutBatch
+    from rollout.manager.batch.scores import TokenScores as TokenScores
+    from rollout.manager.batch.scores import score as score
+    from rollout.manager.batch.tree import PackedTree as PackedTree
+    from rollout.manager.batch.tree import pack_tree as pack_tree
     from rollout.manager.episodes.batch import EpisodeBatch as EpisodeBatch
     from rollout.manager.episodes.environment import Environment as Environment
     from rollout.manager.episodes.environment import EnvironmentTask as EnvironmentTask
     from rollout.manager.episodes.environment import StepResult as StepResult
     from rollout.manager.episodes.environment import mixture as mixture
     from rollout.manager.episodes.episode import Episode as Episode
-    from rollout.manager.keeping import rewards_differ as rewards_differ
     from rollout.manager.manager import RolloutManager as RolloutManager
-    from rollout.manager.packed import PackedRollouts as PackedRollouts
-    from rollout.manager.scoring.batch import PromptTask as PromptTask
-    from rollout.manager.scoring.batch import ScoredBatch as ScoredBatch
-    from rollout.manager.scoring.batch import ScoredSample as ScoredSample
-    from rollout.manager.token_scores import TokenScores as TokenScores
-    from rollout.manager.token_scores import score as score
+    from rollout.manager.scoring import PromptTask as PromptTask
+    from rollout.manager.scoring import ScoredBatch as ScoredBatch
+    from rollout.manager.scoring import ScoredSample as ScoredSample
+    from rollout.manager.scoring import rewards_differ as rewards_differ
     from rollout.manager.traces import trace as trace
-    from rollout.manager.tree import PackedTree as PackedTree
-    from rollout.manager.tree import pack_tree as pack_tree
     from rollout.reporting.page import report as report
     from rollout.reporting.run_log import RunLog as RunLog
     from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
