@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what a training loop uses
     from rollout.current import suspended as suspended
     from rollout.current import weights_updated as weights_updated
     from rollout.llm.llm import LLM as LLM
-    from rollout.manager.batch import RolloutBatch as RolloutBatch
+    from rollout.manager.batch.batch import RolloutBatch as RolloutBatch
     from rollout.manager.manager import RolloutManager as RolloutManager
     from rollout.sampling_params import SamplingParams as SamplingParams
 
@@ -59,16 +59,16 @@ if TYPE_CHECKING:  # further public names
     from rollout.errors import WeightsChangedError as WeightsChangedError
     from rollout.journal.journal import Journal as Journal
     from rollout.llm.llm import AsyncLLM as AsyncLLM
+    from rollout.manager.batch.tree import pack_tree as pack_tree
     from rollout.manager.episodes.batch import EpisodeBatch as EpisodeBatch
     from rollout.manager.episodes.environment import Environment as Environment
     from rollout.manager.episodes.environment import EnvironmentTask as EnvironmentTask
     from rollout.manager.episodes.environment import StepResult as StepResult
     from rollout.manager.episodes.environment import mixture as mixture
     from rollout.manager.episodes.episode import Episode as Episode
-    from rollout.manager.keeping import rewards_differ as rewards_differ
-    from rollout.manager.scoring.batch import PromptTask as PromptTask
+    from rollout.manager.scoring import PromptTask as PromptTask
+    from rollout.manager.scoring import rewards_differ as rewards_differ
     from rollout.manager.traces import trace as trace
-    from rollout.manager.tree import pack_tree as pack_tree
     from rollout.reporting.page import report as report
     from rollout.reporting.run_log import RunLog as RunLog
     from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
@@ -98,11 +98,11 @@ if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests an
     from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.errors import SerializationError as SerializationError
     from rollout.llm.job_llm import JobLLM as JobLLM
-    from rollout.manager.packed import PackedRollouts as PackedRollouts
-    from rollout.manager.scoring.batch import ScoredBatch as ScoredBatch
-    from rollout.manager.scoring.batch import ScoredSample as ScoredSample
-    from rollout.manager.token_scores import TokenScores as TokenScores
-    from rollout.manager.tree import PackedTree as PackedTree
+    from rollout.manager.batch.batch import PackedRollouts as PackedRollouts
+    from rollout.manager.batch.scores import TokenScores as TokenScores
+    from rollout.manager.batch.tree import PackedTree as PackedTree
+    from rollout.manager.scoring import ScoredBatch as ScoredBatch
+    from rollout.manager.scoring import ScoredSample as ScoredSample
     from rollout.requests.block_hash import HASH_BASE as HASH_BASE
     from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.requests.block_hash import chain_block_hashes as chain_block_hashes

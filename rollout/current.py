@@ -17,10 +17,10 @@ from torch import nn
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.errors import ConfigError, EngineStateError
 from rollout.journal.journal import Journal
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.scores import Sequences, TokenScores
+from rollout.manager.batch.scores import score as score_under
 from rollout.manager.manager import RolloutManager
-from rollout.manager.token_scores import Sequences, TokenScores
-from rollout.manager.token_scores import score as score_under
 from rollout.state import EngineState
 from trainer_hooks.optimizer import attach
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.manager.recorder import RESERVOIR_SIZE, MetricsRecorder
+from rollout.manager.telemetry import RESERVOIR_SIZE, MetricsRecorder
 from rollout.metric_table import LOGGED, METRICS, PHASES, Kind, describe
 
 

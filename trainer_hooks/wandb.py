@@ -22,7 +22,7 @@ from rollout.reporting.page import colored
 from rollout.reporting.run_log import version_runs
 
 if TYPE_CHECKING:
-    from rollout.manager.batch import RolloutBatch
+    from rollout.manager.batch.batch import RolloutBatch
 
 STEP = "train/step"
 """Name of the axis of all metrics."""

@@ -30,19 +30,17 @@ from rollout.engine.explain.explanation import Explanation
 from rollout.engine.parts.context import MemoryMove
 from rollout.errors import ConfigError, EngineStateError
 from rollout.journal.journal import Journal
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.choose_backend import choose_backend
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.images import ImageLayout
+from rollout.manager.batch.scores import Sequences, TokenScores, score_by
 from rollout.manager.episodes.batch import EpisodeBatch
 from rollout.manager.episodes.environment import EnvironmentFactory, Play
 from rollout.manager.episodes.episode import Episode
-from rollout.manager.episodes.runs import EpisodeRuns
 from rollout.manager.generation import Generation
-from rollout.manager.images import ImageLayout
-from rollout.manager.keeping import rewards_differ
+from rollout.manager.parallel import choose_backend
 from rollout.manager.rounds import OnError, Rounds
-from rollout.manager.scoring.batch import PromptTask, Reward, ScoredBatch, ScoredSample
-from rollout.manager.scoring.scoring import Scoring
-from rollout.manager.token_scores import Sequences, TokenScores, score_by
+from rollout.manager.runs import EpisodeRuns
+from rollout.manager.scoring import PromptTask, Reward, ScoredBatch, ScoredSample, Scoring, rewards_differ
 from rollout.manager.traces import traced
 from rollout.manager.updates import Updates
 from rollout.requests.prompt import Prompt

@@ -41,9 +41,9 @@ from rollout.errors import (
     RolloutFailedError,
 )
 from rollout.llm.job_llm import JobLLM
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.manager.scoring.batch import PromptTask
+from rollout.manager.scoring import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config

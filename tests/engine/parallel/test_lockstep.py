@@ -17,7 +17,7 @@ from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.engine.parallel.lockstep import DONE, IDLE, LEFT, Lockstep
 from rollout.engine.weights.tensor_parallel import expert_parallel_mesh
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError, UnsupportedModelError
-from rollout.manager.expert_parallel import LockstepLoop
+from rollout.manager.parallel import LockstepLoop
 from rollout.state import EngineState
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.manager.tree import PackedTree, pack_tree
+from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.images import PIXELS, TILED_DIMENSIONS, ImageInputs
 
 Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]

@@ -18,8 +18,8 @@ from rollout.engine.parts.prefill import Wanted
 from rollout.engine.sampling.sampler import token_logprobs
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.errors import ConfigError
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.token_logprobs import token_entropies
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.columns import token_entropies
 from rollout.requests.images import ImageInputs
 from rollout.requests.prompt import unpadded
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest

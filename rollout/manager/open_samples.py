@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rollout.errors import RequestError, RolloutError
 from rollout.manager.backend import Backend
-from rollout.manager.recovery import GroupJournal
+from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 

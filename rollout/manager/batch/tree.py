@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout.engine.training.tree_forward import is_attached
 from rollout.errors import EngineStateError
-from rollout.manager.token_logprobs import selected_logprobs, token_entropies
+from rollout.manager.batch.columns import selected_logprobs, token_entropies
 
 
 @dataclass(frozen=True, eq=False, repr=False)

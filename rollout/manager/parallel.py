@@ -1,41 +1,94 @@
-"""Calls of a manager in a tensor-parallel group: its first rank runs them, the others follow and get the same results.
+"""The loop of a manager whose ranks exchange tokens inside each layer: every rank computes a forward whenever one does.
 
-    every rank       generate(prompts)        the same prompts; queued and booked alike
-                      └ GroupCalls.meet()     all have come, with equal prompts, version and adapters
-    first rank       LeaderLoop               the loop of a manager; each forward is broadcast
-    the others       FollowerLoop             compute forwards until the call ends, then book the results of the first
-    every rank       the same batch
+    each round     agree            what every rank has to do: nothing any more, wait, or compute
+                    └ compute       one step here; without requests, the layers of experts alone, without tokens
 
-Always true: a call ends on all members together, with the same results or the same error; groups of requests that end
-between two calls are told with the next. Ctrl-C on the first rank ends the call on all; one on another member, or between
-two steps of the call, takes effect when the call has ended, so that all members keep the same groups.
+Always true: the ranks of the group begin and end a run together. One that raises first takes part in the round, and tells
+the others before the next.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from rollout import errors
+from rollout.config import CoordinatorConfig
+from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.job.meeting import GO, INTERRUPTED, Meeting
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.parallel.group import TensorParallelGroup
+from rollout.engine.parallel.lockstep import BUSY, DONE, IDLE, LEFT
 from rollout.engine.parts.context import KEPT_ALL
-from rollout.errors import DeadlineError, EngineStateError, RolloutError
-from rollout.manager.backend import LocalBackend
-from rollout.manager.expert_parallel import LockstepLoop
+from rollout.errors import ConfigError, DeadlineError, EngineDeadError, EngineStateError, RolloutError
+from rollout.manager.backend import Backend, LocalBackend
 from rollout.manager.run_loop import Goal, RunLoop
 from rollout.requests.codec import unpack_msgpack
 from rollout.requests.image_request import results_of, told_once
 from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.threads.interrupts import interruptible, uninterrupted
+from rollout.state import EngineState
+from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
+
+IDLE_S = 0.005
+"""Longest wait for work between two rounds, in which no rank had any."""
+
+
+class LockstepLoop(RunLoop):
+    """The loop of one rank of an expert-parallel group."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        lockstep = self._engine.peers.lockstep
+        assert lockstep is not None
+        self._lockstep = lockstep
+
+    def _steps(self, finished: Callable[[], bool], step: Callable[[float], None], left: Callable[[], float]) -> None:
+        told, done, idle_since = BUSY, False, self._clock()
+        with self._lockstep.watching():
+            try:
+                while told != DONE:
+                    with interrupt_deferred():
+                        done = done or finished()
+                        told = self._engine.parts.member.agree(DONE if done else BUSY if self._can_step() else IDLE)
+                        if told == LEFT:
+                            raise EngineStateError(
+                                f"a rank of the {self._lockstep.group.name} has left generate() by an error; what "
+                                "is in flight stays in flight: call it again on every rank"
+                            )
+                        if told == BUSY:
+                            idle_since = self._clock()
+                            with plain_tensors(), self._lockstep.round():
+                                if not done:
+                                    step(0.0)
+                        elif not done:
+                            left()
+                            self._wait(self._clock() - idle_since)
+            except BaseException:
+                # After the last round (a deferred Ctrl-C) the others agree on nothing any more.
+                if told not in (LEFT, DONE):
+                    with suppress(EngineDeadError):
+                        self._engine.parts.member.agree(LEFT)
+                raise
+
+    def _can_step(self) -> bool:
+        return self._engine.has_unfinished and self._engine.state is EngineState.RUNNING
+
+    def _wait(self, idle_s: float) -> None:
+        """Wait for work; after a control timeout for so long that the backend names the ranks that do not come."""
+        limit = self._engine.config.advanced.control_timeout_s
+        self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
+        if self._engine.state is EngineState.SUSPENDED:
+            self._ensure_running()
+        self.take_ended()
+
 
 _DIFFER = "the members differ: "
 _KEPT = "what suspend() has kept of the KV cache (0: nothing, 1: what requests hold, 2: all)"
@@ -262,3 +315,35 @@ def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) ->
     assert world is not None
     calls = GroupCalls(engine, engine.peers.group, world)
     return LeaderLoop(calls, *parts) if engine.peers.group.leads else FollowerLoop(calls, *parts)
+
+
+def choose_backend(
+    engine: DynamicInferenceEngine, coordinator: CoordinatorConfig | bool, world: World | None
+) -> Backend:
+    """A `DataParallelBackend` where there are several ranks and `coordinator` is not False.
+
+    A tensor-parallel group is one rank: its first member is asked, and the others follow.
+
+    Args:
+        world: the job's ranks; None: this one alone.
+
+    Raises:
+        ConfigError: `coordinator` asks for a schedule file, and there is one rank.
+        DeadlineError: the ranks have not found each other.
+    """
+    if coordinator is False:
+        world = None
+    if (group := engine.peers.group) is not None and world is not None:
+        leaders = world.leaders(group.ranks[0])
+        world = world.within(leaders, "leaders") if group.leads and len(leaders) > 1 else None
+    if group is not None and not group.leads:
+        return FollowerBackend(engine)
+    options = coordinator if isinstance(coordinator, CoordinatorConfig) else None
+    if world is None:
+        if options is not None and options.schedule_output_path is not None:
+            raise ConfigError(
+                f"CoordinatorConfig.schedule_output_path={options.schedule_output_path!r}: there is one rank, and "
+                "nothing to route; leave it None, or initialise torch.distributed with several ranks first"
+            )
+        return LocalBackend(engine)
+    return DataParallelBackend(engine, options, world)
