@@ -66,8 +66,9 @@ if TYPE_CHECKING:  # public names
     from rollout.manager.traces import trace as trace
     from rollout.manager.tree import PackedTree as PackedTree
     from rollout.manager.tree import pack_tree as pack_tree
-    from rollout.reporting.page import report as report
-    from rollout.reporting.run_log import RunLog as RunLog
+    from rollout.observe.page import report as report
+    from rollout.observe.recorder import span as span
+    from rollout.observe.run_log import RunLog as RunLog
     from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
     from rollout.sampling_params import SamplingParams as SamplingParams
     from rollout.state import EngineState as EngineState
@@ -75,7 +76,6 @@ if TYPE_CHECKING:  # public names
     from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.structured_output import StructuredOutput as StructuredOutput
-    from rollout.tracing.recorder import span as span
 
 if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports of other engines
     from rollout.distributed.client.futures import Delta as Delta

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from rollout.manager.recorder import MetricsRecorder
 from rollout.metrics import ENGINE_STATS, Kind
+from rollout.observe.recorder import active
 from rollout.requests.events import DynamicInferenceEventType
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason
-from rollout.tracing.recorder import active
 
 if TYPE_CHECKING:
     from torch import Tensor

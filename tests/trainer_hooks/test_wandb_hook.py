@@ -17,7 +17,7 @@ import torch
 from rollout.manager.batch import RolloutBatch
 from rollout.manager.recorder import MetricsRecorder
 from rollout.metrics import LOGGED, METRICS, Kind
-from rollout.reporting.page import AGES
+from rollout.observe.page import AGES
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.state import FinishReason, Status

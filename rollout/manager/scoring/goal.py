@@ -9,8 +9,8 @@ from typing import Any
 
 from rollout.manager.groups import GroupLedger
 from rollout.manager.scoring.batch import Reward, ScoredSample
+from rollout.observe.recorder import span
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.tracing.recorder import span
 
 
 class ScoredGoal:

@@ -24,9 +24,9 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Barrier, Bar
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError
 from rollout.manager.backend import LocalBackend
 from rollout.manager.manager import RolloutManager
+from rollout.observe.timeline import load, read
 from rollout.sampling_params import SamplingParams
 from rollout.threads.diagnosis import THREAD_NAME
-from rollout.tracing.reading import load, read
 from tests.distributed.job import rank_jobs
 from tests.distributed.job.nursery import Nursery
 from tests.distributed.job.rank_jobs import WORK, Ask, Sample, asks, generate, samples, share_of, the_model

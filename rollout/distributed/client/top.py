@@ -27,6 +27,7 @@ from rollout.errors import ConfigError, ConnectionLostError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+
 API_KEY = "ROLLOUT_API_KEY"
 TIMEOUT_S = 5.0
 _HELD = {0.0: "by nothing", 1.0: "paused", 2.0: "suspended"}

@@ -10,11 +10,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
-from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL
-from rollout.tracing.reading import TracedEngine, TracedSample
+from rollout.observe.recorder import DECODE, HELD, PREEMPTED, PREFILL
+from rollout.observe.timeline import TracedEngine, TracedSample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 Values = Sequence[float | None]
 

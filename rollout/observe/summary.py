@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from rollout.tracing.lives import STATES
-from rollout.tracing.reading import Interval, ReadTrace, TracedEngine, TracedSample, load, parse
-from rollout.tracing.timeline import write
+from rollout.observe.recorder import STATES
+from rollout.observe.timeline import Interval, ReadTrace, TracedEngine, TracedSample, load, parse, write
 
 WIDTH = 120
 TAIL_SHARE = 0.25
