@@ -204,7 +204,7 @@ for current in {["rollout", *present]!r}:
         ("rollout/config.py", "CoordinatorConfig"),
         ("rollout/config.py", "ServerConfig"),
         ("rollout/sampling_params.py", "SamplingParams"),
-        ("rollout/distributed/client/submission.py", "RequestOptions"),
+        ("rollout/distributed/client/session.py", "RequestOptions"),
     ],
 )
 def test_every_option_has_a_line_of_documentation_under_it(file, name):

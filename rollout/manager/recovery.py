@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 
 from rollout.journal.journal import Journal
-from rollout.journal.reader import FinishedGroup, Place
+from rollout.journal.segment import FinishedGroup, Place
 from rollout.manager.groups import GroupLedger
 from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import DeadlineError
 from rollout.manager.backend import Backend

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.journal.reader import FinishedGroup
+from rollout.journal.segment import FinishedGroup
 from rollout.manager import checkpoint, lengths
 from rollout.manager.backend import Backend
 from rollout.manager.run_loop import RunLoop

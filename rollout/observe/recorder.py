@@ -1,10 +1,10 @@
-"""Records what the engines and the trainer of one process do, as rows in memory; at most one recorder at a time.
+"""Records what the engines and the trainer of one process do, as rows in memory, and the lives of samples.
 
     Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, ended samples, control calls of one engine
     manager phases, `span`, `mark`  → TraceRecorder             what happens around the engines
 
-The process has one recorder because a trace is of a process: engines that are built while it is on are in it too. Appends
-to lists only, so that any thread may report. After `MAX_ROWS` steps or samples the rest is counted, not kept.
+A trace is of a process: engines that are built while it is on are in it too. Appends to lists only, so that any thread
+may report. After `MAX_ROWS` steps or samples the rest is counted, not kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL = "waiting", "prefill", "decode", "preempted", "held", "tool"
 STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL)
-"""In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV, and the
-engine stands still; it has ended, and its episode waits for a tool."""
+"""In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV and the
+engine makes no steps; it has ended and its episode waits for a tool.
+"""
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class EngineLog:
         self._marks: list[float] = []
 
     def step_begins(self, tokens_saved: int) -> None:
-        """A step begins, with `prefill_tokens_saved`; `step_reached` and `step_ends` follow, unless it is empty or fails."""
+        """A step begins; `step_reached` and `step_ends` follow, unless it is empty or fails."""
         self._marks = [self.clock()]
         if not self.steps:
             self.saved_before = tokens_saved
@@ -329,11 +330,7 @@ class EngineTap:
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
-    """Begin to record in this process.
-
-    Raises:
-        EngineStateError: a trace is being recorded already.
-    """
+    """Begin to record in this process; `EngineStateError` if a trace is being recorded already."""
     with _switching:
         if _active.recorder is not None:
             raise EngineStateError(

@@ -1,7 +1,7 @@
-"""The log of a training run: one JSON line per step with metrics, rewards, staleness, and its slowest and stalest samples.
+"""The log of a training run, `<folder>/run.jsonl`: a line per step with metrics, rewards, staleness, slowest and
+stalest samples.
 
-folder/run.jsonl      the steps, appended; a line that a crash has cut off is skipped when read
-folder/report.html    made of it by `report`
+A line that a crash has cut off is skipped when read; `report` makes `report.html` of it.
 """
 
 from __future__ import annotations
@@ -88,10 +88,8 @@ class RunLog:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Title and steps of a run, the last line of each step's number.
-
-    Raises:
-        ConfigError: there is no log in the folder, or no step in it.
+    """Return the title and steps of a run, the last line of each step's number; `ConfigError` without a log or any
+    step.
     """
     path = Path(folder) / FILE
     try:
@@ -149,8 +147,7 @@ def _sample(
 def version_runs(batch: Any, index: int, tokenizer: Any) -> list[tuple[int, int, str]]:
     """Return (version, number of tokens, text) of each run of completion tokens that one policy version sampled.
 
-    Args:
-        tokenizer: decodes the runs; None: their ids, with a space behind each.
+    Without a tokenizer the text is their ids, with a space behind each.
     """
     request = batch.requests[index]
     prompt, runs, begin = len(request.prompt_tokens), [], 0

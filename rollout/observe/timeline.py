@@ -1,7 +1,7 @@
-"""Turns recorded rows into trace events, and writes them: the JSON that Perfetto and Chrome's tracing open.
+"""Turns recorded rows into trace events, the JSON that Perfetto and Chrome open; writes them and reads them back.
 
-One process per engine, with tracks for the trainer, the engine's control calls and its steps, counters, and one track per
-sample. Times in the file are microseconds since the start of rank 0's trace.
+One process per engine, with tracks for the trainer, the engine's control calls and its steps, counters, and one track
+per sample. Times in the file are microseconds since the start of rank 0's trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from rollout.observe.recorder import DECODE, HELD, PREFILL, TOOL, EngineLog, Lif
 
 FORMAT = "rollout-trace-1"
 Event = dict[str, Any]
-
 TRAINER, ENGINE, STEPS, PARTS, OTHER, SAMPLES = 1, 2, 3, 4, 5, 100
 """Track numbers within a process; other tracks follow `OTHER`, samples follow `SAMPLES`."""
 RANKS_FROM = 10
@@ -28,12 +27,7 @@ ENGINES_PER_RANK = 100
 
 
 def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
-    """The trace of one process as plain values, ready for `json`.
-
-    Args:
-        recorder: finished.
-        rank: of this process in its job.
-    """
+    """Return the trace of one process as plain values, ready for `json`, from a finished recorder."""
     base = recorder.started
     engines = recorder.engines or [EngineLog(recorder.clock, "none")]
     events: list[Event] = []
@@ -53,11 +47,7 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One trace of all ranks, by the clocks of their hosts.
-
-    Args:
-        traces: from `timeline`; the start of the first one is time 0.
-    """
+    """Return one trace of all ranks, by the clocks of their hosts; the start of the first one is time 0."""
     first = traces[0]["otherData"]
     events: list[Event] = []
     end_s = 0.0
@@ -75,11 +65,7 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a trace in one move; a name that ends in `.gz` is compressed (Perfetto opens that too).
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a trace in one move, compressed if the name ends in `.gz`; `ConfigError` if it cannot be written."""
     target = Path(path)
     data = json.dumps(trace, separators=(",", ":")).encode()
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -288,7 +274,7 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
     """Read one trace file, or those of several ranks; see `merged`.
 
     Raises:
-        ConfigError: a file is missing, no trace of this package, or damaged; names it. Or two are of the same rank.
+        ConfigError: a file is missing, damaged or not a trace of this package; names it. Or two are of the same rank.
     """
     return parse(load(paths), str(paths[0]))
 
@@ -318,11 +304,7 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse(trace: dict[str, Any], name: str = "trace") -> ReadTrace:
-    """Group the events of a trace by engine and sample.
-
-    Raises:
-        ConfigError: an event lacks a field.
-    """
+    """Group the events of a trace by engine and sample; `ConfigError` if an event lacks a field."""
     engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
     samples: list[tuple[tuple[int, int], dict[str, Any], float, float]] = []
     states: dict[tuple[int, int], list[Interval]] = defaultdict(list)

@@ -30,7 +30,7 @@ from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
-from rollout.distributed.job.job_secret import SECRET
+from rollout.distributed.job.job_coordinator import SECRET
 from rollout.distributed.protocol.messages import BarrierDone, Message
 from rollout.errors import (
     ConfigError,

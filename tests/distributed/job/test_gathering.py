@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.errors import DeadlineError
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.requests import MAX_KNOWN_BYTES, ClientPeer, OpenRequest
 from rollout.distributed.protocol.messages import Assign, Stretch
-from rollout.distributed.protocol.partial import ENTRIES_TOGETHER
+from rollout.distributed.protocol.stretch import ENTRIES_TOGETHER
 from rollout.errors import SerializationError
 from tests.distributed.coordinator.job import int32, stretch
 
