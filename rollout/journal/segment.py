@@ -452,10 +452,7 @@ def _decode_key(plain: object) -> bytes:
     return plain
 
 
-_FIELDS = {
-    "key": Codec(OPAQUE.encode, _decode_key),
-    "samples": list_of(REQUEST),
-}
+_FIELDS = {"key": Codec(OPAQUE.encode, _decode_key), "samples": list_of(REQUEST)}
 
 
 def _what(gap: Gap) -> str:

@@ -175,10 +175,7 @@ class InferenceClient:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestFuture:
         """Submit a group of n samples of a prompt; cancelling the future aborts it.
 
@@ -194,10 +191,7 @@ class InferenceClient:
         return self._future(self.open_group(prompt, sampling_params, wanted=None, **options))
 
     def add_request_streaming(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestStream[Delta]:
         """Submit a group and stream its deltas, every `interval` tokens (default 1); raises as `add_request` does."""
         options.setdefault("interval", 1)
@@ -224,12 +218,7 @@ class InferenceClient:
         `ClientSession.submit`.
         """
         self._refuse_unless_connected()
-        return self._session.submit(
-            prompt,
-            sampling_params or _DEFAULT_PARAMS,
-            wanted=wanted,
-            **options,
-        )
+        return self._session.submit(prompt, sampling_params or _DEFAULT_PARAMS, wanted=wanted, **options)
 
     def _abort(self, request_id: int) -> None:
         if self.connected:

@@ -36,6 +36,11 @@ class Link:
         """Whether the coordinator has accepted the rank and the session is not ending."""
         return self.session.entered and not self.cut
 
+    def transmit(self, message: wire.Message) -> None:
+        """Send a message unless the connection was closed meanwhile; on the loop's thread."""
+        if self.dealer.is_open:
+            self.dealer.send(message)
+
     def put(self, item: wire.Message | ConnectionLostError) -> None:
         """Queue a message, or the loss of the connection."""
         self.cut = self.cut or isinstance(item, ConnectionLostError)

@@ -274,7 +274,7 @@ class EngineWorker:
 
     def _send(self, link: Link, message: Message) -> None:
         if not link.cut:
-            self._its_loop().call_soon(lambda: link.dealer.is_open and link.dealer.send(message))
+            self._its_loop().call_soon(link.transmit, message)
 
     # --- on the apply thread ----------------------------------------------------------------------------------------
 
@@ -322,12 +322,7 @@ class EngineWorker:
         return None
 
     def _report(
-        self,
-        link: Link,
-        ended: list[DynamicInferenceRequestRecord],
-        *,
-        steps: int = 0,
-        everything: bool = False,
+        self, link: Link, ended: list[DynamicInferenceRequestRecord], *, steps: int = 0, everything: bool = False
     ) -> None:
         self._ended += link.session.report(ended, steps=steps, everything=everything)
 

@@ -13,7 +13,6 @@ import pytest
 
 from rollout.distributed.client import client as client_module
 from rollout.distributed.client.client import InferenceClient
-from rollout.distributed.client.futures import Delta
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.errors import (
@@ -183,19 +182,6 @@ async def test_calls_before_start_say_so():
 
 
 @asynchronous
-async def test_many_futures_all_complete():
-    async with connected() as (client, _):
-        futures = [client.add_request(PROMPT, SamplingParams(n=3)) for _ in range(200)]
-        results = await asyncio.gather(*futures)
-    assert [len(result) for result in results] == [3] * 200
-    assert [result[0].request_id for result in results] == list(range(200))
-    for request in results[7]:
-        assert isinstance(request, DynamicInferenceRequest)
-        assert request.succeeded()
-        assert (request.prompt_tokens, request.generated_tokens) == (PROMPT, [10, 11, 12, 13])
-
-
-@asynchronous
 async def test_results_are_plain_dicts_where_nothing_is_to_be_deserialized():
     async with connected(deserialize=False) as (client, _):
         result = await client.add_request("three", SamplingParams(n=2))
@@ -313,36 +299,6 @@ async def test_the_interval_is_asked_for_and_deltas_come_in_such_pieces():
         stream = client.add_request_streaming(PROMPT, interval=3)
         assert [delta.token_ids async for delta in stream] == [[10, 11, 12], [13]]
         assert (await heard(fake))[2].interval == 3
-
-
-@asynchronous
-async def test_a_sample_that_starts_afresh_says_so():
-    async with connected(only()) as (client, fake):
-        stream = client.add_request_streaming(PROMPT)
-        await heard(fake)
-        peer = fake.peers[0]
-        fake.say(peer, part(0, 1, 0, [1, 2], last=False), part(0, 1, 0, [], last=False, version=1))
-        fake.say(peer, part(0, 1, 0, [5], last=False, version=1), part(0, 1, 1, [6], last=True, version=1))
-        deltas = [delta async for delta in stream]
-        assert deltas == [
-            Delta(0, [1, 2], [-0.5, -0.5], [0, 0], False),
-            Delta(0, [], [], [], True),
-            Delta(0, [5], [-0.5], [1], False),
-            Delta(0, [6], [-0.5], [1], False),
-        ]
-        assert stream.result[0].generated_tokens == [5, 6]
-
-
-@asynchronous
-async def test_news_of_an_unknown_request_are_dropped():
-    async with connected() as (client, fake):
-        fake.say(
-            fake.peers[0],
-            part(99, 1, 0, [1], last=True),
-            wire.RequestFailed(98, "RankLostError", "?"),
-            wire.Accepted(97, b""),
-        )
-        assert await client.add_request(PROMPT)
 
 
 @asynchronous
@@ -473,13 +429,6 @@ async def test_a_coordinator_that_does_not_answer_a_call_is_a_deadline(monkeypat
         assert await client.add_request(PROMPT)
 
 
-@asynchronous
-async def test_calls_at_the_same_time_get_their_own_answers():
-    async with connected() as (client, _):
-        await asyncio.gather(*(client.barrier(index) for index in range(20)), client.pause_engines(), client.status())
-        assert client.state is CoordinatorState.PAUSED
-
-
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -516,29 +465,6 @@ async def test_stop_fails_what_is_open_by_name_and_is_harmless_when_repeated():
         await every_call(client)
         while not isinstance((await heard(fake))[2], wire.Disconnect):
             pass
-
-
-@pytest.mark.parametrize("farewell", [wire.Disconnect("shutdown"), wire.Refused("unknown_peer", "who", over=True)])
-@asynchronous
-async def test_when_the_coordinator_leaves_everything_fails_at_once(farewell):
-    async with connected(only()) as (client, fake):
-        future = client.add_request(PROMPT)
-        await heard(fake)
-        fake.say(fake.peers[0], part(0, 1, 0, [7], last=False), farewell)
-        with pytest.raises(ConnectionLostError, match=r"request 0: .*(shutdown|unknown_peer)"):
-            await future
-        assert future.group.known()[0].counts == [1]
-        await every_call(client)
-
-
-@asynchronous
-async def test_what_contradicts_the_record_ends_the_connection():
-    async with connected(only()) as (client, fake):
-        future = client.add_request(PROMPT)
-        await heard(fake)
-        fake.say(fake.peers[0], part(0, 1, 5, [7], last=False))
-        with pytest.raises(ConnectionLostError, match="sample 0 continues at token 5: must be 0 or 0"):
-            await future
 
 
 @asynchronous

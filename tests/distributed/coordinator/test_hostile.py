@@ -348,36 +348,6 @@ def test_any_value_that_msgpack_can_say_is_refused_and_harms_nobody(site, frames
 # --- what a session may not do ------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_talks_like_a_rank_and_the_reverse_are_refused_and_go_on(site):
-    client, rank = connect(site.address, "client"), RawPeer(site.address)
-    rank.say(wire.Register(wire.PROTOCOL_VERSION, "unready", 1, BLOCK_SIZE, "running", 0))
-    for message in (
-        wire.Progress([]),
-        wire.Decline(0, 0, "x", "y"),
-        wire.CommandAck(0, "running", 0),
-        wire.EngineMoved("paused", 9),
-    ):
-        client.say(message)
-        assert client.hear(wire.Refused).code == "not_yours"
-    for message in (submit(0), wire.Abort(0), wire.Control(0, "pause", None, 1.0), wire.Shutdown()):
-        rank.say(message)
-        assert rank.hear(wire.Refused).code == "not_yours"
-    for message in (
-        wire.Assign(0, 0, [0], b"", b"", 0, 0, 0.0, 0, []),
-        wire.Cancel(0, 0),
-        wire.Update([]),
-        wire.Accepted(0, b""),
-    ):
-        for peer in (client, rank):
-            peer.say(message)
-            assert peer.hear(wire.Refused).code == "not_yours"
-    table = status(client)
-    assert table["state"] == "running"
-    assert "client" in [each["name"] for each in table["clients"]]
-    client.say(submit(0))
-    answer(client, 0)
-
-
 def test_nobody_ends_or_answers_the_requests_of_others(site):
     config = CoordinatorConfig(heartbeat_timeout_s=600.0)
     handle = launch_coordinator(config)
@@ -399,16 +369,6 @@ def test_nobody_ends_or_answers_the_requests_of_others(site):
             assert np.frombuffer(stretch.token_ids, "<i4").tolist() == [7, 8]
     finally:
         handle.kill()
-
-
-@pytest.mark.parametrize("version", [0, wire.PROTOCOL_VERSION + 1, 2**62])
-def test_another_version_is_told_which_side_to_upgrade(site, version):
-    for hello in (wire.Connect(version, "x"), wire.Register(version, "x", 1, BLOCK_SIZE, "running", 0)):
-        peer = RawPeer(site.address)
-        peer.say(hello)
-        refusal = peer.hear(wire.Refused)
-        assert (refusal.code, refusal.over) == ("version", True)
-        assert f"upgrade {'this side' if version < wire.PROTOCOL_VERSION else 'the coordinator'}" in refusal.text
 
 
 # --- too much -----------------------------------------------------------------------------------------------------------
@@ -476,15 +436,3 @@ def test_a_stranger_that_floods_garbage_and_never_reads_costs_nobody_anything(si
         stranger.socket.send_multipart(garbage)
         site.serves()
     site.check()
-
-
-def test_a_client_has_only_so_many_requests_open(site):
-    handle = launch_coordinator(CoordinatorConfig(max_open_requests=10, heartbeat_timeout_s=600.0))
-    try:
-        client = connect(handle.address)
-        client.say(*(submit(request_id) for request_id in range(12)))
-        status(client)
-        refused = [(each.request_id, each.error) for each in client.heard if hasattr(each, "error")]
-        assert refused == [(10, "QueueFullError"), (11, "QueueFullError")]
-    finally:
-        handle.kill()

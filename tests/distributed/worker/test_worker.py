@@ -20,7 +20,7 @@ from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, 
 from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 from tests.distributed.worker.rank_sessions import assign, put_together, undisturbed
-from tests.engines import at_random, gated, greedily, make_engine, token_ids
+from tests.engines import gated, greedily, make_engine, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -188,48 +188,6 @@ def test_a_loop_that_was_lent_is_not_closed() -> None:
 # --- work -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [greedily(9, n=3), at_random(9, n=3, logprobs=1)])
-def test_a_group_is_computed_and_told(params: Any) -> None:
-    alone = undisturbed(token_ids(7), params)
-    with serving() as (coordinator, _):
-        coordinator.tell(assign(token_ids(7), params))
-        told = put_together(coordinator.hear_stretches(3))
-    assert {index: each.tokens for index, each in told.items()} == {
-        index: request.generated_tokens for index, request in alone.items()
-    }
-
-
-def test_work_goes_on_from_known_tokens_of_another_rank() -> None:
-    params = at_random(12, n=2)
-    alone = undisturbed(token_ids(7), params)
-    with serving() as (coordinator, _):
-        coordinator.tell(assign(token_ids(7), params, interval=1))
-        known = [s for s in coordinator.hear_stretches(2) if not s.ended()][:5]
-    with serving() as (coordinator, _):
-        coordinator.tell(assign(token_ids(7), params, attempt=2, known=known))
-        told = put_together(coordinator.hear_stretches(2), put_together(known))
-    assert all(sample.tokens == alone[index].generated_tokens for index, sample in told.items())
-
-
-def test_many_requests_that_come_together_are_all_told() -> None:
-    with serving() as (coordinator, worker):
-        coordinator.tell(
-            *(assign(token_ids(5, n), greedily(3, n=2), attempt=n, request_id=n) for n in range(40)),
-            assign([5000], greedily(3), attempt=99, request_id=99),
-        )
-        stretches = coordinator.hear_stretches(80)
-        assert {(each.request_id, each.attempt) for each in stretches} == {(n, n) for n in range(40)}
-        assert worker.engine.context.allocator.num_used == 0
-
-
-def test_a_request_that_cannot_be_served_is_declined() -> None:
-    with serving() as (coordinator, _):
-        coordinator.tell(assign([5000], greedily(3)))
-        declined = coordinator.hear(wire.Decline)
-        assert isinstance(declined, wire.Decline)
-        assert (declined.request_id, declined.attempt, declined.error) == (0, 1, "InvalidRequestError")
-
-
 def test_a_cancel_frees_the_blocks_also_while_nobody_steps() -> None:
     with serving(run=False) as (coordinator, worker):
         coordinator.tell(assign(token_ids(9), greedily(30, n=2)))
@@ -319,18 +277,6 @@ def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping(
         coordinator.tell(wire.Command(3, "unpause", None))
         assert coordinator.hear(wire.CommandAck) == wire.CommandAck(3, "running", 1, None)
         coordinator.hear_stretches(1)
-
-
-def test_what_comes_while_suspended_runs_after_the_unpause() -> None:
-    with serving() as (coordinator, worker):
-        coordinator.tell(wire.Command(1, "pause", None), wire.Command(2, "suspend", "offload"))
-        coordinator.tell(assign(token_ids(7), greedily(4)))
-        assert [coordinator.hear(wire.CommandAck) for _ in range(2)][1] == wire.CommandAck(2, "suspended", 0, None)
-        wait_until(lambda: worker.engine.has_unfinished, worker)
-        assert worker.engine.inspection.counters["steps"] == 0
-        coordinator.tell(wire.Command(3, "resume", None), wire.Command(4, "unpause", None))
-        told = put_together(coordinator.hear_stretches(1))
-        assert told[0].tokens == undisturbed(token_ids(7), greedily(4))[0].generated_tokens
 
 
 def test_whoever_stopped_the_engine_is_known() -> None:

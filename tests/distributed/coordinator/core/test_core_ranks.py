@@ -20,14 +20,6 @@ def test_a_rank_gets_nothing_before_it_is_ready_and_then_what_waits():
     assert rank.assigned().request_id == 0
 
 
-def test_a_rank_that_is_lost_before_it_is_ready_holds_nobody_up():
-    job = Job()
-    client, ready = job.client(), job.rank("b")
-    lose(job, job.rank("a", ready=False))
-    client.submit()
-    assert ready.assigned().request_id == 0
-
-
 def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
     job = Job()
     client = job.client()
@@ -53,20 +45,6 @@ def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
     assert row.starts == [3, 2]
 
 
-def test_what_a_given_up_rank_still_says_is_not_believed():
-    job = Job()
-    client = job.client()
-    first, second = job.rank("a"), job.rank("b")
-    client.submit()
-    assign = first.assigned()
-    lose(job, first)
-    second.assigned()
-    first.finish(assign)
-    assert first.hear(wire.Refused).code == "unknown_peer"
-    second.finish(assign)
-    assert client.quiet()
-
-
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -89,20 +67,6 @@ def test_a_rank_whose_tokens_do_not_follow_is_given_up_and_another_goes_on(rows,
     assert client.quiet()
     again = second.assigned()
     assert again.known[0].token_ids == int32(8)
-
-
-def test_a_sample_that_starts_afresh_goes_on_from_there_alone():
-    job = Job()
-    client = job.client()
-    first, second = job.rank("a"), job.rank("b")
-    client.submit()
-    assign = first.assigned()
-    first.progress(stretch(assign, {0: (0, [1, 2, 3])}))
-    first.progress(stretch(assign, {0: (0, [4])}))
-    first.progress(stretch(assign, {0: (1, [5])}))
-    lose(job, first)
-    (known,) = second.assigned().known
-    assert (known.starts, known.token_ids) == ([0], int32(4, 5))
 
 
 def test_an_engine_that_refuses_a_request_ends_that_one_alone():
@@ -177,22 +141,6 @@ def test_tokens_that_are_too_new_for_every_rank_fail_by_name_in_the_end():
     assert client.quiet()
     job.wait(2.0)
     assert "no rank has reached policy version 3" in client.failed("RequestTimeoutError").text
-    assert old.quiet()
-
-
-def test_what_is_aborted_while_it_waits_for_a_version_is_forgotten():
-    job = Job(no_rank_timeout_s=20.0)
-    client = job.client()
-    new, old = job.rank("new"), job.rank("old")
-    client.submit()
-    new.progress(stretch(new.assigned(), {0: (0, [1])}, version=3))
-    lose(job, new)
-    client.say(wire.Abort(0))
-    client.heard.clear()
-    assert job.core.status()["queued_samples"] == 0
-    job.wait(25.0)
-    old.say(wire.EngineMoved("running", 3))
-    assert client.quiet()
     assert old.quiet()
 
 
@@ -323,21 +271,6 @@ def test_what_is_held_for_a_rank_that_stays_behind_goes_to_one_that_has_the_weig
     assert new.assigned().request_id == 1
     assert old.quiet()
     assert job.core.status()["ranks"][1]["assigned_samples"] == 0
-
-
-def test_what_is_held_for_a_rank_is_aborted_and_lost_without_a_word_to_it():
-    job = Job(max_rank_losses=1)
-    client = job.client()
-    old, new = job.rank("old"), job.rank("new", version=1)
-    for _ in range(4):
-        client.submit(min_policy_version=1)
-    assert new.assigned_ids() == [0, 3]
-    client.say(wire.Abort(1))
-    client.failed("RequestAbortedError")
-    assert old.quiet()
-    lose(job, old)
-    assert client.quiet()
-    assert new.assigned_ids() == [2]
 
 
 def test_what_is_held_waits_for_another_rank_when_the_only_one_that_had_the_weights_is_lost():

@@ -98,18 +98,6 @@ def test_a_lost_frame_ends_the_session_and_what_it_had_goes_on_elsewhere_at_once
     assert second.assigned().request_id == 0
 
 
-def test_a_frame_that_cannot_be_read_does_not_cost_the_session():
-    job = Job()
-    client = job.client()
-    job.core.unreadable(client.identity, "it is no msgpack")
-    client.said += 1
-    job.carry()
-    refusal = client.hear(wire.Refused)
-    assert (refusal.code, refusal.text, refusal.over) == ("malformed", "it is no msgpack", False)
-    client.submit()
-    assert job.rank().assigned().request_id == 0
-
-
 def test_a_frame_of_a_stranger_that_cannot_be_read_is_answered():
     job = Job()
     stranger = Line(job, b"stranger")
@@ -153,17 +141,6 @@ def test_a_silent_rank_is_given_up_and_its_work_goes_elsewhere():
     assert second.assigned().request_id == 0
 
 
-def test_a_silent_client_is_given_up_and_its_requests_are_aborted():
-    job = Job(heartbeat_timeout_s=10.0)
-    client, rank = job.client(), job.rank()
-    client.submit()
-    assign = rank.assigned()
-    job.wait(11.0, silent=[client])
-    assert client.hear(wire.Refused).code == "silent"
-    assert rank.hear(wire.Cancel) == wire.Cancel(assign.request_id, assign.attempt)
-    assert job.core.router.pending("rank") == 0
-
-
 def test_when_the_coordinator_itself_stood_still_nobody_is_given_up_for_its_silence():
     job = Job(heartbeat_timeout_s=10.0)
     client, rank = job.client(), job.rank()
@@ -188,16 +165,6 @@ def test_a_new_process_of_the_same_name_replaces_a_rank_and_takes_up_its_work():
     assert old.is_gone()
     assert new.assigned().request_id == 0
     assert job.core.router.ranks == ("a",)
-
-
-def test_when_a_rank_is_replaced_the_others_take_up_its_work_at_once():
-    job = Job()
-    client = job.client()
-    old, other = job.rank("a"), job.rank("b")
-    client.submit()
-    old.assigned()
-    job.rank("a", ready=False)
-    assert other.assigned().request_id == 0
 
 
 def test_a_member_is_replaced_by_name_and_other_clients_may_share_one():
