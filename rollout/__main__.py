@@ -86,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif command == "doctor":
             _doctor(rest)
         elif command == "trace":
-            from rollout.tracing.summary import main as trace
+            from rollout.observe.summary import main as trace
 
             trace(rest)
         elif command == "top":
-            from rollout.reporting.top import main as top
+            from rollout.distributed.client.top import main as top
 
             top(rest)
         else:

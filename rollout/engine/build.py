@@ -51,9 +51,9 @@ from rollout.engine.training.paged_forward import run_exactly
 from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
+from rollout.observe.recorder import EngineTap
 from rollout.state import KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred
-from rollout.tracing.recorder import EngineTap
 
 CUDA_STEP_TOKENS = 8192
 """`InferenceConfig.max_tokens_per_step` on CUDA, if it is None."""

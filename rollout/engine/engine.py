@@ -39,6 +39,7 @@ from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import RequestError, UnsupportedModelError
+from rollout.observe.recorder import EngineTap
 from rollout.requests.delta import SampleDelta
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -48,7 +49,6 @@ from rollout.state import EngineState, Mode
 from rollout.threads.diagnosis import answer_signal, watch
 from rollout.threads.interrupts import interruptible, uninterrupted
 from rollout.threads.turns import Turns
-from rollout.tracing.recorder import EngineTap
 
 
 class DynamicInferenceEngine:
@@ -82,7 +82,7 @@ class DynamicInferenceEngine:
         """The state machine, and the lock of the step boundary."""
         self.turns = Turns(refuse_inside_forward)
         """One is taken by every caller that steps until requests have ended."""
-        self.tap = EngineTap(self, clock)
+        self.tap = EngineTap(clock, lambda: self.inspection.traced_state(), lambda: self.inspection.traced_records())
         """Tells a trace of this process what the engine does."""
         with plain_tensors():
             self.guard = WeightsGuard(model, config, self.lifecycle.locked)

@@ -26,7 +26,7 @@ from torch import nn
 
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.distributed.client.client import InferenceClient
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine

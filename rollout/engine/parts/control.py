@@ -23,11 +23,11 @@ from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.folder import load_weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
+from rollout.observe.recorder import EngineTap
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import MAX_VERSION
 from rollout.sampling_params import SamplingParams
 from rollout.state import ControlSignal, FinishReason, KVCacheManagementMode, Mode, Status
-from rollout.tracing.recorder import EngineTap
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import EngineDeadError, EngineStateError
+from rollout.observe.recorder import EngineLog, EngineTap
 from rollout.threads.fair_lock import FairLock
-from rollout.tracing.recorder import EngineLog, EngineTap
 
 
 @dataclass(eq=False)

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from rollout.tracing.lives import STATES
-from rollout.tracing.reading import Interval, ReadTrace, TracedEngine, TracedSample, load, parse
-from rollout.tracing.timeline import write
+from rollout.observe.recorder import STATES
+from rollout.observe.timeline import Interval, ReadTrace, TracedEngine, TracedSample, load, parse, write
 
 WIDTH = 120
 TAIL_SHARE = 0.25
@@ -21,12 +20,7 @@ TAIL_SHARE = 0.25
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `rollout trace`.
-
-    Raises:
-        ConfigError: a file cannot be read, or written.
-        SystemExit: --help, or arguments that cannot be parsed.
-    """
+    """Run `rollout trace`; `ConfigError` if a file cannot be read or written."""
     parser = argparse.ArgumentParser("rollout trace", description="Summarise a timeline that rollout.trace() wrote.")
     parser.add_argument("file", nargs="+", help="a trace, or those of all ranks of a job")
     parser.add_argument("--slowest", type=int, default=5, metavar="N", help="samples whose lives are told (default: 5)")
@@ -41,11 +35,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def summary(trace: ReadTrace, slowest: int = 5) -> str:
-    """The text, lines of at most 120 characters.
-
-    Args:
-        slowest: number of samples per engine whose lives are told.
-    """
+    """Return the text, lines of at most 120 characters, with the lives of the `slowest` samples per engine."""
     lines = [f"{trace.duration_s:.3f} s traced"]
     if trace.dropped:
         lines.append(f"{trace.dropped} rows beyond the limit are missing: trace a shorter block")

@@ -1,10 +1,10 @@
-"""Records what the engines and the trainer of one process do, as rows in memory; at most one recorder at a time.
+"""Records what the engines and the trainer of one process do, as rows in memory, and the lives of samples.
 
     Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, ended samples, control calls of one engine
     manager phases, `span`, `mark`  → TraceRecorder             what happens around the engines
 
-The process has one recorder because a trace is of a process: engines that are built while it is on are in it too. Appends
-to lists only, so that any thread may report. After `MAX_ROWS` steps or samples the rest is counted, not kept.
+A trace is of a process: engines that are built while it is on are in it too. Appends to lists only, so that any thread
+may report. After `MAX_ROWS` steps or samples the rest is counted, not kept.
 """
 
 from __future__ import annotations
@@ -14,13 +14,116 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.errors import EngineStateError
-from rollout.tracing.lives import Life, life_of
+from rollout.requests.events import DynamicInferenceEventType
 
 if TYPE_CHECKING:
     from rollout.requests.record import DynamicInferenceRequestRecord
+    from rollout.requests.request import DynamicInferenceRequest
+
+
+WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL = "waiting", "prefill", "decode", "preempted", "held", "tool"
+STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL)
+"""In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV and the
+engine makes no steps; it has ended and its episode waits for a tool.
+"""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One sample.
+
+    Attributes:
+        request_id, sample_index: of the engine.
+        states: (state, start, end) in order of time, seconds by the engine's clock.
+        versions: (time, policy version) of its first token and of every change of version.
+        prompt_tokens, tokens: lengths of prompt and completion.
+        cached_tokens: prompt tokens whose KV came from the prefix cache at its first admission.
+        finish: value of the `FinishReason`; "unfinished" at the end of the trace.
+    """
+
+    request_id: int
+    sample_index: int
+    states: tuple[tuple[str, float, float], ...]
+    versions: tuple[tuple[float, int], ...]
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int
+    finish: str
+
+    @property
+    def start(self) -> float:
+        """Seconds of its arrival."""
+        return self.states[0][1]
+
+    @property
+    def end(self) -> float:
+        """Seconds of its end, or of the trace's."""
+        return self.states[-1][2]
+
+
+def life_of(record: DynamicInferenceRequestRecord, until: float) -> Life:
+    """Life of a sample; one that has not ended lives `until` that time."""
+    first, last = record[0], record[-1]
+    at, state = first.arrival_time, WAITING
+    states: list[tuple[str, float, float]] = []
+    versions: list[tuple[float, int]] = []
+    for segment in record:
+        first_token = None if segment.ttft is None else segment.arrival_time + segment.ttft
+        for event in segment.events:
+            following = _FOLLOWS.get(event.type)
+            if following is None:
+                continue
+            at = _close(states, state, at, event.timestamp, first_token)
+            state = following
+        if first_token is not None:
+            _add_versions(versions, segment, first_token)
+            if state == PREFILL:
+                at = _close(states, state, at, first_token, None)
+                state = DECODE
+    if state:
+        _close(states, state, at, max(until, at), None)
+    return Life(
+        record.request_id, record.sample_index, tuple(states), tuple(versions), len(first.prompt_tokens),
+        sum(len(segment.generated_tokens) for segment in record), first.num_cached_tokens,
+        "unfinished" if last.finish_reason is None else last.finish_reason.value,
+    )  # fmt: skip
+
+
+_FOLLOWS = {
+    DynamicInferenceEventType.ADD_CONTEXT: PREFILL,
+    DynamicInferenceEventType.EVICT: PREEMPTED,
+    DynamicInferenceEventType.FINISH: "",
+    DynamicInferenceEventType.FAIL: "",
+}
+
+
+def _close(
+    states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
+) -> float:
+    """Append `state`, in two parts where a prefill has led to a first token; returns its end, at least `start`."""
+    end = max(start, end)
+    if state == PREFILL and first_token is not None and start <= first_token < end:
+        states.append((PREFILL, start, first_token))
+        state, start = DECODE, first_token
+    if state:
+        states.append((state, start, end))
+    return end
+
+
+def _add_versions(versions: list[tuple[float, int]], segment: DynamicInferenceRequest, first_token: float) -> None:
+    position, prompt = 0, len(segment.prompt_tokens)
+    for version, count in segment.policy_spans.runs:
+        begin, position = position, position + count
+        if position <= prompt:
+            continue
+        token = max(0, begin - prompt)
+        if not versions or versions[-1][1] != version:
+            versions.append((first_token + sum(segment.tpot[:token]), version))
+
 
 MAX_ROWS = 500_000
 """Steps, samples, and spans that are kept, each."""
@@ -60,24 +163,6 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
 
-class TracedState(Protocol):
-    """What a recorder reads of an engine when it begins and ends."""
-
-    def traced_state(self) -> str:
-        """Value of the `EngineState`."""
-
-    def traced_records(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of the unfinished samples, brought up to date; called at the end of a trace."""
-
-
-class TracedEngine(Protocol):
-    """An engine that can be traced."""
-
-    @property
-    def inspection(self) -> TracedState:
-        """Its present state; another object after the engine was rebuilt."""
-
-
 class EngineLog:
     """Rows of one engine.
 
@@ -103,7 +188,7 @@ class EngineLog:
         self._marks: list[float] = []
 
     def step_begins(self, tokens_saved: int) -> None:
-        """A step begins, with `prefill_tokens_saved`; `step_reached` and `step_ends` follow, unless it is empty or fails."""
+        """A step begins; `step_reached` and `step_ends` follow, unless it is empty or fails."""
         self._marks = [self.clock()]
         if not self.steps:
             self.saved_before = tokens_saved
@@ -178,7 +263,7 @@ class TraceRecorder:
             with self._lock:
                 log = self._of_tap.get(tap)
                 if log is None:
-                    log = EngineLog(tap.clock, tap.engine.inspection.traced_state())
+                    log = EngineLog(tap.clock, tap.state())
                     self.engines.append(log)
                     self._of_tap[tap] = log
         return log
@@ -205,7 +290,7 @@ class TraceRecorder:
             self.phase(of, None, None)
         for tap, log in list(self._of_tap.items()):
             log.tools = {turn: (start, min(end, self.ended)) for turn, (start, end) in log.tools.copy().items()}
-            log.lives += [life_of(record, self.ended) for record in tap.engine.inspection.traced_records()]
+            log.lives += [life_of(record, self.ended) for record in tap.records()]
         self._of_tap.clear()
 
 
@@ -222,12 +307,20 @@ class EngineTap:
     """Where one engine reports; `log` is None while nothing is recorded.
 
     Args:
-        clock: of the engine; its events and its steps are by the same one.
+        clock: the engine's, for its events and steps.
+        state: returns the value of its `EngineState`.
+        records: brings the records of its unfinished samples up to date and returns them; called when a trace ends.
     """
 
-    def __init__(self, engine: TracedEngine, clock: Callable[[], float]) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        state: Callable[[], str],
+        records: Callable[[], list[DynamicInferenceRequestRecord]],
+    ) -> None:
         self.clock = clock
+        self.state = state
+        self.records = records
 
     @property
     def log(self) -> EngineLog | None:
@@ -237,11 +330,7 @@ class EngineTap:
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
-    """Begin to record in this process.
-
-    Raises:
-        EngineStateError: a trace is being recorded already.
-    """
+    """Begin to record in this process; `EngineStateError` if a trace is being recorded already."""
     with _switching:
         if _active.recorder is not None:
             raise EngineStateError(

@@ -14,11 +14,11 @@ import pytest
 
 from rollout.__main__ import main
 from rollout.config import CoordinatorConfig
+from rollout.distributed.client import top
+from rollout.distributed.client.top import View, _rates, read_coordinator, view_of_metrics
 from rollout.distributed.coordinator.launch import launch_coordinator
 from rollout.distributed.transport.keys import JobKeys
 from rollout.errors import ConnectionLostError
-from rollout.reporting import top
-from rollout.reporting.top import View, _rates, read_coordinator, view_of_metrics
 from rollout.sampling_params import SamplingParams
 from rollout.server.prometheus import RequestMetrics
 from tests.models import make_model
@@ -154,7 +154,7 @@ def test_an_address_that_does_not_answer_is_one_line(arguments, said, capsys):
 
 def test_the_grafana_dashboard_asks_for_metrics_that_a_server_has(metrics):
     """Histograms and replies appear with labels; a name that nothing exports would be an empty panel for ever."""
-    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    dashboard = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8"))
     exported = set(re.findall(r"^# TYPE (\w+) ", metrics, re.MULTILINE))
     exported |= {f"{name}_bucket" for name in exported}
     asked = {

@@ -14,8 +14,8 @@ import torch
 import rollout
 from rollout import RunLog, SamplingParams
 from rollout.errors import ConfigError
-from rollout.reporting import charts
-from rollout.reporting.run_log import read_log
+from rollout.observe import charts
+from rollout.observe.run_log import read_log
 from tests.models import make_model, make_tokenizer
 from tests.rollouts import make_rollout, update
 

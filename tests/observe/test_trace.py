@@ -13,11 +13,10 @@ import rollout
 from rollout import SamplingParams
 from rollout.__main__ import main
 from rollout.errors import ConfigError, EngineStateError
-from rollout.tracing import recorder
-from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL, TOOL, WAITING
-from rollout.tracing.reading import ReadTrace, load, read
-from rollout.tracing.summary import summary
-from rollout.tracing.timeline import write
+from rollout.observe import recorder
+from rollout.observe.recorder import DECODE, HELD, PREEMPTED, PREFILL, TOOL, WAITING
+from rollout.observe.summary import summary
+from rollout.observe.timeline import ReadTrace, load, read, write
 from tests.models import make_model
 from tests.rollouts import make_rollout, update
 

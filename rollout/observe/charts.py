@@ -10,14 +10,14 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
-from rollout.tracing.lives import DECODE, HELD, PREEMPTED, PREFILL
-from rollout.tracing.reading import TracedEngine, TracedSample
+from rollout.observe.recorder import DECODE, HELD, PREEMPTED, PREFILL
+from rollout.observe.timeline import TracedEngine, TracedSample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Values = Sequence[float | None]
 
+Values = Sequence[float | None]
 SIZE = (5.2, 2.3)
 """Inches of a chart over steps."""
 SLOT_COLORS = {PREFILL: "#f2a541", DECODE: "#3b82c4", HELD: "#c3ccd5", PREEMPTED: "#d9534f"}
@@ -77,11 +77,7 @@ def lines(
 
 
 def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, shares: bool = False) -> str:
-    """Return a chart of stacked areas over steps; a value of None counts as 0.
-
-    Args:
-        shares: each step's values as shares of their sum.
-    """
+    """Return a chart of stacked areas over steps; None counts as 0. `shares`: values as shares of each step's sum."""
     columns = [[value or 0.0 for value in values] for _, _, values in series]
     sums = [sum(values) for values in zip(*columns, strict=True)]
     if not any(sums):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.reporting import charts
-from rollout.reporting.run_log import read_log
-from rollout.tracing.reading import ReadTrace, read
-from rollout.tracing.summary import summary
+from rollout.observe import charts
+from rollout.observe.run_log import read_log
+from rollout.observe.summary import summary
+from rollout.observe.timeline import ReadTrace, read
 
 BLUE, ORANGE, GREEN, RED, GREY, TEAL = "#3b82c4", "#f2a541", "#4c9f70", "#d9534f", "#9aa5b1", "#3aa6a0"
 AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")

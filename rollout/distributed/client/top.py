@@ -1,7 +1,7 @@
-"""`rollout top ADDRESS`: a terminal view of a running job (its coordinator, tcp://) or of a server (http://, its /metrics).
+"""`rollout top ADDRESS`: a terminal view of a running job (its coordinator, tcp://) or of a server (http://, its
+/metrics).
 
-Reading is apart from drawing: `read_coordinator` and `read_server` make a `View`, `draw` shows one; rates are differences of
-two views.
+`read_coordinator` and `read_server` make a `View`, `draw` shows one; rates are differences of two views.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rollout.errors import ConfigError, ConnectionLostError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
 
 API_KEY = "ROLLOUT_API_KEY"
 TIMEOUT_S = 5.0
@@ -54,9 +55,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command until Ctrl-C.
 
     Raises:
-        ConfigError: the address is of no kind that is known, the keys cannot be read, or rich is not installed.
-        ConnectionLostError: nothing answers at the address.
-        DeadlineError: no coordinator answers there.
+        ConfigError: unknown kind of address, unreadable keys, or rich is not installed.
+        ConnectionLostError, DeadlineError: nothing answers at the address.
         SystemExit: --help, or arguments that cannot be parsed.
     """
     parser = argparse.ArgumentParser(
@@ -113,11 +113,7 @@ def read_coordinator(status: Mapping[str, Any], at: float) -> View:
 
 
 def read_server(address: str) -> View:
-    """View of a server's /metrics.
-
-    Raises:
-        ConnectionLostError: nothing answers there, or refuses.
-    """
+    """View of a server's /metrics; `ConnectionLostError` if nothing answers there."""
     url = address.rstrip("/") + "/metrics"
     request = urllib.request.Request(url)
     if key := os.environ.get(API_KEY):
@@ -134,7 +130,7 @@ def read_server(address: str) -> View:
 
 
 def view_of_metrics(text: str, at: float, now: float) -> View:
-    """View of a page in Prometheus' text format, of its `rollout_` metrics without labels; `now`: since the epoch."""
+    """View of a page in Prometheus' text format, from its `rollout_` metrics without labels; `now`: since the epoch."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
@@ -180,11 +176,7 @@ def _keys(path: str | None) -> JobKeys | None:
 
 
 def draw(address: str, view: View, before: View | None) -> RenderableType:
-    """The view as rich shows it.
-
-    Args:
-        before: an earlier view, for the rates; None: they are left out.
-    """
+    """Return the view as rich shows it; rates need the view `before`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

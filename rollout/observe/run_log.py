@@ -1,7 +1,7 @@
-"""The log of a training run: one JSON line per step with metrics, rewards, staleness, and its slowest and stalest samples.
+"""The log of a training run, `<folder>/run.jsonl`: a line per step with metrics, rewards, staleness, slowest and
+stalest samples.
 
-folder/run.jsonl      the steps, appended; a line that a crash has cut off is skipped when read
-folder/report.html    made of it by `report`
+A line that a crash has cut off is skipped when read; `report` makes `report.html` of it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollout.manager.batch.batch import RolloutBatch
 
 FILE = "run.jsonl"
 LONGEST_TEXT = 4000
@@ -55,7 +52,7 @@ class RunLog:
         number: int,
         metrics: Mapping[str, float],
         *,
-        batch: RolloutBatch | None = None,
+        batch: Any = None,
         rewards: Sequence[float] | Any = None,
         tokenizer: Any = None,
     ) -> None:
@@ -64,7 +61,7 @@ class RunLog:
         Args:
             number: of the step.
             metrics: `manager.metrics()` of it, and any numbers of yours.
-            batch: what it was trained on: gives staleness and samples.
+            batch: the `RolloutBatch` it was trained on, for staleness and samples; None: neither is logged.
             rewards: one number per sample of the batch: a sequence, array or tensor of N elements.
             tokenizer: decodes the samples' runs of tokens by version; None: their ids are kept.
 
@@ -91,10 +88,8 @@ class RunLog:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Title and steps of a run, the last line of each step's number.
-
-    Raises:
-        ConfigError: there is no log in the folder, or no step in it.
+    """Return the title and steps of a run, the last line of each step's number; `ConfigError` without a log or any
+    step.
     """
     path = Path(folder) / FILE
     try:
@@ -118,7 +113,7 @@ def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]
     return title, [steps[number] for number in sorted(steps)]
 
 
-def _of_batch(batch: RolloutBatch, reward: NDArray[np.float64] | None, tokenizer: Any, count: int) -> dict[str, Any]:
+def _of_batch(batch: Any, reward: NDArray[np.float64] | None, tokenizer: Any, count: int) -> dict[str, Any]:
     response = batch.response_mask.cpu().numpy()
     staleness = batch.policy_staleness.cpu().numpy()
     ages = np.bincount(np.maximum(staleness[response], 0)).tolist()
@@ -134,7 +129,7 @@ def _of_batch(batch: RolloutBatch, reward: NDArray[np.float64] | None, tokenizer
 
 
 def _sample(
-    batch: RolloutBatch, index: int, why: list[str], reward: NDArray[np.float64] | None, tokenizer: Any
+    batch: Any, index: int, why: list[str], reward: NDArray[np.float64] | None, tokenizer: Any
 ) -> dict[str, Any]:
     request = batch.requests[index]
     runs = [[version, count, text[:LONGEST_TEXT]] for version, count, text in version_runs(batch, index, tokenizer)]
@@ -149,11 +144,10 @@ def _sample(
     }  # fmt: skip
 
 
-def version_runs(batch: RolloutBatch, index: int, tokenizer: Any) -> list[tuple[int, int, str]]:
+def version_runs(batch: Any, index: int, tokenizer: Any) -> list[tuple[int, int, str]]:
     """Return (version, number of tokens, text) of each run of completion tokens that one policy version sampled.
 
-    Args:
-        tokenizer: decodes the runs; None: their ids, with a space behind each.
+    Without a tokenizer the text is their ids, with a space behind each.
     """
     request = batch.requests[index]
     prompt, runs, begin = len(request.prompt_tokens), [], 0

@@ -1,7 +1,7 @@
-"""Turns recorded rows into trace events, and writes them: the JSON that Perfetto and Chrome's tracing open.
+"""Turns recorded rows into trace events, the JSON that Perfetto and Chrome open; writes them and reads them back.
 
-One process per engine, with tracks for the trainer, the engine's control calls and its steps, counters, and one track per
-sample. Times in the file are microseconds since the start of rank 0's trace.
+One process per engine, with tracks for the trainer, the engine's control calls and its steps, counters, and one track
+per sample. Times in the file are microseconds since the start of rank 0's trace.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.errors import ConfigError
-from rollout.tracing.lives import DECODE, HELD, PREFILL, TOOL, Life
-from rollout.tracing.recorder import EngineLog, Span, StepRow, TraceRecorder
+from rollout.observe.recorder import DECODE, HELD, PREFILL, TOOL, EngineLog, Life, Span, StepRow, TraceRecorder
 
 FORMAT = "rollout-trace-1"
 Event = dict[str, Any]
-Interval = tuple[float, float]
-
 TRAINER, ENGINE, STEPS, PARTS, OTHER, SAMPLES = 1, 2, 3, 4, 5, 100
 """Track numbers within a process; other tracks follow `OTHER`, samples follow `SAMPLES`."""
 RANKS_FROM = 10
@@ -28,12 +27,7 @@ ENGINES_PER_RANK = 100
 
 
 def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
-    """The trace of one process as plain values, ready for `json`.
-
-    Args:
-        recorder: finished.
-        rank: of this process in its job.
-    """
+    """Return the trace of one process as plain values, ready for `json`, from a finished recorder."""
     base = recorder.started
     engines = recorder.engines or [EngineLog(recorder.clock, "none")]
     events: list[Event] = []
@@ -53,11 +47,7 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One trace of all ranks, by the clocks of their hosts.
-
-    Args:
-        traces: from `timeline`; the start of the first one is time 0.
-    """
+    """Return one trace of all ranks, by the clocks of their hosts; the start of the first one is time 0."""
     first = traces[0]["otherData"]
     events: list[Event] = []
     end_s = 0.0
@@ -75,11 +65,7 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a trace in one move; a name that ends in `.gz` is compressed (Perfetto opens that too).
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a trace in one move, compressed if the name ends in `.gz`; `ConfigError` if it cannot be written."""
     target = Path(path)
     data = json.dumps(trace, separators=(",", ":")).encode()
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -155,7 +141,7 @@ def _step(pid: int, row: StepRow, before: StepRow, base: float) -> Iterator[Even
         yield {"ph": "C", "pid": pid, "name": counter, "ts": _us(row.end, base), "args": values}
 
 
-def _sample(pid: int, tid: int, life: Life, held: list[Interval], base: float) -> Iterator[Event]:
+def _sample(pid: int, tid: int, life: Life, held: list[tuple[float, float]], base: float) -> Iterator[Event]:
     yield _name(pid, tid, "thread_name", f"request {life.request_id} sample {life.sample_index}")
     yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
     start = max(life.start, base)
@@ -180,13 +166,13 @@ def _sample(pid: int, tid: int, life: Life, held: list[Interval], base: float) -
 # --- intervals ----------------------------------------------------------------------------------------------------------
 
 
-def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[Interval]:
+def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[float, float]]:
     """Where samples that have KV make no tokens: the engine is paused or suspended, or its manager is in another phase."""
     found = [(span.start, span.end) for span in around if span.args.get("phase") not in (None, "generate")]
     for (time, state), (until, _) in zip(log.states, [*log.states[1:], (end, "")], strict=True):
         if state != "running":
             found.append((time, until))
-    joined: list[Interval] = []
+    joined: list[tuple[float, float]] = []
     for start, stop in sorted(found):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
@@ -195,7 +181,9 @@ def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[Interval]:
     return joined
 
 
-def _without(state: str, start: float, end: float, held: list[Interval]) -> Iterator[tuple[str, float, float]]:
+def _without(
+    state: str, start: float, end: float, held: list[tuple[float, float]]
+) -> Iterator[tuple[str, float, float]]:
     """The parts of a state, those inside `held` as `HELD`; a sample that waits in the queue waits there too."""
     if end <= start:
         return
@@ -230,3 +218,123 @@ def _slice(
         "ph": "X", "pid": pid, "tid": tid, "name": name, "cat": cat, "ts": _us(start, base),
         "dur": max(0.0, round((end - start) * 1e6, 1)), "args": args,
     }  # fmt: skip
+
+
+Interval = tuple[str, float, float]
+"""Name, start and end; seconds since the start of the trace."""
+
+
+class TracedSample(NamedTuple):
+    """One sample.
+
+    Attributes:
+        start: its arrival, or the start of the trace.
+        states: see `rollout.observe.recorder.STATES`.
+        versions: of its tokens, in order, each change once.
+    """
+
+    request: int
+    sample: int
+    start: float
+    end: float
+    states: tuple[Interval, ...]
+    versions: tuple[int, ...]
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int
+    finish: str
+
+
+@dataclass
+class TracedEngine:
+    """One engine of a trace.
+
+    Attributes:
+        steps: arguments of the step events, with `start` and `end`, in seconds.
+        kv: (seconds, blocks by kind) after each step.
+    """
+
+    name: str = ""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    samples: list[TracedSample] = field(default_factory=list)
+    phases: list[Interval] = field(default_factory=list)
+    controls: list[Interval] = field(default_factory=list)
+    kv: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+
+class ReadTrace(NamedTuple):
+    """A trace file, or several of the ranks of one job."""
+
+    duration_s: float
+    engines: tuple[TracedEngine, ...]
+    dropped: int
+
+
+def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
+    """Read one trace file, or those of several ranks; see `merged`.
+
+    Raises:
+        ConfigError: a file is missing, damaged or not a trace of this package; names it. Or two are of the same rank.
+    """
+    return parse(load(paths), str(paths[0]))
+
+
+def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    """The trace events of one file, or of several merged; raises as `read`."""
+    traces = sorted(map(_load, paths), key=lambda trace: trace["otherData"]["rank"])
+    ranks = [rank for trace in traces for rank in trace["otherData"].get("ranks", [trace["otherData"]["rank"]])]
+    twice = [rank for rank in ranks if ranks.count(rank) > 1]
+    if twice:
+        raise ConfigError(
+            f"{', '.join(map(str, paths))}: several are of rank {twice[0]}; give the files of one step, one of each rank"
+        )
+    return traces[0] if len(traces) == 1 else merged(traces)
+
+
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        data = Path(path).read_bytes()
+        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, ValueError, EOFError) as exc:
+        raise ConfigError(f"{str(path)!r}: cannot be read as a trace: {exc}") from exc
+    about = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ConfigError(f"{str(path)!r}: is no trace of this package ({FORMAT}); rollout.trace() writes them")
+    return dict(trace)
+
+
+def parse(trace: dict[str, Any], name: str = "trace") -> ReadTrace:
+    """Group the events of a trace by engine and sample; `ConfigError` if an event lacks a field."""
+    engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
+    samples: list[tuple[tuple[int, int], dict[str, Any], float, float]] = []
+    states: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    try:
+        for event in trace["traceEvents"]:
+            engine, args, start = engines[event["pid"]], event.get("args", {}), event.get("ts", 0.0) / 1e6
+            end, track = start + event.get("dur", 0.0) / 1e6, (event["pid"], event.get("tid", 0))
+            match event.get("cat"), event["name"]:
+                case None, "process_name":
+                    engine.name = args["name"]
+                case None, "KV blocks":
+                    engine.kv.append((start, args))
+                case "step", _:
+                    engine.steps.append(args | {"start": start, "end": end})
+                case "sample", _:
+                    samples.append((track, args, start, end))
+                case "state", state:
+                    states[track].append((state, start, end))
+                case "phases", phase:
+                    engine.phases.append((phase, start, end))
+                case "engine", control:
+                    engine.controls.append((control, start, end))
+        for track, args, start, end in samples:
+            engines[track[0]].samples.append(
+                TracedSample(
+                    args["request"], args["sample"], start, end, tuple(states[track]), tuple(args["versions"]),
+                    args["prompt_tokens"], args["tokens"], args["cached_tokens"], args["finish"],
+                )
+            )  # fmt: skip
+        about = trace["otherData"]
+        return ReadTrace(float(about["duration_s"]), tuple(engines[pid] for pid in sorted(engines)), about["dropped"])
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"{name!r}: damaged trace: {type(exc).__name__}: {exc}") from exc
