@@ -1,6 +1,6 @@
 """The ASGI application over one LLM: routes and OpenAPI description.
 
-    /v1/chat/completions  /v1/responses  /v1/models  …     OpenAI's API, with additional fields
+    /v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields
     /inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
     /health  /ping                                         for monitoring; require no key
     /metrics  /docs  /openapi.json
@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -36,14 +36,11 @@ from rollout.server.control import (
     WeightVersionRequest,
     add_control_routes,
 )
-from rollout.server.docs_page import docs_page
 from rollout.server.errors import ErrorReply, describe, documented
 from rollout.server.middleware import OPEN_PATHS, Auth, Boundary, HeadAsGet, WholeBody, WithoutSlash, cross_origin
 from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.completions import add_completion_routes
-from rollout.server.openai.responses import add_responses_routes
-from rollout.server.openai.responses_schema import ResponsesRequest
 from rollout.server.openai.schema import CompletionRequest
 from rollout.server.openai.token_generation import GenerateRequest, add_token_routes
 from rollout.server.openai.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization_routes
@@ -92,7 +89,7 @@ class HealthReply(ReplyBody):
 
 _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest,
-    ResponsesRequest, AbortRequests, UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
+    AbortRequests, UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
 """Bodies that endpoints parse themselves."""
 
@@ -118,7 +115,6 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
     app = bare_app(serving)
     add_chat_routes(app, serving)
     add_completion_routes(app, serving)
-    add_responses_routes(app, serving)
     add_token_routes(app, serving)
     add_tokenization_routes(app, serving)
     add_model_routes(app, serving)
@@ -134,8 +130,8 @@ def bare_app(serving: Serving) -> FastAPI:
         title="rollout",
         version="1",
         description=_DESCRIPTION,
-        docs_url=None,
         redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
         middleware=[
             *cross_origin(serving.config),
@@ -177,7 +173,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def add_watching_routes(app: FastAPI, serving: Serving) -> None:
-    """Register `/health` and its other name `/ping`, `/metrics` and `/docs`."""
+    """Register `/health` and its other name `/ping`, and `/metrics`."""
 
     gone: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply, "description": "The engine is gone"}}
 
@@ -189,11 +185,6 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
 
     for method in ("GET", "POST"):
         app.add_api_route("/ping", health, methods=[method], tags=["watching"], responses=gone)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        """Describe every route and field, for people."""
-        return HTMLResponse(docs_page(app.openapi()))
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics() -> Response:

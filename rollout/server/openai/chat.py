@@ -6,8 +6,7 @@ in an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,11 +40,9 @@ from rollout.server.openai.response_schema import ChatCompletion, described
 from rollout.server.openai.samples import (
     ending,
     finish_reason,
-    merged,
     rollout,
     sampling_mask,
     tokens,
-    usage_of,
 )
 from rollout.server.serving import Serving
 
@@ -158,16 +155,6 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
     return asked if not end or end in asked else (*asked, end)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyPart:
-    """New text and calls of a reply; at its end (finish reason, `rollout`, usage, policy version)."""
-
-    reasoning: str
-    content: str
-    tool_calls: list[dict[str, Any]]
-    finished: tuple[str, dict[str, Any], dict[str, Any], int] | None = None
-
-
 class ChatChoices:
     """Choices of one chat.
 
@@ -187,11 +174,11 @@ class ChatChoices:
         self.growing = body.prompt_logprobs is None
         self._voices: dict[int, _Voice] = {}
 
-    def reply(self, name: str | None = None) -> calls.ChoicesReply:
-        """Return the reply of these choices; `name`: its id for an abort."""
+    def reply(self) -> calls.ChoicesReply:
+        """Return the reply of these choices."""
         head = calls.reply_head(self._serving, self._body, "chat.completion", "chatcmpl")
         chunk = {"object": "chat.completion.chunk"}
-        return calls.ChoicesReply(self._serving, self._body, self, self._asked, name or head["id"], head, chunk)
+        return calls.ChoicesReply(self._serving, self._body, self, self._asked, head["id"], head, chunk)
 
     def _voice(self) -> _Voice:
         special = None
@@ -270,29 +257,6 @@ class ChatChoices:
             self._voices[index] = self._voice()
         for piece in self._pieces(delta, self._voices[index], version):
             yield piece, {}
-
-    async def parts(self, name: str) -> AsyncGenerator[ReplyPart]:
-        """Yield the parts of a reply of one sample as they arrive.
-
-        Args:
-            name: id of the reply for an abort.
-
-        Raises:
-            ApiError, RolloutError: generation failed.
-        """
-        serving, voice = self._serving, self._voice()
-        streams = await calls.begin(serving, self._body, self._asked, growing=True)
-        taken: list[TextDelta] = []
-        reason = None
-        async with aclosing(calls.deltas_of(serving, name, streams, 1)) as deltas:
-            async for _, delta in deltas:
-                taken.append(delta)
-                reasoning, content, found = voice.take(delta)
-                reason = voice.finish_reason(delta) or reason
-                yield ReplyPart(reasoning, content, found)
-        version, (sample,) = serving.llm.policy_version, streams[0].results
-        ids = rollout(merged(taken)[0], version) | self._of_prompt() | voice.of_reply()
-        yield ReplyPart("", "", [], (reason or "stop", ids, usage_of([[sample]]), version))
 
     def _opening(self, index: int) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""}

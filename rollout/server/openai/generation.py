@@ -239,16 +239,6 @@ def usage_of_streams(streams: Sequence[Any]) -> dict[str, Any] | None:
         return None
 
 
-class Reply(Protocol):
-    """Reply to one request, computed in one of two forms."""
-
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """Return the reply once every sample has finished."""
-
-    def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the reply as server-sent events."""
-
-
 class Dialect(Protocol):
     """How one route writes the choices of a reply. It serves one reply and may keep what it needs of each choice."""
 
@@ -316,11 +306,8 @@ class ChoicesReply:
         yield DONE
 
 
-async def answer(serving: Serving, request: Request, reply: Reply, *, stream: bool, parts: str = "choices") -> Response:
-    """Return the response that computes a reply.
-
-    Args:
-        parts: field of the reply that is encoded part by part: one of thousands must not stop the event loop.
+async def answer(serving: Serving, request: Request, reply: ChoicesReply, *, stream: bool) -> Response:
+    """Return the response that computes a reply. Choices are encoded in turns: thousands must not stop the event loop.
 
     Raises: what a reply raises before its first byte.
     """
@@ -329,9 +316,8 @@ async def answer(serving: Serving, request: Request, reply: Reply, *, stream: bo
         return EventStream(serving, await or_disconnected(request, anext(source)), source)
     computed, turn = await reply.whole(request), Turn()
     encoded: list[bytes] = []
-    for part in computed[parts]:
-        encoded.append(encode(part))
+    for choice in computed["choices"]:
+        encoded.append(encode(choice))
         await turn.pause()
-    empty, full = b'"%b":[]' % parts.encode(), b'"%b":[%b]' % (parts.encode(), b",".join(encoded))
-    body = encode(computed | {parts: []}).replace(empty, full, 1)
+    body = encode(computed | {"choices": []}).replace(b'"choices":[]', b'"choices":[%b]' % b",".join(encoded), 1)
     return Response(body, media_type="application/json")
