@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rollout import ConfigError, ServerConfig
-from rollout.server.chat_template.reasoning import ReasoningParser
+from rollout.server.chat_template.reply_parser import ReasoningParser
 from rollout.state import EngineState
 from tests.server.chat_templates import QWEN3, QWEN25, byte_level
 from tests.server.fake_llm import served

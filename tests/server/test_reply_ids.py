@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequestError
 from rollout.server.chat_template.conversation import Conversation
-from rollout.server.chat_template.turn_end import tokens_to_append
+from rollout.server.chat_template.earlier_ids import tokens_to_append
 from tests.server.chat_templates import (
     END,
     LLAMA31,

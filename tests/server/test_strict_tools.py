@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollout.errors import InvalidRequestError
+from rollout.server.chat_template.reply_parser import parser_for
 from rollout.server.chat_template.strict_tools import MAX_CHECKS, StrictTool, strict_tools
-from rollout.server.chat_template.tool_calls import parser_for
 from tests.server.chat_templates import QWEN25, WEATHER
 
 CITY = {

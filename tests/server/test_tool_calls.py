@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.server.chat_template.reply_parser import ChatDelta, ToolCall, ToolCallParser, parser_for, random_hex
 from rollout.server.chat_template.strict_tools import strict_tools
-from rollout.server.chat_template.tool_calls import ChatDelta, ToolCall, ToolCallParser, parser_for, random_hex
 from rollout.server.chat_template.tool_formats import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,

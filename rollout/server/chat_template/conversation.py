@@ -20,13 +20,18 @@ from typing import Any, Literal
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.chat_messages import SHOWN, Message, MessageImage, Tools, check_tools, known_roles, plain_messages
-from rollout.server.chat_template.earlier_ids import EarlierReplies, EarlierReply, text_digest
+from rollout.server.chat_template.earlier_ids import (
+    EarlierReplies,
+    EarlierReply,
+    Write,
+    text_behind_reply,
+    text_digest,
+    tokens_to_append,
+)
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
-from rollout.server.chat_template.reasoning import marks_reasoning, opens_reasoning
 from rollout.server.chat_template.reply_grammar import reply_constraint
-from rollout.server.chat_template.tool_calls import ToolCallParser, parser_for
+from rollout.server.chat_template.reply_parser import ToolCallParser, marks_reasoning, opens_reasoning, parser_for
 from rollout.server.chat_template.tool_formats import format_of
-from rollout.server.chat_template.turn_end import Write, text_behind_reply, tokens_to_append
 from rollout.structured_output import StructuredOutput
 
 ToolChoice = str | Mapping[str, Any]

@@ -23,8 +23,7 @@ from rollout.server.bodies import Amount, body_of, documented_body, off_the_loop
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
 from rollout.server.chat_template.earlier_ids import ReplyDigest
 from rollout.server.chat_template.prompt_ids import Stop
-from rollout.server.chat_template.reasoning import ReasoningParser
-from rollout.server.chat_template.tool_calls import ToolCallParser
+from rollout.server.chat_template.reply_parser import ReasoningParser, ToolCallParser
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest

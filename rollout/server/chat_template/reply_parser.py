@@ -15,6 +15,7 @@ Formats are data (`tool_formats`), read by one state machine over strings.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,115 @@ from typing import Any
 
 from rollout.server.chat_template.strict_tools import StrictTool, strict_tools
 from rollout.server.chat_template.tool_formats import Call, Schemas, ToolFormat, format_of
-from rollout.server.chat_template.tool_json import JsonEnd
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def marks_reasoning(template: str) -> bool:
+    """Whether a chat template knows reasoning between the tags."""
+    return CLOSE in template
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a prompt's text ends inside an open reasoning."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+class ReasoningParser:
+    """Splits one reply. White space around the tags belongs to neither part; a tag inside the content is content.
+
+    Args:
+        opened: the prompt ends with the opening tag. Otherwise the reply has a reasoning only if it begins with the tag.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self._buffer = ""
+        self._state = "reasoning" if opened else "start"
+        self._fresh = True
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Add the next piece of the reply; return the (reasoning, content) that are now certain."""
+        self._buffer += text
+        reasoning = ""
+        if self._state == "start":
+            rest = self._buffer.lstrip()
+            if rest.startswith(OPEN):
+                self._buffer, self._state = rest.removeprefix(OPEN), "reasoning"
+            elif not OPEN.startswith(rest):
+                self._state = "content"
+        if self._state == "reasoning":
+            before, closed, behind = self._buffer.partition(CLOSE)
+            if closed:
+                reasoning, self._buffer, self._state = before.rstrip(), behind, "behind"
+            else:
+                held = next(n for n in range(len(CLOSE) - 1, -1, -1) if before.endswith(CLOSE[:n]))
+                reasoning = before[: len(before) - held].rstrip()
+                self._buffer = before[len(reasoning) :]
+            if self._fresh:
+                reasoning = reasoning.lstrip()
+                self._fresh = not reasoning
+        if self._state == "behind":
+            self._buffer = self._buffer.lstrip()
+            if self._buffer:
+                self._state = "content"
+        return reasoning, self._take() if self._state == "content" else ""
+
+    def finish(self) -> tuple[str, str]:
+        """End the reply; return the text that was held back."""
+        if self._state == "reasoning":
+            return self._take().rstrip(), ""
+        return "", self._take() if self._state in ("start", "content") else ""
+
+    def _take(self) -> str:
+        text, self._buffer = self._buffer, ""
+        return text
+
+
+_OUTSIDE = re.compile(r"[\s\w.,:+-]*")
+_INSIDE = re.compile(r'[^"\\]*')
+_SPACE = re.compile(r"\s*")
+
+
+class JsonEnd:
+    """Incremental search for the end of a JSON object or array in a growing text. Scans each character once.
+
+    Attributes:
+        position: index of the first character not scanned; the end of the value once it is complete.
+    """
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self._depth = 0
+        self._in_string = False
+
+    def find(self, text: str) -> bool | None:
+        """Continue the scan. True: the value ends at `position`. False: not JSON at `position`. None: needs more text."""
+        while True:
+            skipped = _INSIDE if self._in_string else _OUTSIDE if self._depth else _SPACE
+            match = skipped.match(text, self.position)
+            self.position = match.end() if match else self.position
+            char = text[self.position : self.position + 1]
+            if not char or (char == "\\" and self._in_string and self.position + 1 == len(text)):
+                return None
+            if not self._accept(char):
+                return False
+            self.position += 2 if char == "\\" else 1
+            if not self._depth:
+                return True
+
+    def _accept(self, char: str) -> bool:
+        if self._in_string:
+            self._in_string = char == "\\"
+        elif char in "{[":
+            self._depth += 1
+        elif not self._depth:
+            return False
+        elif char in "}]":
+            self._depth -= 1
+        else:
+            self._in_string = char == '"'
+            return self._in_string
+        return True
 
 
 @dataclass(frozen=True, slots=True)
