@@ -338,12 +338,12 @@ class _Voice:
     def _told_apart(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         if self._parser is None:
             return text, []
-        pieces = self._parser.push(text) if text else []
+        content, found = self._parser.push(text) if text else ("", [])
         if ended:
-            pieces += self._parser.finish()
-        found = [piece.tool_call for piece in pieces if piece.tool_call is not None]
+            rest, more = self._parser.finish()
+            content, found = content + rest, found + more
         self._called = self._called or bool(found)
-        return "".join([piece.content for piece in pieces]), [
+        return content, [
             {
                 "index": call.index,
                 "id": call.id,
