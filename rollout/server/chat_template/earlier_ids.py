@@ -1,8 +1,8 @@
-"""Reuses token ids of earlier replies as far as their digests match the conversation.
+"""Reuses token ids of earlier replies, and joins them to the ids of the text that the template writes after them.
 
-Token ids are reused only if both digests sent with them match: the digest of the prompt text rendered before the reply
-(which covers messages, tools and template variables), and the digest of the reply's content and tool calls. A missing
-digest does not match.
+Ids are reused only if both digests sent with them match: that of the prompt text rendered before the reply (messages, tools
+and template variables), and that of the reply's content and tool calls. The text after a reply is found by rendering the
+conversation with a unique random mark in the reply's place.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ Ask = Callable[[list[Message]], str]
 """Renders messages followed by a generation prompt."""
 
 DIGEST_BYTES = 16
+
+END_TOKENS = 32
+"""Maximum number of end-of-turn tokens that a reply may already contain."""
 
 _NO_DIGEST = "it came back without the digests that its reply had"
 _OTHER_PROMPT = (
@@ -58,20 +61,15 @@ class ReplyDigest:
 
 @dataclass(frozen=True, slots=True)
 class EarlierReply:
-    """An earlier reply with token ids whose prompt digest matches.
-
-    Attributes:
-        index: index of its message.
-        prompt_text: text of the prompt.
-        prompt_token_ids: token ids of the prompt that it answered.
-        token_ids: generated token ids, including the one that ended the reply, if any; None if the content digest does
-            not match.
-    """
+    """An earlier reply with token ids whose prompt digest matches."""
 
     index: int
+    """Index of its message."""
     prompt_text: str
     prompt_token_ids: list[int]
+    """Token ids of the prompt that it answered."""
     token_ids: list[int] | None
+    """Generated token ids, including the one that ended the reply, if any; None if the content digest does not match."""
 
 
 class EarlierReplies:
@@ -82,9 +80,6 @@ class EarlierReplies:
         plain: the same messages in the format of chat templates.
         ask: renders messages followed by a generation prompt.
         vocab_size: exclusive upper bound of token ids.
-
-    Raises:
-        InvalidRequestError: a `rollout` is not an object.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Ask, vocab_size: int) -> None:
@@ -92,8 +87,8 @@ class EarlierReplies:
         self._ask = ask
         self._vocab_size = vocab_size
         self._texts: dict[int, str | None] = {}
-        self._found = [
-            (index, _object(message["rollout"], index))
+        self._found: list[tuple[int, Mapping[str, Any]]] = [
+            (index, message["rollout"])
             for index, message in enumerate(messages)
             if message.get("rollout") is not None and message.get("role") == "assistant"
         ]
@@ -105,7 +100,7 @@ class EarlierReplies:
         conversation is rendered a few times, not once per reply.
 
         Raises:
-            InvalidRequestError: the ids of a reply are not valid token ids.
+            InvalidRequestError: a reply has an id outside the vocabulary, or no prompt.
         """
         latest = len(self._found) - 1
         if latest >= 0 and self._prompt_text(latest) is None:
@@ -141,11 +136,10 @@ class EarlierReplies:
     def _prompt_text(self, place: int) -> str | None:
         """Return the rendered text before a reply if it matches the reply's prompt digest, else None. Cached."""
         if place not in self._texts:
-            self._texts[place] = self._agreed_text(place)
+            self._texts[place] = self._agreed_text(*self._found[place])
         return self._texts[place]
 
-    def _agreed_text(self, place: int) -> str | None:
-        index, rollout = self._found[place]
+    def _agreed_text(self, index: int, rollout: Mapping[str, Any]) -> str | None:
         if not index or rollout.get("prompt_digest") is None:
             return None
         try:
@@ -160,7 +154,9 @@ class EarlierReplies:
         where = f"messages[{index}].rollout"
         prompt = _token_ids(rollout, "prompt_token_ids", where, self._vocab_size)
         if not prompt:
-            raise InvalidRequestError(f"{where}.prompt_token_ids: empty; a reply had a prompt")
+            raise InvalidRequestError(
+                f"{where}.prompt_token_ids: empty, and a reply had a prompt; send the object that the reply came with"
+            )
         written = _token_ids(rollout, "token_ids", where, self._vocab_size)
         message, digest = self._plain[index], ReplyDigest()
         digest.add(message.get("content", ""), message.get("tool_calls", ()))
@@ -172,30 +168,18 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _object(rollout: Any, index: int) -> Mapping[str, Any]:
-    if not isinstance(rollout, Mapping):
-        raise InvalidRequestError(
-            f"messages[{index}].rollout={rollout!r:.80}: must be the object that the reply came with"
-        )
-    return rollout
-
-
 def _token_ids(rollout: Mapping[str, Any], name: str, where: str, vocab_size: int) -> list[int]:
-    ids = rollout.get(name)
-    if not isinstance(ids, list):
-        raise InvalidRequestError(f"{where}.{name}={ids!r:.80}: must be the list of token ids that the reply came with")
+    ids: list[int] = rollout[name]
     for position, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:
+        if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"{where}.{name}[{position}]={token!r:.80}: must be a token id, an integer in [0, {vocab_size})"
+                f"{where}.{name}[{position}]={token}: must be a token id in [0, {vocab_size}); leave `rollout` out to have "
+                "the text tokenised"
             )
-    return list(ids)
+    return ids
 
 
-# --- the text after a reply -----------------------------------------------------------------------------------------
-
-END_TOKENS = 32
-"""Maximum number of end-of-turn tokens that a reply may already contain."""
+# --- the text after a reply -------------------------------------------------------------------------------------------
 
 
 class Write(Protocol):
@@ -212,18 +196,11 @@ class Write(Protocol):
 def text_behind_reply(
     messages: list[Message], index: int, write: Write, special_texts: Collection[str], *, closed: bool = False
 ) -> str:
-    """Return the text that the template renders after the content of `messages[index]`, from its end of turn on.
+    """Return the text that the template `write` renders after the content of `messages[index]`, from its end of turn on.
 
     A template may require a tool message after a call, or render different text after a call. So a reply with calls is
     rendered without them only if the whole conversation ends with the same text; otherwise its calls are kept, and the
-    first special token after them ends the reply.
-
-    Args:
-        messages: messages in the format of chat templates.
-        index: index of the reply.
-        write: the template.
-        special_texts: texts of the special tokens.
-        closed: see `Write`.
+    first special token (one of `special_texts`) after them ends the reply.
 
     Raises:
         InvalidRequestError: the template refuses the conversation, or the end of the reply cannot be determined.
@@ -241,8 +218,8 @@ def text_behind_reply(
             behind = _behind_calls(messages, index, write, special_texts, closed)
     if behind is None:
         raise InvalidRequestError(
-            f"messages[{index}].rollout: the chat template does not let one tell what follows this reply; leave "
-            "`rollout` out of the messages to have them tokenised anew"
+            f"messages[{index}].rollout: the text that the chat template writes after this reply cannot be told from it; "
+            "leave `rollout` out of the messages to have them tokenised again"
         )
     return behind
 
