@@ -42,8 +42,7 @@ from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.completions import add_completion_routes
 from rollout.server.openai.schema import CompletionRequest
-from rollout.server.openai.token_generation import GenerateRequest, add_token_routes
-from rollout.server.openai.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization_routes
+from rollout.server.openai.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, add_token_routes
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
 from rollout.server.serving import Serving
 from rollout.state import EngineState
@@ -116,7 +115,6 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
     add_chat_routes(app, serving)
     add_completion_routes(app, serving)
     add_token_routes(app, serving)
-    add_tokenization_routes(app, serving)
     add_model_routes(app, serving)
     add_watching_routes(app, serving)
     if config.admin:
