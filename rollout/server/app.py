@@ -1,4 +1,4 @@
-"""The ASGI application over one LLM: routes and OpenAPI description.
+"""Builds the ASGI application over one LLM: routes and OpenAPI description.
 
     /v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields
     /inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
@@ -59,14 +59,13 @@ class ModelReply(ReplyBody):
     """Name of the model in requests."""
     object: str = "model"
     created: int
-    """Construction time of the server, in seconds since 1970."""
     owned_by: str = "rollout"
     max_model_len: int
     """Maximum length of prompt + completion, in tokens."""
     parent: str | None = None
     """The model that a LoRA adapter belongs to; null for the model itself."""
     root: str
-    """Folder of a LoRA adapter; the name of the model itself."""
+    """Folder of a LoRA adapter; of the model itself, its name."""
 
 
 class ModelListReply(ReplyBody):
@@ -83,7 +82,6 @@ class HealthReply(ReplyBody):
     """State of the engine: `running`, `paused`, `suspended` …; `dead` after a permanent failure, `coordinator_lost` if the
     connection to the coordinator is lost."""
     policy_version: int
-    """Policy version of the weights."""
 
 
 _PARSED_BODIES = (
@@ -160,7 +158,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
         """List the served model and the loaded LoRA adapters."""
         return ModelListReply(data=[described(name) for name in (serving.model_name, *serving.llm.lora_adapters)])
 
-    # Here because the path below would take it for a model of no name.
+    # Otherwise the path below would match with an empty name.
     app.add_api_route("/v1/models/", models, include_in_schema=False)
 
     # A model name may contain slashes, which some clients send unescaped.
@@ -177,7 +175,7 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/health", tags=["watching"], responses=gone)
     async def health() -> HealthReply:
-        """200 while the engine is alive, also if paused or suspended; 503 if it is dead. Requires no key."""
+        """200 while the engine is alive, even if paused or suspended; 503 if it is dead. Requires no key."""
         reply, alive = _health(serving.llm)
         return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
 
@@ -211,12 +209,8 @@ class _DescribedApp(FastAPI):
     """FastAPI whose OpenAPI document includes the middleware's statuses, and no 422: an invalid body is a 400 here."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document."""
-        if not self.openapi_schema:
-            self.openapi_schema = self._describe()
-        return self.openapi_schema
-
-    def _describe(self) -> dict[str, Any]:
+        if self.openapi_schema:
+            return self.openapi_schema
         document = get_openapi(title=self.title, version=self.version, description=self.description, routes=self.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
@@ -235,6 +229,7 @@ class _DescribedApp(FastAPI):
                 _complete(operation, method, open_to_all=not needs_key or path in OPEN_PATHS)
                 if needs_key and path in OPEN_PATHS:
                     operation["security"] = []
+        self.openapi_schema = document
         return document
 
 
@@ -271,11 +266,7 @@ def _own_name(model: Any) -> str:
 
 
 def _template(given: str | None) -> str | None:
-    """Return a template's text: `given` itself, or the content of the file it names.
-
-    Raises:
-        ConfigError: `given` is neither a template nor a readable file.
-    """
+    """Return a template's text: `given` itself, or the content of the file that it names."""
     if given is None or any(mark in given for mark in "{}\n"):
         return given
     try:
