@@ -34,17 +34,14 @@ from rollout.engine.models.model_support import (
 )
 from rollout.engine.models.routers import Routers, routers_of
 from rollout.engine.multimodal.vision import Vision
-from rollout.engine.parts.admission import Admission
 from rollout.engine.parts.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
 from rollout.engine.parts.control import EngineControl
 from rollout.engine.parts.controller import TextGenerationController
-from rollout.engine.parts.failures import FailureContainment
 from rollout.engine.parts.inspection import Inspection
 from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.parts.peers import GroupMember, Peers
-from rollout.engine.parts.staleness import Staleness
+from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
 from rollout.engine.training.kernels import kernels_on
 from rollout.engine.training.paged_forward import run_exactly
@@ -98,22 +95,18 @@ class EngineParts:
     Attributes:
         config: the engine's, with the token budget of a step filled in.
         max_sequence_length: longest prompt with its completion, in tokens.
-        states: states of recurrent layers; None: the model has none.
     """
 
     config: InferenceConfig
     max_sequence_length: int
     cache: KVCache
-    states: StatePool | None
     context: DynamicInferenceContext
     controller: TextGenerationController
-    admission: Admission
     ledger: Ledger
     stepper: Stepper
     intake: Intake
     control: EngineControl
     inspection: Inspection
-    member: GroupMember
     watch: ModelWatch
 
 
@@ -136,7 +129,7 @@ def build(base: EngineBase) -> EngineParts:
     cache, states, context = _memory(base, config, model, layout, longest, routers)
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
-    parts = _assemble(base, config, model, longest, cache, states, context, controller)
+    parts = _assemble(base, config, model, longest, cache, context, controller)
     # Kernels of exact mode that do not compile would fail the requests of the first step.
     if config.verify_model or (config.exact and layout.device.type == "cuda"):
         room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
@@ -301,7 +294,6 @@ def _assemble(
     model: nn.Module,
     longest: int,
     cache: KVCache,
-    states: StatePool | None,
     context: DynamicInferenceContext,
     controller: TextGenerationController,
 ) -> EngineParts:
@@ -311,22 +303,13 @@ def _assemble(
     # Refuses adapters that cannot be sampled.
     watch.variant()
     ledger = Ledger(scheduler, controller, clock, tap)
-    admission = Admission(config, controller, longest, clock, cache.routes)
-    failures = FailureContainment(context, controller, ledger, admission, lifecycle, clock)
-    staleness = Staleness(config, scheduler, ledger, admission, failures)
-    stepper = Stepper(scheduler, controller, ledger, failures, watch, tap, lifecycle.lock)
+    intake = Intake(config, lifecycle, controller, scheduler, ledger, watch, longest, clock, cache.routes)
+    stepper = Stepper(context, controller, intake, ledger, lifecycle, base.peers, watch, tap, clock)
     control = EngineControl(
-        config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, staleness, tap, clock
+        config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, intake, tap, clock
     )
-    inspection = Inspection(
-        config, longest, lifecycle, base.guard, controller, context, cache, states, ledger, staleness, stepper, watch,
-    )  # fmt: skip
-    intake = Intake(lifecycle, controller, scheduler, admission, ledger, watch)
-    member = GroupMember(base.peers, lifecycle, controller, failures)
-    return EngineParts(
-        config, longest, cache, states, context, controller, admission, ledger, stepper, intake, control, inspection, member,
-        watch,
-    )  # fmt: skip
+    inspection = Inspection(config, longest, lifecycle, base.guard, controller, context, ledger, stepper, watch)
+    return EngineParts(config, longest, cache, context, controller, ledger, stepper, intake, control, inspection, watch)
 
 
 def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:

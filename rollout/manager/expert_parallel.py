@@ -40,7 +40,7 @@ class LockstepLoop(RunLoop):
                 while told != DONE:
                     with interrupt_deferred():
                         done = done or finished()
-                        told = self._engine.parts.member.agree(DONE if done else BUSY if self._can_step() else IDLE)
+                        told = self._engine.parts.stepper.agree(DONE if done else BUSY if self._can_step() else IDLE)
                         if told == LEFT:
                             raise EngineStateError(
                                 f"a rank of the {self._lockstep.group.name} has left generate() by an error; what "
@@ -58,7 +58,7 @@ class LockstepLoop(RunLoop):
                 # After the last round (a deferred Ctrl-C) the others agree on nothing any more.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
-                        self._engine.parts.member.agree(LEFT)
+                        self._engine.parts.stepper.agree(LEFT)
                 raise
 
     def _can_step(self) -> bool:

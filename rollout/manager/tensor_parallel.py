@@ -215,7 +215,7 @@ class FollowerLoop(RunLoop):
                 except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and says so
                     failed = exc
                 with self._engine.installation:
-                    told = self._engine.parts.member.follow()
+                    told = self._engine.parts.stepper.follow()
         finally:
             self._metrics.enter_phase("train")
         self._book(told)

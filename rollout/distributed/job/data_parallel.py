@@ -32,7 +32,7 @@ from rollout.distributed.protocol.partial import stretch_of
 from rollout.distributed.protocol.status import JobStatus, parse_status
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.parts.admission import prompt_of
+from rollout.engine.parts.intake import prompt_of
 from rollout.errors import ConnectionLostError, RolloutError
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord

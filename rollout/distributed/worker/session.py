@@ -42,8 +42,8 @@ from rollout.distributed.protocol.messages import (
 )
 from rollout.distributed.protocol.partial import PartialGroup
 from rollout.distributed.worker.assignments import Assignments, Key, Known
+from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import COORDINATOR, HoldLevel
-from rollout.engine.parts.rank_engine import RankEngine
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import unpack_msgpack
@@ -76,7 +76,7 @@ class RankSession:
 
     def __init__(
         self,
-        engine: RankEngine,
+        engine: DynamicInferenceEngine,
         send: Callable[[Message], None],
         progress_interval: int = 16,
         follows_version: bool = True,

@@ -131,7 +131,6 @@ class Explanation:
 
 def explain(
     runner: ModelRunner,
-    cache: KVCache,
     scheduler: Scheduler,
     config: InferenceConfig,
     source: WeightSource,
@@ -144,7 +143,7 @@ def explain(
         length: longest sequence, in tokens.
     """
     model, machine = _model_part(runner, config, source), Machine.look()
-    kv = _kv_part(cache, scheduler, runner.states, config, length)
+    kv = _kv_part(runner.cache, scheduler, runner.states, config, length)
     compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
     return Explanation(model, kv, machine, compiler, tuple(_advice(model, kv, machine)))
 

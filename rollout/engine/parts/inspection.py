@@ -10,13 +10,10 @@ from types import SimpleNamespace
 from rollout.config import InferenceConfig
 from rollout.engine.explain.explanation import Explanation, explain
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.parts.staleness import Staleness
 from rollout.engine.parts.stepper import Stepper
 from rollout.engine.scheduling.adapters import described
 from rollout.engine.scheduling.host_cache import HostCache
@@ -45,10 +42,7 @@ class Inspection:
     _guard: WeightsGuard
     _controller: TextGenerationController
     _context: DynamicInferenceContext
-    _cache: KVCache
-    _states: StatePool | None
     _ledger: Ledger
-    _staleness: Staleness
     _stepper: Stepper
     _watch: ModelWatch
 
@@ -97,14 +91,14 @@ class Inspection:
         """
         with self._lifecycle.locked():
             return explain(
-                self._controller.runner, self._cache, self._context.scheduler, self._config, self._guard.source,
+                self._controller.runner, self._context.scheduler, self._config, self._guard.source,
                 self._max_sequence_length,
             )  # fmt: skip
 
     def describe(self) -> Iterator[str]:
         """Lines about samples, blocks, last step and oldest samples, without a lock."""
         scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
-        unfinished = [sample for samples in list(self._ledger.live.values()) for sample in list(samples.values())]
+        unfinished = self._ledger.unfinished()
         running = scheduler.num_active
         yield (
             f"  samples: {running} running, {len(unfinished) - running} waiting, {len(self._ledger.ended)} ended and not "
@@ -112,7 +106,7 @@ class Inspection:
         )
         yield (
             f"  KV blocks: {allocator.num_used} used, {allocator.num_cached} cached, {allocator.num_free} free, of "
-            f"{allocator.num_blocks}; {'on' if self._cache.on_device else 'not on'} the device"
+            f"{allocator.num_blocks}; {'on' if self._controller.runner.cache.on_device else 'not on'} the device"
         )
         if step is not None:
             yield f"  last step: {step.num_decodes} decodes, {len(step.prefills)} prefills, {step.num_tokens} tokens"
@@ -171,7 +165,11 @@ class Inspection:
     def staleness(self) -> dict[int, int]:
         """Per unfinished request id: updates since the oldest token of its unfinished samples (0: they have none)."""
         with self._lifecycle.lock:
-            return self._staleness.by_request()
+            largest: dict[int, int] = {}
+            for sample in self._context.scheduler:
+                number = sample.key[0]
+                largest[number] = max(largest.get(number, 0), self._ledger.staleness(sample))
+            return largest
 
     @property
     def counters(self) -> dict[str, int]:
@@ -187,9 +185,9 @@ class Inspection:
             allocator=allocator,
             states=allocator.states or StateSlots(0),
             host=allocator.host or HostCache(0, self._config.block_size_tokens),
-            cache=self._cache,
+            cache=runner.cache,
             runner=runner,
-            state_pool=SimpleNamespace(device_bytes=0) if self._states is None else self._states,
+            state_pool=SimpleNamespace(device_bytes=0) if runner.states is None else runner.states,
             images=runner.vision.features,
             ledger=SimpleNamespace(**self._ledger.counters),
             engine=SimpleNamespace(

@@ -21,8 +21,8 @@ from torch import Tensor
 from rollout.config import InferenceConfig
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.step_rows import pack
-from rollout.engine.parts.admission import Admission
 from rollout.engine.parts.context import DynamicInferenceContext
+from rollout.engine.parts.intake import Intake
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample
@@ -71,7 +71,7 @@ class Prefill:
     _config: InferenceConfig
     _runner: ModelRunner
     _context: DynamicInferenceContext
-    _admission: Admission
+    _intake: Intake
 
     def run(self, wanted: Sequence[Wanted], take: Take) -> None:
         """Hand the logits of every wanted position to `take`, each once or, after a preemption, again.
@@ -101,9 +101,9 @@ class Prefill:
         """
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
-            self._admission.check(index, tokens, wanted.params)
+            self._intake.clamped(index, tokens, wanted.params)
             # Placeholders without images would be scored as if they were text.
-            images = self._admission.images(index, tokens)
+            images = self._intake.images(index, tokens)
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"sequence {index}: {exc}") from exc
         return 0 if images is None else images.longest_whole
@@ -124,10 +124,8 @@ class Prefill:
 
     def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
         first, last = int(wanted.positions[0]), int(wanted.positions[-1])
-        sample = self._admission.group(
-            index, _tokens(wanted, last + 1), wanted.params, order=(0, index), version=scheduler.version, prompt=None,
-            priority=0, metadata=None,
-        )  # fmt: skip
+        tokens = _tokens(wanted, last + 1)
+        sample = self._intake.group(index, tokens, wanted.params, order=(0, index), version=scheduler.version)
         # What is found in the prefix cache has no logits.
         sample.hashes, sample.reusable = sample.hashes[: first // self._config.block_size_tokens], first
         scheduler.add(sample)

@@ -41,7 +41,7 @@ def hashes_of(prompt: tuple[int, ...]) -> list[int]:
 
 
 class FakeEngine:
-    """A `RankEngine` that samples `token_at`; a token's log-prob is the version that sampled it."""
+    """An engine that samples `token_at`; a token's log-prob is the version that sampled it."""
 
     def __init__(self, slots: int, rng: random.Random, version: int) -> None:
         self.state = EngineState.RUNNING
