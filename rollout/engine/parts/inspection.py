@@ -8,7 +8,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from rollout.config import InferenceConfig
-from rollout.engine.explain.explanation import Explanation, explain
+from rollout.engine.explain import Explanation, explain
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
