@@ -32,9 +32,8 @@ from rollout.manager.backend import LocalBackend
 from rollout.manager.expert_parallel import LockstepLoop
 from rollout.manager.run_loop import Goal, RunLoop
 from rollout.requests.codec import unpack_msgpack
-from rollout.requests.image_request import results_of, told_once
 from rollout.requests.images import images_of
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, results_of, told_once
 from rollout.threads.interrupts import interruptible, uninterrupted
 
 _DIFFER = "the members differ: "

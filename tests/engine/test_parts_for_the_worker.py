@@ -16,9 +16,8 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling.block_allocator import BlockAllocator
 from rollout.engine.scheduling.prefix_index import NO_BLOCK, CacheChanges
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.requests.delta import SampleDelta
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.events import unpack_events
-from rollout.requests.growth import growth
 from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
 from tests.engine.scheduling.test_simulation import World

@@ -34,10 +34,10 @@ from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.intake import prompt_of
 from rollout.errors import ConnectionLostError, RolloutError
+from rollout.requests.block_hash import stream_key
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
 

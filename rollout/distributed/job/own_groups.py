@@ -16,9 +16,8 @@ from rollout.distributed.protocol.partial import oldest_version
 from rollout.distributed.protocol.status import JobStatus
 from rollout.errors import RequestAbortedError, RolloutError, SerializationError
 from rollout.requests.delta import SampleDelta
-from rollout.requests.image_request import with_images
 from rollout.requests.images import images_of
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
 

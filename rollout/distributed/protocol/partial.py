@@ -11,8 +11,7 @@ from operator import add
 
 from rollout.distributed.protocol.frames import LostFramesError
 from rollout.distributed.protocol.stretch import Stretch
-from rollout.requests.delta import DeltaJoin, SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import DeltaJoin, SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 ENTRIES_TOGETHER = 64

@@ -47,9 +47,9 @@ from rollout.engine.parts.holds import COORDINATOR, HoldLevel
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import unpack_msgpack
-from rollout.requests.image_request import with_images
 from rollout.requests.images import ImageInputs, ImagePrompt
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, Mode
 from rollout.tracing.recorder import mark

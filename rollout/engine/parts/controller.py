@@ -18,12 +18,11 @@ from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.requests.chat_messages import MessageImage, known_roles, plain_messages
+from rollout.requests.block_hash import stream_key
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
-from rollout.requests.prompt import Prompt, unpadded
+from rollout.requests.prompt import MessageImage, Prompt, known_roles, plain_messages, unpadded
 from rollout.requests.request import InferenceRequest
-from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import EngineStateError
 from rollout.metrics import ENGINE_STATS
-from rollout.requests.delta import SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
 

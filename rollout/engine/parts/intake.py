@@ -20,13 +20,12 @@ from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Order
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import InvalidRequestError, warn_caller
-from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.block_hash import compute_block_hashes_batched, stream_key
 from rollout.requests.images import PIXELS, ImageInputs, ImagePrompt, images_of
-from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
-from rollout.requests.seeds import stream_key
+from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import FinishReason
 from rollout.threads.interrupts import uninterrupted

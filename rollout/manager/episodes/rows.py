@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.manager.episodes.episode import Episode
-from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import FILTERS
 from rollout.state import FinishReason, Status
 

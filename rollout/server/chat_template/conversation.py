@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.chat_messages import SHOWN, Message, MessageImage, Tools, check_tools, known_roles, plain_messages
+from rollout.requests.prompt import SHOWN, Message, MessageImage, Tools, check_tools, known_roles, plain_messages
 from rollout.server.chat_template.earlier_ids import EarlierReplies, EarlierReply, text_digest
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
 from rollout.server.chat_template.reasoning import marks_reasoning, opens_reasoning

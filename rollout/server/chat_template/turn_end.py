@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.chat_messages import Message
+from rollout.requests.prompt import Message
 
 END_TOKENS = 32
 """Maximum number of end-of-turn tokens that a reply may already contain."""

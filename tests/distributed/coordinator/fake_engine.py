@@ -13,8 +13,7 @@ from rollout.engine.parts.holds import Holds
 from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import RequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
-from rollout.requests.delta import SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
