@@ -58,13 +58,7 @@ CUDA_STEP_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class EngineBase:
-    """The parts of an engine that stay when the others are built again.
-
-    Attributes:
-        adapters: LoRA adapters that requests may name.
-        tokenizer, clock, allocate: as given to the engine.
-        tap: where a trace of this process is told of the engine.
-    """
+    """The parts of an engine that stay when the others are built again; see `DynamicInferenceEngine`."""
 
     config: InferenceConfig
     guard: WeightsGuard
@@ -90,12 +84,7 @@ class EngineBase:
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
-    """The parts of one engine that depend on its model.
-
-    Attributes:
-        config: the engine's, with the token budget of a step filled in.
-        max_sequence_length: longest prompt with its completion, in tokens.
-    """
+    """The parts of one engine that depend on its model; `max_sequence_length` limits prompt and completion together."""
 
     config: InferenceConfig
     max_sequence_length: int
@@ -130,11 +119,11 @@ def build(base: EngineBase) -> EngineParts:
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
     parts = _assemble(base, config, model, longest, cache, context, controller)
-    # Kernels of exact mode that do not compile would fail the requests of the first step.
+    # If kernels of exact mode do not compile, this fails here and not in the first step.
     if config.verify_model or (config.exact and layout.device.type == "cuda"):
         room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
         controller.verify_model(room, peers.all_hold)
-    # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
+    # The ranks of a group have agreed on one size of the pool, and a failing trial would end a lock-step group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
     return parts
@@ -147,12 +136,12 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
-        # Like the KV, graphs and copies of weights give way to the new parts, which measure what is free.
+        # KV, graphs and copies of weights are freed first, because the new parts measure free memory.
         runner.order.settle()
         runner.release_workspace(graphs=True)
         before.context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
         host_slots = cache.host_slots
-        # The host may not have memory for a second tier next to it, and it is empty now.
+        # The host tier is empty now, and the host may not have memory for a second one.
         cache.release_host_blocks()
         try:
             with plain_tensors(), base.under_autocast():
@@ -207,7 +196,7 @@ def _memory(
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0
     state_bytes = slots * sum(each.num_bytes for each in layout.states)
     groups = layout.groups(longest)
-    # The members of a tensor-parallel group follow the first one's ids of blocks or pages, which stand for memory.
+    # Members of a tensor-parallel group use the first rank's ids of blocks or pages.
     if not peers.least(groups is not None):
         groups = None
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
@@ -253,7 +242,7 @@ def _runner(
         min(config.step_tokens, longest),
         together=None if peers.leader is None else peers.leader.encode,
     )
-    # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
+    # Graphs capture neither collectives nor weights whose addresses change.
     captured = config.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
     graphed_rows = config.max_requests * captured * (states is None)
     runner = ModelRunner(

@@ -50,11 +50,7 @@ class EngineControl:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """A block that changes which adapters of the model act: at a step boundary, with no step meanwhile.
-
-        Args:
-            what: ignored; in `RolloutManager.adapter_switch` the other ranks wait for it.
-        """
+        """A block, at a step boundary, that changes which adapters of the model act. `what` is ignored."""
         with self._lifecycle.locked():
             try:
                 yield
@@ -64,7 +60,7 @@ class EngineControl:
 
     def pause(self) -> None:
         """Stop stepping at the next step boundary; requests keep their KV and wait."""
-        self._signal(ControlSignal.PAUSE, self._pause_active)
+        self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
 
     def unpause(self) -> None:
         """Allow steps again."""
@@ -74,8 +70,7 @@ class EngineControl:
         """Free the KV cache's device memory as `mode` (None: the configured mode) says.
 
         Args:
-            keep_prefix_cache: also keep cached blocks that no request holds. Pass False before the weights change:
-                they could not be used afterwards.
+            keep_prefix_cache: also keep cached blocks that no request holds. They are useless once the weights change.
 
         Raises:
             ConfigError: there is no such mode.
@@ -268,14 +263,10 @@ class EngineControl:
             self._context.allocator.index.changes = changes
             return [] if changes is None else self._context.allocator.findable_hashes()
 
-    def _pause_active(self) -> None:
-        self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS)
+    def _mark_active(self, status: Status) -> None:
         now = self._clock()
         for leader in self._context.scheduler.active():
             for sample in (leader, *leader.siblings):
-                sample.request.add_event_pause(timestamp=now)
-
-    def _mark_active(self, status: Status) -> None:
-        for leader in self._context.scheduler.active():
-            for sample in (leader, *leader.siblings):
                 sample.request.status = status
+                if status is Status.ACTIVE_BUT_NOT_GENERATING_TOKENS:
+                    sample.request.add_event_pause(timestamp=now)

@@ -51,18 +51,18 @@ class Inspection:
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.adapters.variant))
 
     def changed_settings(self) -> str:
-        """Names of settings that masks may be made of and that changed since the engine was built."""
+        """Names of settings that masks depend on and that changed since the engine was built."""
         self._guard.source.follow()
         return self._watch.changed_settings()
 
     @property
     def resized(self) -> bool:
-        """Whether the model has another vocabulary since the engine was built; then `rebuild` is due."""
+        """Whether the vocabulary has changed since the engine was built; then `rebuild` is due."""
         changed = self._guard.resized(self._controller.layout.vocab_size) is not None
         return changed and self._guard.source.sampled is self._guard.model
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now, or for nothing."""
+        """Raises: EngineStateError: all unfinished samples wait for adapters that do not act now, or for nothing."""
         if not self._ledger.live or self.has_unfinished:
             return
         waiting = {sample.variant for sample in self._context.scheduler}
@@ -79,15 +79,12 @@ class Inspection:
 
     @property
     def acting_adapters(self) -> str:
-        """The adapters of the model that act now, in words."""
+        """Description of the model's adapters that act now."""
         with self._lifecycle.lock:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """Explain what the engine does with this model on this machine, and why; `print` it.
-
-        Waits for a step boundary. Adds no request and changes no random stream.
-        """
+        """Explain what the engine does with this model on this machine, and why; `print` it. Runs between two steps."""
         with self._lifecycle.locked():
             return explain(
                 self._controller.runner, self._context.scheduler, self._config, self._guard.source,
@@ -95,7 +92,7 @@ class Inspection:
             )  # fmt: skip
 
     def describe(self) -> Iterator[str]:
-        """Lines about samples, blocks, last step and oldest samples, without a lock."""
+        """Lines about samples, blocks, last step and oldest samples; takes no lock."""
         scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
         unfinished = self._ledger.unfinished()
         running = scheduler.num_active
@@ -139,15 +136,15 @@ class Inspection:
             return records
 
     def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[SampleDelta]:
-        """Tokens that unfinished samples have gained. Costs a few microseconds per sample and copies only new tokens.
+        """Tokens that unfinished samples have gained since `known`; takes a few microseconds per sample.
 
         Args:
             known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with,
                 events known).
 
         Returns:
-            One row per sample of `known` that has more, or that was requeued (`StalenessPolicy.REQUEUE`): such a
-            sample counts from 0 again, and may have no token yet.
+            One row per sample of `known` with more tokens, or that was requeued (`StalenessPolicy.REQUEUE`) and counts
+            from 0 again.
         """
         with self._lifecycle.lock:
             table, live = self._context.scheduler.table, self._ledger.live

@@ -1,11 +1,10 @@
 """Forward of given sequences over the paged KV cache: logits at chosen positions, chunk by chunk; nothing is sampled.
 
 Always true here:
-- sequences are packed and chunked like prompts, and prefixes are computed once: those of one another, and what the prefix
-  cache has of earlier requests of the same weights and adapters;
-- requests in flight stand still. They lose their KV, youngest first, only where the longest sequence finds no room;
+- sequences are packed and chunked like prompts, and shared prefixes, also those in the prefix cache, are computed once;
+- requests in flight wait; the youngest lose their KV only if the longest sequence finds no room;
 - at most `LOGITS_BYTES` of logits (or those of one position) exist at a time;
-- afterwards no block is held, also after an exception.
+- afterwards no block is held, even after an exception.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Wanted(NamedTuple):
     positions: NDArray[np.int64]
     """Ascending, at least one; tokens behind the last are not computed, unless there are images."""
     images: ImageInputs | None = None
-    """Of the placeholders among the tokens."""
+    """Images of the placeholders among the tokens."""
     adapter: str | None = None
     """Name of a loaded LoRA adapter; None: the model as it stands."""
 
@@ -62,11 +61,7 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class Prefill:
-    """Computes logits of given sequences with the parts of one engine, whose lock the caller holds.
-
-    Args:
-        context: its allocator lends the blocks.
-    """
+    """Computes logits of given sequences with the parts of one engine, whose lock the caller holds."""
 
     _config: InferenceConfig
     _runner: ModelRunner
@@ -77,9 +72,8 @@ class Prefill:
         """Hand the logits of every wanted position to `take`, each once or, after a preemption, again.
 
         Raises:
-            InvalidRequestError: a sequence is empty, too long for the engine, holds an id outside the vocabulary or
-                placeholders that its images do not fit, or its adapter is not loaded; names its index. Nothing was
-                computed.
+            InvalidRequestError: a sequence cannot be computed (see `Intake.clamped`, `Intake.images`); names its index.
+                Nothing was computed.
         """
         longest_whole = max((self._check(index, each) for index, each in enumerate(wanted)), default=0)
         scheduler = self._scheduler(longest_whole)
@@ -94,11 +88,7 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Tokens of the longest run, an image, that one step has to compute at once.
-
-        Raises:
-            InvalidRequestError: see `run`.
-        """
+        """Tokens of the longest image, which one step has to compute at once. Raises as `run`."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
@@ -109,7 +99,7 @@ class Prefill:
         return 0 if images is None else images.longest_whole
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
-        """An empty one over the engine's blocks, whose prefix cache it shares."""
+        """An empty scheduler over the engine's blocks and prefix cache."""
         vocabulary = self._runner.layout.vocab_size
         # No logits of an image's positions are wanted.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
@@ -177,7 +167,7 @@ def _tokens(wanted: Wanted, count: int) -> list[int]:
 def _wanted_of(
     step: ScheduledStep, index_of: dict[Sample, int], wanted: Sequence[Wanted]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of the wanted positions of a step [K]: the sequence's index, the position, and the index into the packed row."""
+    """[K] sequence index, position, and index into the packed row of each wanted position in a step."""
     indices, positions, packed = [], [], []
     offset = 0
     for sample, start, count in zip(step.prefills, step.starts.tolist(), step.counts.tolist(), strict=True):
