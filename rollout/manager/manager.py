@@ -26,7 +26,7 @@ from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.explain.explanation import Explanation
+from rollout.engine.explain import Explanation
 from rollout.engine.parts.context import MemoryMove
 from rollout.errors import ConfigError, EngineStateError
 from rollout.journal.journal import Journal

@@ -17,7 +17,7 @@ from rollout.distributed.job.world import World
 from rollout.engine.weights.folder import load_model
 from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError
 from rollout.llm.llm import LLM, AsyncLLM
-from rollout.requests.seeds import stream_key
+from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.engines import at_random, greedily, make_engine, shared_model, token_ids

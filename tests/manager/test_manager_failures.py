@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.parts.failures import MAX_FAILED_STEPS
+from rollout.engine.parts.stepper import MAX_FAILED_STEPS
 from rollout.errors import (
     DeadlineError,
     EngineDeadError,

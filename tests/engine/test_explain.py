@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rollout import RolloutManager, SamplingParams
-from rollout.engine.explain.machine import usable_cores
-from rollout.engine.explain.trial import decode_trial
+from rollout.engine.explain import decode_trial, usable_cores
 from rollout.engine.kernels import cpu_library
 from tests.engines import make_engine, shared_model
 from tests.models import VOCAB, make_model
@@ -54,8 +53,8 @@ def test_a_suspended_engine_says_what_is_known():
 
 def test_layers_of_different_kinds_and_the_reason_against_the_fused_forward_are_named():
     found = make_engine("gpt_oss").explain()
-    assert sum(kind.count for kind in found.model.layers) == 3
-    assert any("a window of 8 tokens" in kind.description for kind in found.model.layers)
+    assert sum(int(kind.split()[0]) for kind in found.model.layers) == 3
+    assert any("a window of 8 tokens" in kind for kind in found.model.layers)
     assert "GptOssForCausalLM is none of the families" in found.model.why_not_fused
     assert any("GptOssForCausalLM is none of the families" in each for each in found.advice)
     assert found.trial is None
@@ -107,11 +106,13 @@ def test_a_trial_times_a_decode_and_leaves_nothing_behind():
     engine = make_engine("qwen3", kv_cache_blocks=256)
     # Seconds: two of the long generation, two of the short one.
     ticks = iter([0.0, 3.0, 3.0, 6.0, 6.0, 7.0, 7.0, 8.0])
-    trial = decode_trial(engine, VOCAB, 8, 1024, lambda: next(ticks))
+    kv = engine.explain().kv
+    trial = decode_trial(engine.generate, VOCAB, kv, lambda: next(ticks))
     assert trial is not None
     assert (trial.sequences, trial.tokens_per_s) == (8, 8 * 32 / 2)
     assert not engine.has_unfinished
-    assert decode_trial(engine, VOCAB, 8, 10) is None
+    assert decode_trial(engine.generate, VOCAB, replace(kv, tokens=10)) is None
+    assert decode_trial(engine.generate, VOCAB, replace(kv, max_sequence_length=48)) is None
     page = str(replace(engine.explain(), trial=trial))
     assert "decode of 8 sequences of 32 tokens: 128 tokens/s" in page
 
